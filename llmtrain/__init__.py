@@ -1,0 +1,66 @@
+"""Train and fine-tune language models with Hugging Face Accelerate: the same run on any layout.
+
+Names are loaded when they are used: ``import llmtrain`` itself costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from llmtrain._version import __version__
+
+if TYPE_CHECKING:
+    from llmtrain.config import flag as flag
+    from llmtrain.config import parse as parse
+    from llmtrain.config import resolved as resolved
+    from llmtrain.data.config import DataConfig as DataConfig
+    from llmtrain.data.loader import eval_loader as eval_loader
+    from llmtrain.data.loader import train_loader as train_loader
+    from llmtrain.data.rows import prepare as prepare
+    from llmtrain.errors import UserError as UserError
+    from llmtrain.models.export import ModelFiles as ModelFiles
+    from llmtrain.models.gpt import GPT as GPT
+    from llmtrain.models.gpt import GPTConfig as GPTConfig
+    from llmtrain.record.run import RunConfig as RunConfig
+    from llmtrain.record.run import open_run as open_run
+    from llmtrain.start import launch as launch
+    from llmtrain.start import start_accelerator as start_accelerator
+    from llmtrain.training.layout import Layout as Layout
+    from llmtrain.training.loop import train as train
+    from llmtrain.training.optim import OptimConfig as OptimConfig
+    from llmtrain.training.optim import make_optimizer as make_optimizer
+    from llmtrain.training.summary import show_result as show_result
+
+_HOMES = {
+    "GPT": "models.gpt",
+    "DataConfig": "data.config",
+    "GPTConfig": "models.gpt",
+    "Layout": "training.layout",
+    "ModelFiles": "models.export",
+    "OptimConfig": "training.optim",
+    "RunConfig": "record.run",
+    "UserError": "errors",
+    "eval_loader": "data.loader",
+    "flag": "config",
+    "launch": "start",
+    "make_optimizer": "training.optim",
+    "open_run": "record.run",
+    "parse": "config",
+    "prepare": "data.rows",
+    "resolved": "config",
+    "show_result": "training.summary",
+    "start_accelerator": "start",
+    "train": "training.loop",
+    "train_loader": "data.loader",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'llmtrain' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"llmtrain.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,21 @@
+"""What a person sees while a run starts: one line a fact, from one process."""
+
+import os
+import sys
+
+
+def rank() -> int:
+    """This process's global rank, as its launcher told it; known before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(label: str, text: str) -> None:
+    """One line of the start banner, from rank 0 alone."""
+    if rank() == 0:
+        print(f"{label:<9} {text}", flush=True)
+
+
+def complain(message: str) -> None:
+    """One line on stderr. Says who speaks where it is not rank 0."""
+    who = f"rank {rank()}: " if rank() else ""
+    print(f"error: {who}{message}", file=sys.stderr, flush=True)

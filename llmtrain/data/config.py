@@ -1,0 +1,35 @@
+"""What a run reads, and how many rows make an update."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmtrain.config import flag, require, require_at_least
+
+
+@dataclass
+class DataConfig:
+    _argument_group_name: ClassVar[str] = "data"
+
+    dataset: str = flag(
+        "builtin:python-docs",
+        "builtin:python-docs, builtin:python-functions, a file, folder or glob of .txt .md .jsonl .parquet .csv, "
+        "or the name of a dataset on the hub",
+    )
+    dataset_config_name: str | None = flag(None, "configuration of a hub dataset, where it has several")
+    text_field: str = flag("text", "the field that holds the text, in .jsonl, .parquet, .csv and hub datasets")
+    eval_fraction: float = flag(
+        0.1,
+        "share of the documents held out for evaluation, chosen by a hash of their text; "
+        "where the text is one document, its last part",
+    )
+    tokenizer: str = flag(
+        "bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name"
+    )
+    global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
+    per_device_train_batch_size: int = flag(8, "rows per forward and backward pass (the micro-batch)")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
+        require(0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be at least 0 and below 1.")
+        require(bool(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs.")
+        require(bool(self.tokenizer), "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.")

@@ -1,0 +1,110 @@
+"""Token rows -> windows of micro-batches.
+
+Slot ``j`` of the global batch of step ``s`` is fixed by (seed, s, j) alone. The sampler yields whole global batches and
+knows neither ranks nor micro-batches; Accelerate gives each process its slice, and ``collate`` cuts that slice into the
+process's window. So the layout decides who computes a row, never which rows a step holds.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from llmtrain.data.order import key_of, permute
+
+if TYPE_CHECKING:
+    import datasets
+
+IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
+
+Batch = dict[str, torch.Tensor]
+Window = list[Batch]
+
+
+class Slot(NamedTuple):
+    """One place of one global batch."""
+
+    position: int  # counted over the whole run: step * global_batch_size + j
+    row: int | None  # None: past the end of the epoch, a row of weight zero
+
+
+def slots_of(step: int, n: int, global_batch_size: int, seed: int | None) -> list[Slot]:
+    """The global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
+
+    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots.
+    """
+    epoch, k = divmod(step, -(-n // global_batch_size))
+    positions = np.arange(k * global_batch_size, min((k + 1) * global_batch_size, n))
+    rows = positions if seed is None else permute(positions, n, key_of(seed, epoch))
+    padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
+    return [Slot(step * global_batch_size + j, row) for j, row in enumerate(padded)]
+
+
+class GlobalBatchSampler(Sampler[list[Slot]]):
+    """Yields the global batch of every step in ``steps``."""
+
+    def __init__(self, n: int, global_batch_size: int, steps: range, seed: int | None) -> None:
+        self.n, self.batch_size, self.steps, self.seed = n, global_batch_size, steps, seed
+        self.drop_last = False
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        for step in self.steps:
+            yield slots_of(step, self.n, self.batch_size, self.seed)
+
+
+class SlotRows(Dataset):
+    """A ``datasets.Dataset`` of token rows, read by slot."""
+
+    def __init__(self, rows: "datasets.Dataset") -> None:
+        self.rows = rows.with_format("numpy")
+
+    def __getitems__(self, slots: list[Slot]) -> list[tuple[int, np.ndarray]]:
+        """(position, tokens [block_size + 1]) for each slot; an empty slot holds no token."""
+        tokens = np.stack(self.rows[[slot.row or 0 for slot in slots]]["input_ids"])
+        tokens[[slot.row is None for slot in slots]] = IGNORED
+        return [(slot.position, row) for slot, row in zip(slots, tokens, strict=True)]
+
+
+class Collate:
+    """Cut a process's slice of the global batch into micro-batches.
+
+    Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. With
+    ``dropout_seed`` each row also carries its ``dropout_keys`` (int64 [micro_batch]).
+    """
+
+    def __init__(self, micro_batch: int, dropout_seed: int | None = None) -> None:
+        self.micro_batch, self.dropout_seed = micro_batch, dropout_seed
+
+    def __call__(self, items: list[tuple[int, np.ndarray]]) -> Window:
+        labels = torch.from_numpy(np.stack([row for _, row in items]).astype(np.int64))
+        columns = {"input_ids": labels.clamp(min=0), "labels": labels}
+        if self.dropout_seed is not None:
+            keys = [key_of(self.dropout_seed, position) >> 1 for position, _ in items]  # 63 bits fit in int64
+            columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
+        pieces = {name: column.split(self.micro_batch) for name, column in columns.items()}
+        return [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
+
+
+def train_loader(
+    rows: "datasets.Dataset",
+    global_batch_size: int,
+    micro_batch: int,
+    steps: range,
+    seed: int,
+    dropout_seed: int | None = None,
+) -> DataLoader:
+    """Windows of the given steps, for ``accelerator.prepare``. Starting at any step costs nothing."""
+    sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed)
+    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
+
+
+def eval_loader(rows: "datasets.Dataset", processes: int, micro_batch: int) -> DataLoader:
+    """Every row once, in the stored order; the last batch is filled up with rows of weight zero."""
+    batch = processes * micro_batch
+    sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)
+    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch))

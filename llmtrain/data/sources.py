@@ -1,0 +1,212 @@
+"""Where text comes from: files, the running Python's own documentation, or a dataset of the Hugging Face hub.
+
+A source yields documents in a fixed order and can name its content cheaply (``fingerprint``), so that a prepared
+data set is found again without reading the text twice.
+"""
+
+import csv
+import glob
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from llmtrain.data import builtin
+from llmtrain.data.config import DataConfig
+from llmtrain.errors import UserError
+
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
+
+
+class Source(Protocol):
+    def fingerprint(self) -> str:
+        """Hex digest that changes when the documents may have changed."""
+
+    def documents(self) -> Iterator[str]:
+        """The texts, in a fixed order. Raises :class:`UserError` naming the file and line of bad input."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """Find what ``--dataset`` names; a :class:`UserError` says what was looked for."""
+    name = config.dataset
+    if name.startswith("builtin:"):
+        return Builtin(name.removeprefix("builtin:"))
+    if paths := _find_files(name):
+        return Files(tuple(paths), config.text_field)
+    looks_local = Path(name).suffix in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
+    if looks_local or Path(name).exists():
+        raise UserError(
+            f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
+        )
+    return Hub(name, config.dataset_config_name, config.text_field)
+
+
+def _find_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}.")
+        return [path]
+    found = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
+    return sorted(p for p in found if p.suffix in SUFFIXES and p.is_file())
+
+
+@dataclass(frozen=True)
+class Builtin:
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in builtin.CORPORA:
+            known = " and ".join(f"builtin:{name}" for name in builtin.CORPORA)
+            raise UserError(f"--dataset builtin:{self.name} does not exist; there are {known}.")
+
+    def fingerprint(self) -> str:
+        return builtin.fingerprint(self.name)
+
+    def documents(self) -> Iterator[str]:
+        return iter(builtin.CORPORA[self.name]())
+
+
+@dataclass(frozen=True)
+class Files:
+    paths: tuple[Path, ...]
+    text_field: str
+
+    def fingerprint(self) -> str:
+        # content, not names: a moved data set is the same data set
+        total = hashlib.sha256(self.text_field.encode())
+        for path in self.paths:
+            total.update(path.suffix.encode() + _file_digest(path))
+        return total.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        for path in self.paths:
+            reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix)
+            try:
+                if reader is None:
+                    yield _decode(path.read_bytes(), path)
+                else:
+                    yield from reader(path, self.text_field)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror or error}.") from None
+
+
+@dataclass(frozen=True)
+class Hub:
+    name: str
+    config_name: str | None
+    text_field: str
+
+    def _load(self):  # type: ignore[no-untyped-def]
+        import datasets  # heavy, and only hub names need it here
+
+        try:
+            return datasets.load_dataset(self.name, self.config_name, split="train")
+        except Exception as error:  # the hub has many ways to say no
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {reason}"
+            ) from None
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self._load()._fingerprint} {self.text_field}".encode()).hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        dataset = self._load()
+        if self.text_field not in dataset.column_names:
+            raise UserError(_no_field(self.name, self.text_field, dataset.column_names))
+        for i, text in enumerate(dataset[self.text_field]):
+            yield _text(text, f"{self.name}, row {i}", self.text_field)
+
+
+def _file_digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}.") from None
+    return digest.digest()
+
+
+def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
+    try:
+        return raw.decode("utf-8-sig" if first_line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + raw.count(b"\n", 0, error.start)
+        raise UserError(
+            f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8; convert the file first."
+        ) from None
+
+
+def _no_field(place: str, field: str, fields: list[str]) -> str:
+    return f"{place}: no field '{field}'; it has {', '.join(map(str, fields))} - name one with --text_field."
+
+
+def _text(value: object, place: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: field '{field}' is {json.dumps(value, default=repr)[:40]}, not text.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{place}: field '{field}' holds half of a surrogate pair, which is no text.") from None
+    return value
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = _decode(raw, path, number)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(f"{path}, line {number}: not JSON ({error}).") from None
+            if not isinstance(record, dict):
+                raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a JSON object.")
+            if field not in record:
+                raise UserError(_no_field(f"{path}, line {number}", field, list(record)))
+            yield _text(record[field], f"{path}, line {number}", field)
+
+
+def _read_csv(path: Path, field: str) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            if reader.fieldnames is None:
+                return
+            if field not in reader.fieldnames:
+                raise UserError(_no_field(str(path), field, list(reader.fieldnames)))
+            for record in reader:
+                yield _text(record[field], f"{path}, line {reader.line_num}", field)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not CSV ({error}).") from None
+    except UnicodeDecodeError:
+        _decode(path.read_bytes(), path)  # says which line
+        raise
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                raise UserError(_no_field(str(path), field, file.schema_arrow.names))
+            row = 0
+            for batch in file.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield _text(text, f"{path}, row {row}", field)
+                    row += 1
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file ({error}).") from None

@@ -1,0 +1,104 @@
+"""Tokenizers: three that are trained on the data, or any of Hugging Face's, always a ``PreTrainedTokenizerFast``."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from llmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+TRAINED = ("char", "byte", "bpe")  # kinds that are made from the data
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def is_trained(spec: str) -> bool:
+    """Whether ``--tokenizer spec`` is made from the data (else it is a folder or a hub name)."""
+    return spec.partition(":")[0] in TRAINED and not Path(spec).exists()
+
+
+def vocabulary_size(spec: str) -> int:
+    """N of ``bpe:N``; raises :class:`UserError` where it is not a number that a byte-level BPE can have."""
+    smallest = len(_BYTES) + 1  # every byte, and the end of text
+    kind, _, size = spec.partition(":")
+    if kind != "bpe":
+        if size:
+            raise UserError(f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
+        return 0
+    if not size.isdecimal() or int(size) < smallest:
+        raise UserError(f"--tokenizer {spec}: write bpe:N with N at least {smallest}, such as bpe:4096.")
+    return int(size)
+
+
+def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], Iterator[str]]) -> tokenizers.Tokenizer:
+    """Make the tokenizer that ``spec`` names: ``char``, ``byte`` or ``bpe:N``.
+
+    ``bpe`` learns its merges from the training documents alone. ``char`` takes its alphabet from ``everything``: a
+    held-out character must not become an unknown one, which would flatter the loss.
+    """
+    size = vocabulary_size(spec)
+    kind = spec.partition(":")[0]
+    if kind == "char":
+        alphabet = sorted({character for text in everything() for character in set(text)})
+        vocabulary = {END_OF_TEXT: 0} | {character: i for i, character in enumerate(alphabet, start=1)}
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        vocabulary = {END_OF_TEXT: 0} | {byte: i for i, byte in enumerate(_BYTES, start=1)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    if kind == "bpe":
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=_BYTES, show_progress=False
+        )
+        tokenizer.train_from_iterator(train, trainer)
+    else:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrainedTokenizerFast":
+    """The trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        model_max_length=block_size,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+    """A tokenizer's folder or hub name. It must be a fast one and know how a text ends."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
+            f"failed: {reason}"
+        ) from None
+    if not tokenizer.is_fast:
+        raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--tokenizer {name} has no end-of-text token (eos_token) to join documents with.")
+    return tokenizer
+
+
+def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """What identifies a tokenizer, wherever it was loaded from."""
+    content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.eos_token_id)
+    return hashlib.sha256(content.encode()).hexdigest()

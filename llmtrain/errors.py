@@ -1,0 +1,11 @@
+"""What went wrong, for the person who can mend it."""
+
+
+class UserError(Exception):
+    """Something the user can mend: one line that says what, where, and what to do instead.
+
+    Programmers' mistakes are ``assert``s and ordinary exceptions, with a traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # one line, whatever the parts held

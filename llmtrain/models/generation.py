@@ -1,0 +1,96 @@
+"""Text from a model folder, token by token, with a key-value cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. ``temperature`` 0 takes the likeliest; ``top_k`` 0 leaves all in the draw."""
+
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+class TextModel:
+    """A causal LM and its tokenizer, loaded from a folder or hub name."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if not Path(name).joinpath("config.json").exists() and Path(name).is_dir():
+            raise UserError(f"{name} holds no model (no config.json).")
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(name).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name}: no model could be loaded: {str(error).strip().splitlines()[0]}") from None
+        if torch.cuda.is_available():
+            self.model = self.model.to("cuda")
+        self.context = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+
+    @torch.no_grad()
+    def stream(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        """Yield pieces of text that continue ``prompt``, until the end of a text or ``max_new_tokens``.
+
+        A model with learned positions sees ``context`` tokens. When they are full, the older half is forgotten and
+        the cache is filled anew from the rest.
+        """
+        device = self.model.device
+        generator = torch.Generator().manual_seed(sampling.seed)
+        end = self.tokenizer.eos_token_id
+        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not prompt:
+            start = self.tokenizer.bos_token_id
+            ids = [start if start is not None else end]
+        if not ids or ids == [None]:
+            raise UserError("this model's tokenizer has no token to begin a text with; give a --prompt.")
+        ids = ids[-(self.context - 1) :] if self.context > 1 else ids[-1:]
+        fresh, cache = ids, None
+        made: list[int] = []
+        shown = ""
+        for _ in range(sampling.max_new_tokens):
+            if len(ids) >= self.context:
+                ids = ids[-max(self.context // 2, 1) :]
+                fresh, cache = ids, None
+            out = self.model(torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            token = _draw(out.logits[0, -1].float().cpu(), sampling, generator)
+            if token == end:
+                break
+            ids, fresh = [*ids, token], [token]
+            made.append(token)
+            text = self.tokenizer.decode(made, skip_special_tokens=True)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # wait for the rest of a character
+                yield text[len(shown) :]
+                shown = text
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def model_folder(name: str) -> str:
+    """The model of a run folder (finished, else the newest checkpoint's), or ``name`` itself."""
+    run = Path(name)
+    if (run / "config.json").exists() or not run.is_dir():
+        return name
+    candidates = [run / "model", *sorted(run.glob("checkpoints/step-*/model"), reverse=True)]
+    for folder in candidates:
+        if (folder / "config.json").exists():
+            return str(folder)
+    raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")
+

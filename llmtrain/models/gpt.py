@@ -1,0 +1,228 @@
+"""A GPT-2 to read in one sitting: GPT-2's parameter names and shapes, and nothing else of its history.
+
+B rows, T positions, C = n_embd, H heads, V vocabulary. The state dict of this module is that of Hugging Face's
+``GPT2LMHeadModel`` without the tied head, name by name and shape by shape.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llmtrain.config import flag, require, require_at_least
+from llmtrain.errors import UserError
+from llmtrain.models.loss import inputs_of, summed_nll, targets_of
+
+_INIT_STD = 0.02
+
+
+@dataclass
+class GPTConfig:
+    _argument_group_name: ClassVar[str] = "model"
+
+    n_layer: int = flag(4, "transformer blocks")
+    n_head: int = flag(4, "attention heads in a block; must divide n_embd")
+    n_embd: int = flag(256, "width of the residual stream")
+    block_size: int = flag(128, "tokens that the model can look at")
+    dropout: float = flag(0.0, "share of activations dropped after the embedding and in each residual branch")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
+        require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1.")
+        if self.n_embd % self.n_head:
+            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
+            near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:3])
+            raise UserError(
+                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; n_head {', '.join(map(str, near))} "
+                f"would, or n_embd {-(-self.n_embd // self.n_head) * self.n_head}."
+            )
+
+
+class Projection(nn.Module):
+    """x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.empty(n_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a function of each row's key, the place in the network and the place in the row.
+
+    A row is dropped alike in whatever micro-batch and on whatever process it is computed, and again when activations
+    are recomputed. Without keys it is the identity, as in evaluation.
+    """
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # x [B, T, C], keys [B]
+        if keys is None or not self.p or not self.training:
+            return x
+        low, high = keys & _MASK31, (keys >> 31) & _MASK31
+        places = torch.arange(x[0].numel(), device=x.device)
+        bits = _mix31(_mix31(places ^ low[:, None]) ^ ((high[:, None] + self.site * 0x9E3779B1) & _MASK31))
+        kept = bits >= int(self.p * 2**31)  # [B, T*C]
+        return x * kept.view_as(x).to(x.dtype) / (1 - self.p)
+
+
+_MASK31 = 2**31 - 1
+
+
+def _mix31(h: torch.Tensor) -> torch.Tensor:
+    """A multiply-xorshift hash of 31-bit integers (the shape of MurmurHash3's finaliser), exact in int64."""
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK31
+    h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & _MASK31
+    return h ^ (h >> 16)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Projection(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, C]
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (q, k, v))  # [B, H, T, C/H]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = Projection(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Projection(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.drop_1 = KeyedDropout(config.dropout, 2 * index + 1)
+        self.drop_2 = KeyedDropout(config.dropout, 2 * index + 2)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.drop_1(self.attn(self.ln_1(x)), keys)
+        return x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPTConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = KeyedDropout(config.dropout, 0)
+        self.h = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+    def forward(self, input_ids: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # [B, T] -> [B, T, C]
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.drop(self.wte(input_ids) + self.wpe(positions), keys)
+        for block in self.h:
+            x = block(x, keys)
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """Embedding, ``n_layer`` blocks, layer norm, and a head that is the embedding's own matrix (tied)."""
+
+    def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
+        """Weights are drawn from ``seed`` alone: normal with deviation 0.02, and 0.02 / sqrt(2 n_layer) for what is
+        added to the residual stream (Radford et al. 2019, section 2.3)."""
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.transformer = Transformer(config, vocab_size)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.constant_(parameter, 1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
+            else:
+                scale = 1 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 1.0
+                nn.init.normal_(parameter, std=_INIT_STD * scale, generator=generator)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, dropout_keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [B, T, V] of ``input_ids`` [B, T]; with ``labels`` [B, T] (not shifted), the summed nll in nats."""
+        if labels is None:
+            return F.linear(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
+        hidden = self.transformer(inputs_of(input_ids), dropout_keys)
+        return summed_nll(F.linear(hidden, self.transformer.wte.weight), targets_of(labels))
+
+    def flops_per_token(self) -> int:
+        """Forward and backward, matrix products alone: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B)."""
+        c = self.config
+        weights = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
+
+    def hf_config(self, end_of_text: int | None = None) -> dict[str, Any]:
+        """``config.json`` of the stock ``gpt2`` model that computes the same."""
+        c = self.config
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": "gelu_new",
+            "vocab_size": self.vocab_size,
+            "n_positions": c.block_size,
+            "n_embd": c.n_embd,
+            "n_layer": c.n_layer,
+            "n_head": c.n_head,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": _INIT_STD,
+            "embd_pdrop": c.dropout,
+            "resid_pdrop": c.dropout,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text,
+            "dtype": "float32",
+        }
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> "GPT":
+        """The weights of any ``gpt2`` checkpoint, a folder or a hub name. Raises :class:`UserError` for another
+        architecture, or for a variant of GPT-2 that computes something else."""
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name} is no model folder or hub name: {str(error).splitlines()[0]}") from None
+        expected = {
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": True,
+            "add_cross_attention": False,
+        }
+        if expected["model_type"] == config.model_type and config.n_inner is not None:
+            expected["n_inner"] = 4 * config.n_embd
+        for key, value in expected.items():
+            if getattr(config, key, value) != value:
+                raise UserError(f"{name} is not a plain GPT-2: its {key} is {getattr(config, key)!r}, not {value!r}.")
+        model = cls(
+            GPTConfig(config.n_layer, config.n_head, config.n_embd, config.n_positions, config.resid_pdrop),
+            config.vocab_size,
+        )
+        weights = GPT2LMHeadModel.from_pretrained(name).state_dict()
+        model.load_state_dict({key: weights[key] for key in model.state_dict()})
+        return model

@@ -1,0 +1,77 @@
+"""Tokens per second, and the share of the hardware's arithmetic that they use."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+# Dense peak in FLOP/s for 16-bit matrix products, from NVIDIA's data sheets; longer names first.
+_PEAK_16_BIT = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+class Throughput:
+    """Counts tokens between two readings; time spent in ``paused()`` does not count."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        flops = getattr(accelerator.unwrap_model(model), "flops_per_token", None)
+        self.flops_per_token = flops() if flops else 0
+        self.peak = peak_flops(accelerator) * accelerator.num_processes if self.flops_per_token else 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        self.tokens, self.started = 0, time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """Since the last reading: ``train/tokens_per_second``, and ``train/mfu`` where the model's FLOPs are known."""
+        speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
+        self.restart()
+        metrics = {"train/tokens_per_second": speed}
+        if self.peak:
+            metrics["train/mfu"] = speed * self.flops_per_token / self.peak
+        return metrics
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
+
+
+def peak_flops(accelerator: Accelerator) -> float:
+    """FLOP/s that one process can hope for: a GPU's data sheet for 16-bit training, else a measured product.
+
+    The measurement runs on all processes of a machine at once, as training does.
+    """
+    device = accelerator.device
+    mixed = accelerator.mixed_precision in ("bf16", "fp16")
+    if device.type == "cuda" and mixed:
+        name = torch.cuda.get_device_name(device)
+        for known, peak in _PEAK_16_BIT.items():
+            if known in name:
+                return peak
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    n = 4096 if device.type == "cuda" else 768
+    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        float((a @ b)[0, 0])  # reading the result waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * n**3 / best

@@ -1,0 +1,1 @@
+"""How weights and gradients are spread over processes."""

@@ -1,0 +1,401 @@
+"""A run's folder: what it is, how it stands, what it measured, and the checkpoints it can go on from."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import filelock
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import nn
+
+from llmtrain._version import __version__
+from llmtrain.config import flag, require, require_at_least
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.record import checkpoint
+from llmtrain.record.files import new_folder, write_json
+from llmtrain.record.tracking import Metrics, tracker_names
+
+_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+
+
+@dataclass
+class RunConfig:
+    _argument_group_name: ClassVar[str] = "run"
+
+    output_dir: str = flag("runs/run", "the run's folder; where it is taken by another run, the next free name")
+    run_name: str | None = flag(None, "name shown by trackers; the folder's name where left out")
+    seed: int = flag(0, "of weights, data order and dropout")
+    logging_steps: int = flag(10, "updates between two readings of the training loss")
+    eval_steps: int = flag(100, "updates between two evaluations; there is one before the first update and at the end")
+    save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
+    save_total_limit: int = flag(2, "checkpoints that are kept, at least 2")
+    resume_from_checkpoint: str = flag(
+        "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
+    )
+    report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
+        require_at_least(self, 2, "save_total_limit")
+        require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+        require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
+        tracker_names(self.report_to)
+
+
+@dataclass
+class Run:
+    """An open run: ``step`` updates are made, on ``tokens`` trained tokens."""
+
+    accelerator: Accelerator
+    config: RunConfig
+    folder: Path
+    identity: dict[str, Any]
+    files: checkpoint.ModelWriter
+    metrics: Metrics
+    resumed_from: Path | None = None
+    step: int = 0
+    tokens: int = 0
+    stop_requested: bool = False
+    _outcome: dict[str, str] = field(default_factory=lambda: {"state": "failed", "reason": "ended without a word"})
+
+    def log(self, reading: dict[str, float]) -> None:
+        """One line of ``metrics.jsonl``, and the same to the trackers."""
+        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading})
+
+    def save(self, model: nn.Module, optimizer: Any) -> None:
+        """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""
+        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        scaler = self.accelerator.scaler
+
+        def write() -> None:
+            state = {
+                "step": self.step,
+                "tokens": self.tokens,
+                "identity": self.identity,
+                "identity_sha256": digest(self.identity),
+                "processes": self.accelerator.num_processes,
+                "threads": torch.get_num_threads(),
+                "mixed_precision": self.accelerator.mixed_precision,
+                "loss_scaler": scaler.state_dict() if scaler is not None else None,
+                "versions": versions(),
+            }
+            tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer)
+            checkpoint.write_checkpoint(self._checkpoints, self.step, self.files, plain.state_dict(), tensors, state)
+            checkpoint.prune(self._checkpoints, self.config.save_total_limit)
+            self._write_status("running")
+
+        self._on_main_process(write)
+
+    def restore(self, model: nn.Module, optimizer: Any) -> None:
+        """Load the checkpoint that this run goes on from, where there is one. The main process reads it and sends it
+        to the others, which need not see its disk."""
+        if self.resumed_from is None:
+            return
+        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        here = self.accelerator.is_main_process
+        path = self.resumed_from
+        weights = self._from_main_process(checkpoint.load_weights(path) if here else None)
+        plain.load_state_dict(weights)
+        tensors = self._from_main_process(checkpoint.load_optimizer_tensors(path) if here else None)
+        checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
+        state = self._decide(lambda: checkpoint.read_state(path))
+        if self.accelerator.scaler is not None and state["loss_scaler"]:
+            self.accelerator.scaler.load_state_dict(state["loss_scaler"])
+
+    def finish(self, model: nn.Module) -> None:
+        """Write ``model/``: the finished model."""
+        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+        def write() -> None:
+            with new_folder(self.folder / "model") as working:
+                self.files.write(working, plain.state_dict())
+
+        self._on_main_process(write)
+        self._outcome = {"state": "finished", "reason": "all updates were made"}
+
+    def preempted(self) -> None:
+        """The run stops before its last update, with a checkpoint of where it stands."""
+        self._outcome = {"state": "preempted", "reason": f"asked to stop; step {self.step} is saved"}
+        say("stopped", f"step {self.step} is saved in {self.folder}; the same command goes on from there")
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def _write_status(self, state: str, reason: str = "") -> None:
+        if self.accelerator.is_main_process:
+            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            status = {"state": state, "step": self.step, "reason": reason, "pid": os.getpid(), "time": now}
+            write_json(self.folder / "status.json", status)
+
+    def _on_main_process(self, action: Any) -> None:
+        """Run ``action`` on the main process; where it fails, every process raises the same error."""
+        self._decide(action)
+
+    def _decide(self, action: Any) -> Any:
+        return _decide(self.accelerator, action)
+
+    def _from_main_process(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        if self.accelerator.num_processes == 1:
+            assert tensors is not None
+            return tensors
+        shapes = {k: (t.shape, t.dtype) for k, t in tensors.items()} if tensors is not None else None
+        shapes = broadcast_object_list([shapes])[0]
+        received = {}
+        for name, (shape, dtype) in shapes.items():
+            tensor = tensors[name] if tensors is not None else torch.empty(shape, dtype=dtype)
+            received[name] = broadcast(tensor.to(self.accelerator.device)).cpu()
+        return received
+
+
+@contextlib.contextmanager
+def open_run(
+    accelerator: Accelerator,
+    config: RunConfig,
+    identity: dict[str, Any],
+    files: checkpoint.ModelWriter,
+    settings: dict[str, dict[str, Any]],
+    details: dict[str, Any] | None = None,
+) -> Iterator[Run]:
+    """The run's folder for the length of the block: a new one, or that of an unfinished run of the same identity.
+
+    Args:
+        identity: what makes this run this run; a checkpoint of another identity is never loaded.
+        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        details: what else belongs into ``run.json``: facts of the data, the layout.
+    """
+    choice = _decide(accelerator, lambda: _choose_folder(config, identity))
+    folder = Path(choice["folder"])
+    run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
+    if choice["checkpoint"]:
+        run.resumed_from = Path(choice["checkpoint"])
+        run.step, run.tokens = choice["step"], choice["tokens"]
+    say("run", f"{folder} ({choice['why']})")
+    with contextlib.ExitStack() as cleanup:
+
+        def claim() -> None:
+            try:
+                cleanup.enter_context(_lock(folder).acquire(blocking=False))
+            except filelock.Timeout:
+                raise UserError(f"{folder}: another process has just begun to write here; start again.") from None
+            run.metrics.forget_after(run.step)
+            record = _run_record(accelerator, folder, identity, settings, details or {}, choice)
+            write_json(folder / "run.json", record)
+
+        _decide(accelerator, claim)
+        run._write_status("running")
+        values = {name: setting["value"] for name, setting in settings.items()}
+        run_id = choice["run_id"]
+        run.metrics.start(tracker_names(config.report_to), values, config.run_name or folder.name, run_id)
+        cleanup.enter_context(_stop_signals(run))
+        try:
+            yield run
+        except BaseException as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            with contextlib.suppress(OSError):
+                run._write_status("failed", reason)
+            run.metrics.close(exit_code=1)
+            raise
+        run.metrics.close(exit_code=0)
+        run._write_status(**run._outcome)
+
+
+def digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = __version__ if package == "llmtrain" else "absent"
+    return found
+
+
+def _decide(accelerator: Accelerator, action: Any) -> Any:
+    """Let the main process decide and tell the others; its :class:`UserError` becomes everyone's."""
+    told: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            told = [("done", action())]
+        except UserError as error:
+            told = [("failed", str(error))]
+        except OSError as error:
+            told = [("failed", f"{error.filename or 'the run folder'}: {error.strerror or error}.")]
+    if accelerator.num_processes > 1:
+        told = broadcast_object_list(told)
+    outcome, value = told[0]
+    if outcome == "failed":
+        raise UserError(value)
+    return value
+
+
+def _choose_folder(config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """Where this run lives and what it goes on from; makes the folder."""
+    fresh = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
+    wanted = config.resume_from_checkpoint
+    if wanted not in ("auto", "never"):
+        source = _named_checkpoint(Path(wanted), identity)
+        folder = next(path for path in _names(config.output_dir) if _is_free(path))
+        folder.mkdir(parents=True, exist_ok=True)
+        return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
+    for folder in _names(config.output_dir):
+        if _is_free(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            why = "new" if folder == Path(config.output_dir) else f"new; {config.output_dir} is taken"
+            return fresh | {"folder": str(folder), "why": why}
+        if wanted == "auto" and (previous := _unfinished(folder, identity)) is not None:
+            found = checkpoint.newest_valid(folder / "checkpoints")
+            kept = {"folder": str(folder), "run_id": previous["run_id"]}
+            if found is None:
+                return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}
+            state = checkpoint.read_state(found)
+            kept |= {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
+            return fresh | kept | {"why": f"goes on from step {state['step']}"}
+    raise AssertionError("there is always a next name")
+
+
+def _names(output_dir: str) -> Iterator[Path]:
+    base = Path(output_dir)
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+def _is_free(folder: Path) -> bool:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file.")
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        status = json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
+        return None
+    try:
+        with _lock(folder).acquire(blocking=False):
+            return record
+    except filelock.Timeout:
+        return None
+
+
+def _lock(folder: Path) -> filelock.FileLock:
+    return filelock.FileLock(folder / ".lock")
+
+
+def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    flag_name = f"--resume_from_checkpoint {path}"
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{flag_name}: this run has no checkpoint yet.")
+    elif (path / checkpoint.MANIFEST).exists():
+        if fault := checkpoint.find_fault(path):
+            raise UserError(f"{flag_name} is damaged: {fault}.")
+        found = path
+    else:
+        raise UserError(f"{flag_name} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+    state = checkpoint.read_state(found)
+    for key, value in identity.items():
+        before = state["identity"].get(key)
+        if before != value and key != "update":
+            raise UserError(f"{flag_name} has another {key}: {_difference(before, value)}.")
+    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
+
+
+def _difference(before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
+    return f"{before} there, {now} here"
+
+
+def _run_record(
+    accelerator: Accelerator,
+    folder: Path,
+    identity: dict[str, Any],
+    settings: dict[str, dict[str, Any]],
+    details: dict[str, Any],
+    choice: dict[str, Any],
+) -> dict[str, Any]:
+    starts = []
+    with contextlib.suppress(OSError, ValueError):
+        starts = json.loads((folder / "run.json").read_text()).get("starts", [])
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": choice["step"],
+        "from": choice["checkpoint"],
+        "command": sys.argv,
+        "host": platform.node(),
+        "processes": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "threads": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "versions": versions(),
+        "git_sha": _git_sha(),
+    }
+    return {
+        "run_id": choice["run_id"],
+        "identity": identity,
+        "identity_sha256": digest(identity),
+        "processes": accelerator.num_processes,
+        "settings": settings,
+        **details,
+        "starts": [*starts, start],
+    }
+
+
+def _git_sha() -> str | None:
+    try:
+        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()
+
+
+@contextlib.contextmanager
+def _stop_signals(run: Run) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for a stop after the step at hand; a second one is obeyed at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop_requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        run.stop_requested = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread, as in a notebook's helper: signals stay the host's
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""Metrics: ``metrics.jsonl`` is the truth, Accelerate's trackers (Weights & Biases, TensorBoard) mirror it."""
+
+import contextlib
+import json
+import logging
+import netrc
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
+
+from llmtrain.console import complain, say
+from llmtrain.errors import UserError
+
+TRACKERS = ("wandb", "tensorboard")
+
+
+def tracker_names(report_to: list[str]) -> list[str]:
+    """The trackers that ``--report_to`` asks for; raises :class:`UserError` for one that is unknown or not there."""
+    names = [name for name in report_to if name != "none"]
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--report_to {name}: llmtrain reports to {', '.join(TRACKERS)} or none.")
+    if "none" in report_to and names:
+        raise UserError(f"--report_to none and {' '.join(names)} contradict each other.")
+    if "tensorboard" in names and not filter_trackers(["tensorboard"], "."):
+        raise UserError("--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'.")
+    return names
+
+
+class Metrics:
+    """Writes a line of ``metrics.jsonl`` a reading and passes it on to the trackers; used on every process."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
+        self.broken = False
+
+    def start(self, names: list[str], settings: dict[str, Any], run_name: str, run_id: str) -> None:
+        """Open the trackers, on the main process; one that cannot be opened is left out, with one line."""
+        self.accelerator.log_with = filter_trackers(names, str(self.path.parent))
+        self.accelerator.project_configuration.set_directories(str(self.path.parent))
+        if not names or not self.accelerator.is_main_process:
+            return
+        init: dict[str, Any] = {}
+        if "wandb" in names:
+            init["wandb"] = _wandb_settings(self.path.parent, run_name, run_id)
+        logging.getLogger("accelerate.tracking").setLevel(logging.ERROR)
+        plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
+        try:
+            self._open(plain, init)
+        except Exception as error:  # a tracker's trouble is not the run's
+            if init.get("wandb", {}).get("mode") == "offline" or "wandb" not in names:
+                complain(f"tracking is off: {_first_line(error)}; metrics.jsonl has everything.")
+                self.broken = True
+                return
+            complain(f"W&B does not answer ({_first_line(error)}); logging offline.")
+            init["wandb"]["mode"] = "offline"
+            self._open(plain, init)
+        if "wandb" in names:
+            self._say_where(init["wandb"]["mode"])
+
+    def _open(self, settings: dict[str, Any], init: dict[str, Any]) -> None:
+        self.accelerator.trackers = []
+        self.accelerator.init_trackers("llmtrain", config=settings, init_kwargs=init)
+
+    def _say_where(self, mode: str | None) -> None:
+        run = self.accelerator.get_tracker("wandb", unwrap=True)
+        if mode == "offline":
+            where = Path(run.settings.sync_dir)
+            with contextlib.suppress(ValueError):
+                where = where.relative_to(Path.cwd())
+            say("wandb", f"not logged in, so logging offline; later: wandb login && wandb sync {where}")
+        elif run.url:
+            say("wandb", run.url)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the readings of updates that will be made again."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # a line cut off by a crash
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        working = self.path.with_suffix(".tmp")
+        working.write_text("".join(f"{line}\n" for line in kept))
+        working.replace(self.path)
+
+    def write(self, reading: dict[str, Any]) -> None:
+        """One reading; ``step`` is part of it. Only the main process writes."""
+        if not self.accelerator.is_main_process:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps(reading) + "\n")
+        if self.accelerator.trackers and not self.broken:
+            try:
+                self.accelerator.log(reading, step=reading["step"])
+            except Exception as error:
+                self.broken = True
+                complain(f"tracking stopped: {_first_line(error)}; metrics.jsonl goes on.")
+
+    def close(self, exit_code: int) -> None:
+        """Finish the trackers' runs, so that none is left open when the process ends."""
+        for tracker in self.accelerator.trackers:
+            try:
+                if tracker.name == "wandb" and self.accelerator.is_main_process:
+                    tracker.tracker.finish(exit_code=exit_code)
+                else:
+                    tracker.finish()
+            except Exception as error:
+                complain(f"closing {tracker.name}: {_first_line(error)}.")
+        self.accelerator.trackers = []
+
+
+def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
+    import wandb
+
+    return {
+        "dir": str(folder),
+        "name": run_name,
+        "id": run_id,
+        "resume": "allow",
+        "mode": os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline"),
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
+    }
+
+
+def _logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,206 @@
+"""From the environment to an Accelerator and back: what was launched, on which device, in which precision; and out."""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+import yaml
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.utils import gather_object
+
+from llmtrain.console import complain, rank, say
+from llmtrain.errors import UserError
+from llmtrain.parallel.ddp import ddp_settings
+
+_GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What the person said to the launcher, as far as this process can see.
+
+    Launchers fill in defaults and pass them on in the environment, where they look like wishes: ``accelerate launch``
+    says precision "no" and 1 thread to whoever said nothing. What was truly said stands on the launcher's command
+    line, in the config file that it read, and in the environment that it was started with.
+    """
+
+    words: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls) -> "Launcher":
+        """The parent process, where it is ``accelerate launch`` or ``torchrun``; else nothing but the environment."""
+        own = dict(os.environ)
+        try:
+            parent = psutil.Process().parent()
+            words = parent.cmdline() if parent is not None else []
+            name = " ".join(Path(word).name for word in words[:4])
+            is_accelerate = "accelerate" in name and "launch" in words
+            if parent is None or not (is_accelerate or "torchrun" in name or "torch.distributed" in name):
+                return cls([], {}, own)
+            config = _accelerate_config(words, parent.cwd()) if is_accelerate else {}
+            return cls(words, config, parent.environ())
+        except (psutil.Error, OSError):  # another user's process, or one that is gone
+            return cls([], {}, own)
+
+    def said(self, flag: str, variable: str | None = None) -> Any:
+        """The value given for an ``accelerate launch`` flag, config key or environment variable; else ``None``."""
+        for i, word in enumerate(self.words):
+            name, equals, value = word.partition("=")
+            if name.replace("-", "_") == f"__{flag}":
+                return value if equals else (self.words[i + 1] if i + 1 < len(self.words) else None)
+        if self.config.get(flag) is not None:
+            return self.config[flag]
+        return self.environment.get(variable) if variable else None
+
+
+def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
+    path = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "accelerate" / "default_config.yaml"
+    if "--cpu" in words:
+        path = Path("/nonexistent")  # accelerate then reads no default config
+    for i, word in enumerate(words):
+        if word.partition("=")[0].replace("-", "_") == "__config_file":
+            path = Path(folder) / (word.partition("=")[2] or words[i + 1])
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        return yaml.safe_load(path.read_text()) or {}
+    return {}
+
+
+def check_launch() -> None:
+    """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
+    launcher = Launcher.find()
+    asked = int(launcher.said("num_processes") or 1)
+    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and asked > 1:
+        raise UserError(
+            f"{asked} processes were asked for and accelerate started one (it does so for CPU configs); use: "
+            f"accelerate launch --multi_gpu --num_processes {asked} {' '.join(sys.argv)}"
+        )
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", ""):
+        raise UserError(
+            f"the accelerate config sets gradient_accumulation_steps to {steps}; leave it out: llmtrain derives it "
+            "from --global_batch_size and --per_device_train_batch_size."
+        )
+
+
+def start_accelerator(seed: int = 0) -> Accelerator:
+    """Join the process group and make the one Accelerator of this run.
+
+    Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
+    GPU that has bfloat16 uses it.
+    """
+    check_launch()
+    launcher = Launcher.find()
+    cpu = not torch.accelerator.is_available() or str(launcher.said("use_cpu", "ACCELERATE_USE_CPU")).lower() == "true"
+    threads = _share_threads(launcher) if cpu else torch.get_num_threads()
+    precision = _precision(launcher, cpu)
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision=precision,
+        gradient_accumulation_steps=1,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
+        ),
+        kwargs_handlers=[ddp_settings()],
+        rng_types=[],  # the order of the data is a function of the seed, not of a generator
+    )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world:
+        raise UserError(
+            f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
+            "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
+    torch.manual_seed(seed)
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
+    asked_gpu = (launcher.config.get("distributed_type") == "MULTI_GPU" or "--multi_gpu" in launcher.words) and world > 1
+    over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
+    how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
+    say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
+    return accelerator
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('s') else 's'}"
+
+
+def _share_threads(launcher: Launcher) -> int:
+    """Pin the threads of a CPU process: as many as were asked for, else this machine's cores shared out.
+
+    The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
+    """
+    asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = int(asked) if asked else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def _precision(launcher: Launcher, cpu: bool) -> str:
+    said = launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
+    if said:
+        return str(said).lower() if said is not False else "no"  # YAML reads a bare `no` as false
+    return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
+def check_same_everywhere(accelerator: Accelerator, what: str, value: str) -> None:
+    """Stop where processes differ in ``what``; raises :class:`UserError` on all of them, naming the odd ones."""
+    if accelerator.num_processes == 1:
+        return
+    values = gather_object([value])
+    odd = [i for i, other in enumerate(values) if other != values[0]]
+    if odd:
+        raise UserError(
+            f"ranks {', '.join(map(str, odd))} have other {what} than rank 0 ({values[odd[0]]} against {values[0]})."
+        )
+
+
+def launch(main: Callable[[], None]) -> NoReturn:
+    """Run a recipe's ``main`` as this process's whole life: the one way out.
+
+    A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
+    sometimes abort a process that is already done. :class:`UserError` becomes one line on stderr and status 2, said
+    once over all ranks.
+    """
+    status = 0
+    try:
+        check_launch()
+        main()
+        _leave_group()
+    except UserError as error:
+        _complain_once(str(error))
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as error:  # --help
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        state = PartialState()
+        state.wait_for_everyone()
+        state.destroy_process_group()
+
+
+def _complain_once(message: str) -> None:
+    if rank():
+        time.sleep(_GRACE_SECONDS)  # the launcher ends this process as soon as rank 0, which fails alike, is gone
+    complain(message)
+

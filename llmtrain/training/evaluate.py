@@ -1,0 +1,32 @@
+"""The loss on held-out text, every token counted once whatever the layout."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from torch import nn
+
+from llmtrain.models.loss import count_targets
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoaderShard, text_bytes: int) -> dict[str, float]:
+    """Mean negative log-likelihood in nats per token, over all processes.
+
+    Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
+    different tokenizers can be compared.
+    """
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
+    for window in loader:
+        for batch in window:
+            total += torch.stack([model(**batch).double(), count_targets(batch["labels"]).double()]).cpu()
+    model.train()
+    nll, tokens = accelerator.reduce(total.to(accelerator.device), reduction="sum").tolist()
+    loss = nll / max(tokens, 1)
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),
+        "eval/bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
+    }

@@ -1,0 +1,55 @@
+"""How a global batch is computed: processes x micro-batches x rows of a micro-batch."""
+
+from dataclasses import dataclass
+
+from llmtrain.data.config import DataConfig
+from llmtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    processes: int
+    accumulation: int
+    micro_batch: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.processes * self.accumulation * self.micro_batch
+
+    @classmethod
+    def of(cls, data: DataConfig, processes: int) -> "Layout":
+        """Derive the accumulation. Raises :class:`UserError` with values that divide, where these do not.
+
+        A micro-batch larger than a process's share is that share: it is a limit of memory, not a part of the run.
+        """
+        rows = data.global_batch_size
+        if rows % processes:
+            lower = rows // processes * processes
+            fits = " or ".join(str(n) for n in (lower, lower + processes) if n)
+            raise UserError(
+                f"--global_batch_size {rows} does not divide among {processes} processes; {fits} would, "
+                f"or {_largest_divisor(rows, processes)} processes."
+            )
+        share = rows // processes
+        micro = min(data.per_device_train_batch_size, share)
+        if share % micro:
+            fits = [m for m in range(1, share + 1) if share % m == 0]
+            near = sorted(sorted(fits, key=lambda m: abs(m - micro))[:3])
+            raise UserError(
+                f"--per_device_train_batch_size {micro} does not divide the {share} rows of each process "
+                f"({rows} rows on {processes}); {', '.join(map(str, near))} would."
+            )
+        return cls(processes, share // micro, micro)
+
+    def __str__(self) -> str:
+        def count(n: int, one: str, many: str) -> str:
+            return f"{n} {one if n == 1 else many}"
+
+        return (
+            f"{self.global_batch_size} rows = {count(self.processes, 'process', 'processes')} x "
+            f"{count(self.accumulation, 'micro-batch', 'micro-batches')} x {self.micro_batch}"
+        )
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(d for d in range(1, limit + 1) if n % d == 0)

@@ -1,0 +1,135 @@
+"""The loop: windows of micro-batches in, updates, metrics and checkpoints out. The step is its only state."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from llmtrain.errors import UserError
+from llmtrain.models.loss import count_targets
+from llmtrain.observe.progress import Progress
+from llmtrain.observe.throughput import Throughput
+from llmtrain.parallel.ddp import data_parallel_size
+from llmtrain.record.run import Run, RunConfig
+from llmtrain.training.evaluate import evaluate
+from llmtrain.training.optim import OptimConfig, lr_at
+
+Window = Sequence[dict[str, torch.Tensor]]
+
+
+class Update(NamedTuple):
+    nll: torch.Tensor  # this process's sum over the window, in nats; float32 scalar
+    tokens: torch.Tensor  # trained tokens of the global batch; int64 scalar
+    grad_norm: float  # of the global batch's mean loss, before clipping
+    stop: bool  # whether any process was asked to stop
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    window: Window,
+    max_grad_norm: float,
+    stop_requested: bool = False,
+) -> Update:
+    """One update with the gradient of the mean loss over all trained tokens of the global batch.
+
+    However the batch is split over micro-batches and processes: each backward pass adds the gradient of its *sum*,
+    divided by the token count of the whole. Gradients are reduced once, in the last micro-batch.
+    """
+    tokens, stop = count_tokens(accelerator, window, stop_requested)
+    nll = forward_backward(accelerator, model, window, tokens)
+    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+    if grad_norm - grad_norm != 0 and accelerator.scaler is None:  # NaN or Inf, on every rank alike
+        raise UserError(
+            f"the gradient norm is {grad_norm}; no update was made. Lower --learning_rate, or look at the rows of "
+            "this step. The newest checkpoint is untouched."
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return Update(nll, tokens, grad_norm, stop)
+
+
+def count_tokens(accelerator: Accelerator, window: Window, stop_requested: bool) -> tuple[torch.Tensor, bool]:
+    """Trained tokens of the global batch, after the shift; and, on the same all-reduce, who wants to stop."""
+    mine = torch.stack([count_targets(batch["labels"]) for batch in window]).sum()
+    tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop_requested))]), reduction="sum")
+    return tokens, bool(stops)
+
+
+def forward_backward(accelerator: Accelerator, model: nn.Module, window: Window, tokens: torch.Tensor) -> torch.Tensor:
+    """Accumulate the gradient of sum(nll) / tokens over the window; returns the window's own summed nll."""
+    factor = data_parallel_size(accelerator) / tokens.clamp(min=1)  # DDP and FSDP average: undo it
+    total = torch.zeros((), device=accelerator.device)
+    for i, batch in enumerate(window):
+        sync = i == len(window) - 1
+        with nullcontext() if sync else accelerator.no_sync(model):
+            nll = model(**batch)  # a sum, not a mean
+            accelerator.backward(nll * factor)
+        total += nll.detach()
+    return total
+
+
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    train_batches: DataLoaderShard,
+    eval_batches: DataLoaderShard | None,
+    optim: OptimConfig,
+    run: RunConfig,
+    record: Run,
+    eval_bytes: int = 0,
+) -> None:
+    """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
+    throughput = Throughput(accelerator, model)
+    progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
+
+    def evaluate_now() -> None:
+        if eval_batches is not None:
+            results = evaluate(accelerator, model, eval_batches, eval_bytes)
+            record.log(results)
+            progress.evaluated(record.step, results)
+
+    if record.step == 0:
+        evaluate_now()
+    model.train()
+    throughput.restart()
+    for window in train_batches:
+        lr = lr_at(record.step, optim)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        update = train_step(accelerator, model, optimizer, window, optim.max_grad_norm, record.stop_requested)
+        record.step += 1
+        record.tokens += int(update.tokens)
+        throughput.add(int(update.tokens))
+        finished = record.step == optim.max_steps
+
+        if record.step % run.logging_steps == 0 or finished or update.stop:
+            nll = accelerator.reduce(update.nll, reduction="sum")
+            metrics = {
+                "train/loss": float(nll / update.tokens.clamp(min=1)),
+                "train/grad_norm": update.grad_norm,
+                "train/learning_rate": lr,
+                **throughput.read(),
+            }
+            record.log(metrics)
+            progress.logged(metrics)
+        progress.advance()
+        with throughput.paused():
+            if finished or (record.step % run.eval_steps == 0 and not update.stop):
+                evaluate_now()
+            if finished or update.stop or record.step % run.save_steps == 0:
+                record.save(model, optimizer)
+        if update.stop:
+            break
+    progress.close()
+    if record.step == optim.max_steps:
+        record.finish(model)
+    else:
+        record.preempted()

@@ -1,0 +1,64 @@
+"""AdamW, and the learning rate as a pure function of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from llmtrain.config import flag, require, require_at_least
+
+_DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
+
+
+@dataclass
+class OptimConfig:
+    _argument_group_name: ClassVar[str] = "optimization"
+
+    max_steps: int = flag(400, "updates in the run")
+    learning_rate: float = flag(1e-3, "peak learning rate")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
+        "cosine", "how the learning rate falls to zero after the warm-up"
+    )
+    warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
+    weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
+    adam_beta1: float = flag(0.9, "decay of AdamW's mean of gradients")
+    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients")
+    max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "max_steps")
+        require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)} must be at least 0 and below 1.")
+        require(self.max_grad_norm > 0, f"--max_grad_norm {self.max_grad_norm} must be above 0.")
+
+
+def lr_at(step: int, config: OptimConfig) -> float:
+    """Learning rate of the update that follows ``step`` finished ones; every schedule but ``constant`` ends at 0."""
+    peak = config.learning_rate
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    left = max(config.max_steps - step, 0)  # updates still to come, this one included
+    span = max(config.max_steps - config.warmup_steps, 1)
+    match config.lr_scheduler_type:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * left / span
+        case "cosine":
+            return peak * 0.5 * (1 - math.cos(math.pi * left / span))
+        case "warmup_stable_decay":
+            return peak * min(1.0, left / max(_DECAY_SHARE * config.max_steps, 1))
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)

@@ -1,0 +1,17 @@
+"""What a person sees when a run has ended: the curve, a sample, and where everything is."""
+
+from pathlib import Path
+
+from llmtrain.models.generation import Sampling, TextModel
+from llmtrain.observe.curve import loss_curve
+
+
+def show_result(folder: Path, sampling: Sampling | None = None) -> None:
+    """Print the loss curve of a finished run, a text by its model, and the command for more."""
+    print(loss_curve(folder))
+    print(f"\n--- a sample of {folder / 'model'} " + "-" * 40)
+    for piece in TextModel(str(folder / "model")).stream("", sampling or Sampling()):
+        print(piece, end="", flush=True)
+    print("\n" + "-" * 60)
+    print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
+    print(f'generate  llmtrain generate {folder} --prompt "The "', flush=True)

@@ -1,0 +1,69 @@
+"""Train a GPT from scratch on text, and leave a model that Hugging Face can load.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100
+"""
+
+from dataclasses import asdict
+
+from llmtrain import (
+    GPT,
+    DataConfig,
+    GPTConfig,
+    Layout,
+    ModelFiles,
+    OptimConfig,
+    RunConfig,
+    eval_loader,
+    launch,
+    make_optimizer,
+    open_run,
+    parse,
+    prepare,
+    resolved,
+    show_result,
+    start_accelerator,
+    train,
+    train_loader,
+)
+
+DEFAULTS = (
+    GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128),
+    DataConfig(dataset="builtin:python-docs", tokenizer="bpe:4096", global_batch_size=32),
+    OptimConfig(max_steps=400, learning_rate=1e-3, warmup_steps=50),
+    RunConfig(output_dir="runs/gpt"),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    gpt, data, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
+    rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
+
+    accelerator = start_accelerator(seed=run.seed)
+    layout = Layout.of(data, accelerator.num_processes)
+    model = GPT(gpt, vocab_size=len(rows.tokenizer), seed=run.seed)
+    files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer)
+    identity = {
+        "model": files.config,
+        "data": rows.facts.data_sha256,
+        "tokenizer": rows.facts.tokenizer_sha256,
+        "block_size": gpt.block_size,
+        "global_batch_size": data.global_batch_size,
+        "seed": run.seed,
+        "update": asdict(optim),
+    }
+    settings = resolved(gpt, data, optim, run)
+    with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
+        steps = range(record.step, optim.max_steps)
+        dropout_seed = run.seed if gpt.dropout else None
+        batches = train_loader(rows.train, data.global_batch_size, layout.micro_batch, steps, run.seed, dropout_seed)
+        held_out = eval_loader(rows.eval, layout.processes, layout.micro_batch) if rows.eval else None
+        optimizer = make_optimizer(model, optim)
+        model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
+        record.restore(model, optimizer)
+        train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
+    if accelerator.is_main_process and record.step == optim.max_steps:
+        show_result(record.folder)
+
+
+if __name__ == "__main__":
+    launch(main)
