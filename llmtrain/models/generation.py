@@ -18,12 +18,20 @@ class Sampling:
     top_k: int = 50
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_k"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} {getattr(self, name)} is out of range: it must be at least 0.")
+
 
 class TextModel:
     """A causal LM and its tokenizer, loaded from a folder or hub name."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # a bar for reading weights would stand in the middle of the text
 
         if not Path(name).joinpath("config.json").exists() and Path(name).is_dir():
             raise UserError(f"{name} holds no model (no config.json).")

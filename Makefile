@@ -1,0 +1,26 @@
+# `make train` and `make test` do all the set-up themselves, in .venv.
+PYTHON ?= python3
+CONFIG ?= accelerate_configs/single_gpu.yaml
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test check clean
+
+train: $(READY)
+	$(BIN)/accelerate launch --config_file $(CONFIG) recipes/gpt.py $(FLAGS)
+
+test: $(READY)
+	$(BIN)/pytest $(TESTS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

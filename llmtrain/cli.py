@@ -1,0 +1,43 @@
+"""``llmtrain COMMAND``: what one does with runs and models once a recipe has made them."""
+
+import argparse
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from llmtrain._version import __version__
+from llmtrain.errors import UserError
+
+COMMANDS = {
+    "generate": "write text with a trained model",
+}
+_EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command; a :class:`UserError` is one line on stderr and status 2."""
+    try:
+        parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+        parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
+        commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+        for name, summary in COMMANDS.items():
+            module = importlib.import_module(f"llmtrain.commands.{name}")
+            command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+        arguments = parser.parse_args(argv)
+        arguments.run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `llmtrain generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

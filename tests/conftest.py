@@ -1,0 +1,41 @@
+"""Everything offline, nothing written outside temporary folders, no process left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="true", NETRC=os.devnull)
+for name in [name for name in os.environ if name.startswith(("WANDB_", "ACCELERATE_"))]:
+    del os.environ[name]
+
+from tests.launching import write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.mktemp("private")
+    os.environ["LLMTRAIN_CACHE"] = str(base / "cache")
+    os.environ["HF_HOME"] = str(base / "hf")  # no accelerate config of the person who runs the tests
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 30 kB of text with some structure to learn."""
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture
+def accelerator():
+    """A fresh one-process Accelerator on the CPU, with the settings of a run."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from llmtrain.start import start_accelerator
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    yield start_accelerator()
+    reset()

@@ -1,0 +1,102 @@
+"""Starting recipes as real processes, in a process group of their own that never outlives the test."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+GPT = "recipes/gpt.py"
+TINY = [
+    *("--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--tokenizer", "byte"),
+    *("--global_batch_size", "8", "--per_device_train_batch_size", "2", "--warmup_steps", "2"),
+    *("--max_steps", "6", "--logging_steps", "1", "--eval_steps", "100", "--report_to", "none"),
+]
+
+PYTHON = [str(BIN / "python")]
+
+
+def torchrun(processes: int) -> list[str]:
+    return [str(BIN / "torchrun"), "--nproc-per-node", str(processes), "--master-port", "0"]
+
+
+def accelerate(config: str, *flags: str) -> list[str]:
+    return [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml", *flags]
+
+
+@dataclass
+class Ended:
+    """A process that has ended: its status and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    def assert_ok(self) -> "Ended":
+        assert self.status == 0, f"status {self.status}\n{self.out}\n{self.err}"
+        return self
+
+
+def begin(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        stop_group(process)
+    return Ended(process.returncode, out, err)
+
+
+def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:
+    return wait(begin(command, env), timeout)
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """Kill whatever is left of the process's group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    process.wait(timeout=10)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(folder: Path, key: str) -> dict[int, float]:
+    """step -> value of one key of metrics.jsonl."""
+    return {line["step"]: line[key] for line in metrics(folder) if key in line}
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
+    draw = random.Random(seed)
+    nouns = "model token batch gradient process kernel weight bucket sampler epoch".split()
+    verbs = "reads sends keeps sums hides splits joins drops".split()
+    lines = [
+        f"The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}, and {draw.randint(2, 99)} "
+        f"{draw.choice(nouns)}s wait.\n"
+        for _ in range(sentences)
+    ]
+    path.write_text("".join(lines))
+    return path

@@ -1,0 +1,169 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.errors import UserError
+from llmtrain.models.export import ModelFiles
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.loss import count_targets, summed_nll
+
+CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
+
+
+def tokenizer():
+    return as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONFIG.block_size)
+
+
+def jolted(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights far from their initial values, biases and norms too: a mapping that mixes them up must show."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def test_an_exported_gpt_computes_what_the_stock_gpt2_computes(tmp_path: Path) -> None:
+    words = tokenizer()
+    ours = jolted(GPT(CONFIG, vocab_size=len(words), seed=1))
+    ModelFiles(ours.hf_config(words.eos_token_id), words).write(tmp_path, ours.state_dict())
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs) is GPT2LMHeadModel
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (ours(ids) - theirs.eval()(ids).logits).abs().max() < 1e-5
+
+
+def test_the_loss_is_hugging_faces_loss(tmp_path: Path) -> None:
+    words = tokenizer()
+    ours = jolted(GPT(CONFIG, vocab_size=len(words))).double().requires_grad_(False)
+    theirs = GPT2LMHeadModel(GPT2Config(**ours.hf_config())).double().eval().requires_grad_(False)
+    theirs.load_state_dict({**ours.state_dict(), "lm_head.weight": ours.transformer.wte.weight})
+    ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+    mean = ours(ids, labels) / count_targets(labels)
+    assert float(mean) == pytest.approx(float(theirs(ids, labels=labels).loss), rel=1e-6)  # theirs is float32
+    shifted_twice = ours(ids, torch.roll(labels, -1, 1)) / count_targets(labels)
+    assert abs(shifted_twice - mean) > 1e-3
+
+
+def test_a_gpt2_checkpoint_is_read_back_exactly(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=12, vocab_size=50, resid_pdrop=0.0)
+    theirs = jolted(GPT2LMHeadModel(config))
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path)).eval()
+    ids = torch.randint(50, (2, 12))
+    with torch.no_grad():
+        assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
+    assert ours.config.block_size == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"n_inner": 48}, "n_inner"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_a_variant_of_gpt2_is_refused_by_name(change: dict, named: str, tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=20, **change).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=named):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_no_checkpoint_at_all_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model folder") as error:
+        GPT.from_pretrained(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = GPT(CONFIG, 50, seed=3).state_dict()
+    torch.manual_seed(2)
+    second = GPT(CONFIG, 50, seed=3).state_dict()
+    other = GPT(CONFIG, 50, seed=4).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_what_is_added_to_the_residual_stream_is_scaled_down() -> None:
+    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256, block_size=8), 50)
+    block = model.requires_grad_(False).transformer.h[0]
+    assert block.attn.c_attn.weight.std() == pytest.approx(0.02, rel=0.02)
+    for projection in (block.attn.c_proj, block.mlp.c_proj):
+        assert projection.weight.std() == pytest.approx(0.02 / math.sqrt(16), rel=0.02)
+    assert float(block.attn.c_proj.bias.abs().max()) == 0
+    assert float(block.ln_1.weight.min()) == 1
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    ids = torch.randint(500, (4, 24), generator=torch.Generator().manual_seed(0))
+    model = GPT(CONFIG, 500).requires_grad_(False)
+    assert float(model(ids, ids)) / (4 * 23) == pytest.approx(math.log(500), rel=0.02)
+
+
+def test_dropout_drops_a_row_alike_in_any_batch() -> None:
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, dropout=0.3), 30).train()
+    ids = torch.randint(30, (6, 9), generator=torch.Generator().manual_seed(0))
+    keys = torch.tensor([11, 2**62 + 5, 13, 14, 2**40, 16])
+    whole = torch.stack([model(ids[i : i + 1], ids[i : i + 1], keys[i : i + 1]) for i in range(6)])
+    torch.testing.assert_close(model(ids, ids, keys), whole.sum())
+    halves = model(ids[:3], ids[:3], keys[:3]) + model(ids[3:], ids[3:], keys[3:])
+    torch.testing.assert_close(halves, whole.sum())
+    assert not torch.allclose(model(ids, ids, keys + 1), whole.sum())
+    assert not torch.allclose(model(ids, ids), whole.sum())
+
+
+def test_dropout_keeps_its_share_and_its_mean_and_draws_anew_in_every_place() -> None:
+    from llmtrain.models.gpt import KeyedDropout
+
+    ones = torch.ones(64, 32, 48)
+    keys = torch.arange(64) * 7919
+    first, second = KeyedDropout(0.25, site=0).train()(ones, keys), KeyedDropout(0.25, site=1).train()(ones, keys)
+    for dropped in (first, second):
+        assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.005)
+        assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    pairs = [
+        (first, second),
+        (first[:-1], first[1:]),
+        (first[:, :-1], first[:, 1:]),
+        (first[..., :-1], first[..., 1:]),
+    ]
+    for a, b in pairs:  # independent: both dropped in a sixteenth of the places
+        assert float(((a == 0) & (b == 0)).float().mean()) == pytest.approx(0.0625, abs=0.004)
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, dropout=0.5), 30)
+    ids, keys = torch.randint(30, (2, 8)), torch.tensor([1, 2])
+    torch.testing.assert_close(model.eval()(ids, ids, keys), model(ids, ids))
+
+
+def test_the_sum_leaves_out_what_is_ignored_and_is_taken_in_float32() -> None:
+    logits = torch.randn(2, 5, 11).bfloat16()
+    targets = torch.randint(11, (2, 5))
+    targets[0, :3] = -100
+    expected = -logits.float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[targets != -100].sum()
+    total = summed_nll(logits, targets)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, expected)
+    assert float(summed_nll(logits, torch.full((2, 5), -100))) == 0
+
+
+def test_targets_are_counted_after_the_shift() -> None:
+    labels = torch.tensor([[5, -100, 7, 8], [-100, -100, -100, -100], [1, 2, 3, -100]])
+    assert int(count_targets(labels)) == 4
+
+
+def test_flops_count_every_matrix_but_the_positions() -> None:
+    model = GPT(CONFIG, 100)
+    weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n)
+    assert model.flops_per_token() == 6 * weights + 12 * 3 * 32 * 24

@@ -1,0 +1,138 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.errors import UserError
+from llmtrain.record import checkpoint
+from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
+
+
+class Files:
+    """A model writer that needs no model."""
+
+    def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        checkpoint.save_file(weights, folder / "model.safetensors")
+
+
+def save(folder: Path, step: int) -> Path:
+    weights = {"w": torch.full((64,), float(step))}
+    return write_checkpoint(folder, step, Files(), weights, {"w.exp_avg": weights["w"] * 2}, {"step": step})
+
+
+def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert path.name == "step-00000007"
+    assert find_fault(path) is None
+    assert float(checkpoint.load_weights(path)["w"][0]) == 7
+    assert float(checkpoint.load_optimizer_tensors(path)["w.exp_avg"][0]) == 14
+    assert checkpoint.read_state(path)["step"] == 7
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert set(manifest) == files - {"MANIFEST.json"}
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE = {
+    "a flipped bit in the weights": lambda p: flip(p / "model/model.safetensors"),
+    "a flipped bit in the optimizer": lambda p: flip(p / "optimizer/state.safetensors"),
+    "a truncated file": lambda p: (p / "model/model.safetensors").write_bytes(b""),
+    "a missing file": lambda p: (p / "state.json").unlink(),
+    "a missing manifest": lambda p: (p / "MANIFEST.json").unlink(),
+    "a manifest that is not JSON": lambda p: (p / "MANIFEST.json").write_text("{"),
+    "a manifest that is a list": lambda p: (p / "MANIFEST.json").write_text("[]"),
+    "a file that nobody wrote": lambda p: (p / "model/extra.bin").write_bytes(b"x"),
+    "a link in a file's place": lambda p: (
+        shutil.copy(p / "state.json", p.parent / "elsewhere.json"),
+        (p / "state.json").unlink(),
+        (p / "state.json").symlink_to(p.parent / "elsewhere.json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    older, newer = save(tmp_path, 10), save(tmp_path, 20)
+    assert newest_valid(tmp_path) == newer
+    DAMAGE[damage](newer)
+    assert newest_valid(tmp_path) == older
+    assert checkpoints(tmp_path) == [older]
+    assert (tmp_path / "damaged-step-00000020").is_dir()
+    assert "step-00000020 is damaged" in capsys.readouterr().out
+
+
+def test_where_all_are_damaged_the_run_stops_rather_than_start_afresh(tmp_path: Path) -> None:
+    flip(save(tmp_path, 10) / "model/model.safetensors")
+    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+        newest_valid(tmp_path)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("where", ["save_file", "write_json"])
+def test_a_write_that_fails_leaves_what_was_there(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = save(tmp_path, 10)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, where, full)
+    with pytest.raises(UserError, match=r"could not be written.*No space left.*untouched"):
+        save(tmp_path, 20)
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+    assert find_fault(kept) is None
+
+
+def test_pruning_keeps_the_newest_and_never_fewer_than_two(tmp_path: Path) -> None:
+    for step in (9, 100, 11, 1000):
+        save(tmp_path, step)
+    prune(tmp_path, 3)
+    assert [int(p.name[5:]) for p in checkpoints(tmp_path)] == [11, 100, 1000]
+    prune(tmp_path, 1)
+    assert [int(p.name[5:]) for p in checkpoints(tmp_path)] == [100, 1000]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_an_optimizer_goes_on_bit_for_bit_by_name() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (2, 1)]
+        return model, torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int) -> None:
+        for i in range(times):
+            optimizer.zero_grad()
+            model(torch.arange(4.0) + i).square().sum().backward()
+            optimizer.step()
+
+    straight, optimizer = make()
+    step(straight, optimizer, 3)
+    tensors = checkpoint.optimizer_tensors(straight, optimizer)
+    assert {"0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step"} < set(tensors)
+    other, restored = make()
+    other.load_state_dict(straight.state_dict())
+    checkpoint.restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()})
+    step(straight, optimizer, 2)
+    step(other, restored, 2)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), other.parameters(), strict=True))
+    forgetful, fresh = make()
+    forgetful.load_state_dict(other.state_dict())
+    step(straight, optimizer, 1)
+    step(forgetful, fresh, 1)
+    assert not all(torch.equal(a, b) for a, b in zip(straight.parameters(), forgetful.parameters(), strict=True))

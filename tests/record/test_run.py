@@ -1,0 +1,165 @@
+import json
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+from accelerate import Accelerator
+
+from llmtrain.errors import UserError
+from llmtrain.record.run import RunConfig, open_run
+from llmtrain.training.optim import OptimConfig, make_optimizer
+from tests.launching import read_json
+from tests.record.test_checkpoint import Files
+
+IDENTITY = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
+
+
+class Interrupted(Exception):
+    """Stands for a crash."""
+
+
+@pytest.fixture
+def begin(accelerator: Accelerator, tmp_path: Path):
+    """Open a run in ``tmp_path/run``, save at ``steps``, and end as told."""
+
+    def go(identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str):
+        config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"], **flags)
+        model = torch.nn.Linear(3, 2)
+        optimizer = make_optimizer(model, OptimConfig())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        try:
+            with open_run(accelerator, config, identity, Files(), {}) as run:
+                started = run.step
+                for step in steps:
+                    run.step, run.tokens = step, step * 100
+                    run.log({"train/loss": 1.0})
+                    run.save(model, optimizer)
+                if crash:
+                    raise Interrupted("out of luck")
+                run.finish(model)
+        except Interrupted:
+            pass
+        return run.folder.name, started
+
+    return go
+
+
+def test_the_same_command_again_takes_the_next_free_name(begin) -> None:
+    assert [begin()[0] for _ in range(3)] == ["run", "run-2", "run-3"]
+
+
+def test_an_unfinished_run_goes_on_from_its_newest_checkpoint(begin, tmp_path: Path) -> None:
+    assert begin(steps=(10, 20), crash=True) == ("run", 0)
+    assert read_json(tmp_path / "run/status.json")["state"] == "failed"
+    assert read_json(tmp_path / "run/status.json")["reason"] == "out of luck"
+    (tmp_path / "run/metrics.jsonl").open("a").write('{"step": 25, "train/loss": 9}\n{"step": 26, "tr')
+    assert begin(steps=(30,)) == ("run", 20)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [10, 20, 30]
+    record = read_json(tmp_path / "run/run.json")
+    assert [start["step"] for start in record["starts"]] == [0, 20]
+    assert read_json(tmp_path / "run/status.json")["state"] == "finished"
+    assert begin() == ("run-2", 0)
+
+
+def test_a_second_interrupted_run_is_found_behind_a_finished_one(begin) -> None:
+    begin()
+    assert begin(steps=(5,), crash=True) == ("run-2", 0)
+    assert begin() == ("run-2", 5)
+
+
+def test_a_run_with_no_checkpoint_yet_starts_again_in_its_place(begin) -> None:
+    begin(crash=True)
+    assert begin() == ("run", 0)
+
+
+@pytest.mark.parametrize("key", ["model", "data", "seed", "update"])
+def test_a_run_of_another_identity_is_left_alone(begin, key: str) -> None:
+    begin(steps=(10,), crash=True)
+    assert begin({**IDENTITY, key: "other"}) == ("run-2", 0)
+
+
+def test_never_begins_anew(begin) -> None:
+    begin(steps=(10,), crash=True)
+    assert begin(resume_from_checkpoint="never") == ("run-2", 0)
+
+
+def test_a_run_that_another_process_holds_is_left_alone(begin, tmp_path: Path) -> None:
+    begin(steps=(10,), crash=True)
+    with filelock.FileLock(tmp_path / "run/.lock"):
+        assert begin() == ("run-2", 0)
+
+
+def test_files_that_are_not_a_run_are_left_alone(begin, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").write_text("mine")
+    assert begin()[0] == "run-2"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_a_named_checkpoint_is_gone_on_from_in_a_new_folder(begin, tmp_path: Path) -> None:
+    begin(steps=(10, 20))
+    assert begin(resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 20)
+    assert begin(resume_from_checkpoint=str(tmp_path / "run/checkpoints/step-00000010")) == ("run-3", 10)
+
+
+def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(begin, tmp_path: Path) -> None:
+    begin(steps=(10,))
+    with pytest.raises(UserError, match=r"another model: width 4 there, 5 here") as error:
+        begin({**IDENTITY, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
+    assert "\n" not in str(error.value)
+    assert begin({**IDENTITY, "update": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
+    with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
+        begin(resume_from_checkpoint=str(tmp_path))
+
+
+def test_the_record_says_what_ran_and_keeps_its_name(begin, tmp_path: Path) -> None:
+    begin(steps=(10,), crash=True)
+    first = read_json(tmp_path / "run/run.json")
+    begin()
+    second = read_json(tmp_path / "run/run.json")
+    assert first["run_id"] == second["run_id"]
+    assert first["identity"] == IDENTITY
+    start = first["starts"][0]
+    assert start["processes"] == 1
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["threads"] == torch.get_num_threads()
+
+
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["tensorboard"])
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        monkeypatch.setattr(accelerator, "log", lambda *_, **__: 1 / 0)
+        for step in (1, 2, 3):
+            run.step = step
+            run.log({"train/loss": 1.0})
+        run.finish(torch.nn.Linear(2, 2))
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().err.count("tracking stopped: division by zero") == 1
+
+
+def test_tensorboard_holds_what_the_file_holds(accelerator: Accelerator, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["tensorboard"])
+    with open_run(accelerator, config, IDENTITY, Files(), {"seed": {"value": 3, "from": "recipe"}}) as run:
+        for step in (1, 2):
+            run.step = step
+            run.log({"train/loss": step / 4})
+        run.finish(torch.nn.Linear(2, 2))
+    (events,) = [path.parent for path in run.folder.rglob("events.*") if path.parent.name == "llmtrain"]
+    reader = EventAccumulator(str(events))
+    reader.Reload()
+    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("trackers", "says"),
+    [(["mlflow"], "reports to wandb, tensorboard or none"), (["none", "wandb"], "contradict")],
+)
+def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        RunConfig(report_to=trackers)

@@ -1,0 +1,112 @@
+"""The update itself: the gradient of one big batch, however it is split."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from llmtrain.errors import UserError
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.loss import count_targets
+from llmtrain.training.loop import train_step
+from llmtrain.training.optim import OptimConfig, make_optimizer
+
+VOCABULARY = 40
+
+
+@pytest.fixture
+def model() -> GPT:
+    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12), VOCABULARY, seed=1).double()
+
+
+def ragged_batch(rows: int = 8) -> dict[str, torch.Tensor]:
+    """Rows of very different numbers of targets, one of them with none at all."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCABULARY, (rows, 13), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, 1 + 2 * row % 13 :] = -100
+    labels[3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def split(batch: dict[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
+    rows = len(batch["labels"])
+    return [{name: column[i : i + micro] for name, column in batch.items()} for i in range(0, rows, micro)]
+
+
+def updated(accelerator: Accelerator, model: GPT, window: list, steps: int = 3) -> tuple[list[float], torch.Tensor]:
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    norms = [train_step(accelerator, model, optimizer, window, max_grad_norm=0.5).grad_norm for _ in range(steps)]
+    return norms, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_every_split_of_a_ragged_batch_makes_the_same_update(accelerator: Accelerator, model: GPT, micro: int) -> None:
+    batch = ragged_batch()
+    norms, weights = updated(accelerator, model, [batch])
+    split_norms, split_weights = updated(accelerator, model, split(batch, micro))
+    assert split_norms == pytest.approx(norms, rel=1e-12)
+    assert float((split_weights - weights).norm() / weights.norm()) <= 1e-12
+
+
+def test_a_mean_of_means_would_be_noticed(accelerator: Accelerator, model: GPT) -> None:
+    batch = ragged_batch()
+    window = split(batch, 2)
+    model.requires_grad_(False)
+    whole = float(model(**batch)) / int(count_targets(batch["labels"]))
+    counts = [int(count_targets(micro["labels"])) for micro in window]
+    means = [float(model(**micro)) / n for micro, n in zip(window, counts, strict=True) if n]
+    assert abs(sum(means) / len(means) - whole) > 1e-3
+
+
+def test_the_update_is_that_of_plain_autograd(accelerator: Accelerator, model: GPT) -> None:
+    """Against a bare torch loop, so that a factor missing on both sides of the other test is found here."""
+    batch = ragged_batch()
+    _, weights = updated(accelerator, model, split(batch, 2), steps=1)
+    bare = copy.deepcopy(model)
+    optimizer = make_optimizer(bare, OptimConfig(learning_rate=1e-2))
+    (bare(**batch) / count_targets(batch["labels"])).backward()
+    torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
+    optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in bare.parameters()])
+    assert float((weights - expected).norm() / expected.norm()) <= 1e-12
+
+
+def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
+    batch = ragged_batch()
+    optimizer = make_optimizer(model, OptimConfig())
+    expected = model(**batch).item()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    update = train_step(accelerator, model, optimizer, split(batch, 4), 1.0, stop_requested=True)
+    assert float(update.nll) == pytest.approx(expected, rel=1e-6)
+    assert int(update.tokens) == int(count_targets(batch["labels"]))
+    assert update.stop
+    assert not train_step(accelerator, model, optimizer, split(batch, 4), 1.0).stop
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(
+    accelerator: Accelerator, model: GPT, poison: float
+) -> None:
+    optimizer = make_optimizer(model, OptimConfig())
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = poison
+    before = copy.deepcopy(model.state_dict())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(UserError, match="gradient norm is"):
+        train_step(accelerator, model, optimizer, [ragged_batch()], 1.0)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "transformer.ln_f.bias")
+
+
+def test_a_batch_without_any_target_changes_nothing_but_decay(accelerator: Accelerator, model: GPT) -> None:
+    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.0))
+    before = copy.deepcopy(model.state_dict())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
+    assert int(train_step(accelerator, model, optimizer, [empty], 1.0).tokens) == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
