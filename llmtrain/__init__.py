@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llmtrain.config import flag as flag
     from llmtrain.config import parse as parse
     from llmtrain.config import resolved as resolved
+    from llmtrain.console import say as say
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.loader import eval_loader as eval_loader
     from llmtrain.data.loader import train_loader as train_loader
@@ -47,6 +48,7 @@ _HOMES = {
     "parse": "config",
     "prepare": "data.rows",
     "resolved": "config",
+    "say": "console",
     "show_result": "training.summary",
     "start_accelerator": "start",
     "train": "training.loop",

@@ -44,9 +44,11 @@ class Launcher:
             parent = psutil.Process().parent()
             words = parent.cmdline() if parent is not None else []
             name = " ".join(Path(word).name for word in words[:4])
-            is_accelerate = "accelerate" in name and "launch" in words
+            is_accelerate = "accelerate" in name and "launch" in " ".join(words[:4])
             if parent is None or not (is_accelerate or "torchrun" in name or "torch.distributed" in name):
                 return cls([], {}, own)
+            if sys.argv[0] in words:
+                words = words[: words.index(sys.argv[0])]  # what follows is the recipe's
             config = _accelerate_config(words, parent.cwd()) if is_accelerate else {}
             return cls(words, config, parent.environ())
         except (psutil.Error, OSError):  # another user's process, or one that is gone
@@ -61,6 +63,11 @@ class Launcher:
         if self.config.get(flag) is not None:
             return self.config[flag]
         return self.environment.get(variable) if variable else None
+
+    def wants_cpu(self) -> bool:
+        """Whether the CPU was asked for, even where there is a GPU."""
+        said = self.said("use_cpu", "ACCELERATE_USE_CPU")
+        return "--cpu" in self.words or str(said).lower() in ("true", "1", "yes")
 
 
 def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def start_accelerator(seed: int = 0) -> Accelerator:
     """
     check_launch()
     launcher = Launcher.find()
-    cpu = not torch.accelerator.is_available() or str(launcher.said("use_cpu", "ACCELERATE_USE_CPU")).lower() == "true"
+    cpu = not torch.accelerator.is_available() or launcher.wants_cpu()
     threads = _share_threads(launcher) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
     accelerator = Accelerator(
@@ -148,8 +155,8 @@ def _share_threads(launcher: Launcher) -> int:
 
 def _precision(launcher: Launcher, cpu: bool) -> str:
     said = launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
-    if said:
-        return str(said).lower() if said is not False else "no"  # YAML reads a bare `no` as false
+    if said is not None:
+        return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 

@@ -20,6 +20,7 @@ from llmtrain import (
     parse,
     prepare,
     resolved,
+    say,
     show_result,
     start_accelerator,
     train,
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> None:
 
     accelerator = start_accelerator(seed=run.seed)
     layout = Layout.of(data, accelerator.num_processes)
+    say("batch", str(layout))
     model = GPT(gpt, vocab_size=len(rows.tokenizer), seed=run.seed)
+    say("model", f"{sum(p.numel() for p in model.parameters()):,} parameters")
     files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer)
     identity = {
         "model": files.config,

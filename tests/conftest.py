@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="true", NETRC=os.devnull)
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", NETRC=os.devnull)
+os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for threads
 for name in [name for name in os.environ if name.startswith(("WANDB_", "ACCELERATE_"))]:
     del os.environ[name]
 

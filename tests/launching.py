@@ -23,7 +23,7 @@ PYTHON = [str(BIN / "python")]
 
 
 def torchrun(processes: int) -> list[str]:
-    return [str(BIN / "torchrun"), "--nproc-per-node", str(processes), "--master-port", "0"]
+    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)]
 
 
 def accelerate(config: str, *flags: str) -> list[str]:

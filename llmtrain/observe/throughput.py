@@ -70,7 +70,7 @@ def peak_flops(accelerator: Accelerator) -> float:
     n = 4096 if device.type == "cuda" else 768
     a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
-    for _ in range(5):
+    for _ in range(20):
         began = time.perf_counter()
         float((a @ b)[0, 0])  # reading the result waits for the device
         best = min(best, time.perf_counter() - began)

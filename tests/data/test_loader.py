@@ -1,0 +1,219 @@
+"""Steps, slots and windows: the layout decides who computes a row, never which rows a step holds."""
+
+from itertools import chain
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import DataLoader
+
+from llmtrain.data.loader import (
+    IGNORED,
+    Collate,
+    GlobalBatchSampler,
+    Slot,
+    SlotRows,
+    eval_loader,
+    slots_of,
+    train_loader,
+)
+
+SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def rows() -> datasets.Dataset:
+    """Row i holds i*10 to i*10 + 4; the last ends in places that hold no token."""
+    table = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
+    table[-1, 3:] = IGNORED
+    column = datasets.Sequence(datasets.Value("int32"), length=BLOCK + 1)
+    return datasets.Dataset.from_dict({"input_ids": table.tolist()}, datasets.Features({"input_ids": column}))
+
+
+def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[Slot]:
+    steps = -(-n // size)
+    return [slot for k in range(steps) for slot in slots_of(epoch * steps + k, n, size, seed)]
+
+
+@pytest.mark.parametrize(("n", "size"), SIZES)
+@pytest.mark.parametrize("seed", [None, 0, 2**63 - 1])
+def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, seed):
+    for epoch in range(3):
+        drawn = [slot.row for slot in epoch_of(epoch, n, size, seed)]
+        assert len(drawn) % size == 0
+        assert None not in drawn[:n]
+        assert drawn[n:] == [None] * (-n % size)
+        assert sorted(drawn[:n]) == list(range(n))
+
+
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_positions_count_the_slots_of_the_whole_run(n, size):
+    slots = [slot for step in range(7) for slot in slots_of(step, n, size, 0)]
+    assert [slot.position for slot in slots] == list(range(7 * size))
+
+
+def test_epochs_and_seeds_have_different_orders():
+    drawn = {tuple(slot.row for slot in epoch_of(epoch, 24, 8, seed)) for epoch in range(4) for seed in range(4)}
+    assert len(drawn) == 16
+
+
+def test_without_a_seed_the_stored_order_is_kept():
+    assert [slot.row for slot in epoch_of(2, 10, 4, None)] == [*range(10), None, None]
+
+
+def test_the_rows_of_a_step_are_known_forever():
+    assert slots_of(0, 10, 4, 0) == [Slot(0, 6), Slot(1, 8), Slot(2, 4), Slot(3, 2)]
+    assert slots_of(2, 10, 4, 0) == [Slot(8, 5), Slot(9, 7), Slot(10, None), Slot(11, None)]
+    assert slots_of(3, 10, 4, 0) == [Slot(12, 6), Slot(13, 0), Slot(14, 9), Slot(15, 1)]
+
+
+def test_the_rows_of_a_step_are_plain_numbers():
+    assert all(type(slot.row) is int for slot in slots_of(0, 10, 4, 0))
+
+
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_a_sampler_that_starts_at_a_step_draws_what_one_from_the_beginning_would(n, size):
+    whole = list(GlobalBatchSampler(n, size, range(12), seed=3))
+    for start in (0, 1, 5, 11, 12):
+        sampler = GlobalBatchSampler(n, size, range(start, 12), seed=3)
+        assert list(sampler) == whole[start:]
+        assert len(sampler) == 12 - start
+
+
+def test_a_sampler_can_be_read_again():
+    sampler = GlobalBatchSampler(10, 4, range(3), seed=0)
+    assert list(sampler) == list(sampler)
+
+
+def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "llmtrain.data.loader.permute", lambda positions, n, key: asked.append(len(positions)) or positions
+    )
+    n, size, start = 10**12, 1024, 10**13
+    batches = list(GlobalBatchSampler(n, size, range(start, start + 2), seed=0))
+    assert [len(batch) for batch in batches] == [size, size]
+    assert batches[0][0].position == start * size
+    assert asked == [size, size]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize(("n", "size"), [(50, 8), (8, 8), (3, 8), (64, 4)])
+def test_the_slices_that_accelerate_cuts_are_the_global_batch(processes, n, size):
+    def sampler() -> GlobalBatchSampler:
+        return GlobalBatchSampler(n, size, range(2, 20), seed=1)
+
+    shards = [
+        list(BatchSamplerShard(sampler(), processes, rank, split_batches=True, even_batches=False))
+        for rank in range(processes)
+    ]
+    assert {len(shard) for shard in shards} == {18}
+    assert {len(piece) for shard in shards for piece in shard} == {size // processes}
+    assert [list(chain(*pieces)) for pieces in zip(*shards, strict=True)] == list(sampler())
+
+
+def of_process(loader: DataLoader, processes: int, rank: int) -> DataLoader:
+    shard = BatchSamplerShard(loader.batch_sampler, processes, rank, split_batches=True, even_batches=False)
+    return DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)])
+def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
+    reference = list(train_loader(rows, 8, 8, range(9), seed=5, dropout_seed=6))
+    loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6)
+    windows = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
+    assert len(windows) == len(reference) == 9
+    for parts, whole in zip(windows, reference, strict=True):
+        for name in ("input_ids", "labels", "dropout_keys"):
+            got = torch.cat([batch[name] for window in parts for batch in window])
+            assert torch.equal(got, whole[0][name])
+
+
+def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
+    unbroken = list(train_loader(rows, 8, 2, range(10), seed=5, dropout_seed=5))
+    resumed = list(train_loader(rows, 8, 2, range(7, 10), seed=5, dropout_seed=5))
+    for window, again in zip(unbroken[7:], resumed, strict=True):
+        for batch, same in zip(window, again, strict=True):
+            assert batch.keys() == same.keys()
+            assert all(torch.equal(batch[name], same[name]) for name in batch)
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
+def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, micro):
+    loader = eval_loader(rows, processes, micro)
+    steps = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
+    assert all(batch["labels"].shape[0] <= micro for parts in steps for window in parts for batch in window)
+    labels = torch.cat([batch["labels"] for parts in steps for window in parts for batch in window])
+    assert labels[: len(rows)].tolist() == rows["input_ids"][:]
+    assert (labels[len(rows) :] == IGNORED).all()
+    assert len(labels) - len(rows) < processes * micro
+
+
+def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
+    stored = SlotRows(rows)
+    for slots in [
+        [Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)],
+        [Slot(9, None), Slot(10, None)],
+        [Slot(11, 0)],
+    ]:
+        items = stored.__getitems__(slots)
+        assert [position for position, _ in items] == [slot.position for slot in slots]
+        for slot, (_, tokens) in zip(slots, items, strict=True):
+            expected = [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
+            assert tokens.tolist() == expected
+
+
+def items(count: int, first: int = 0) -> list[tuple[int, np.ndarray]]:
+    """``count`` rows of tokens; the second is empty, the third ends early."""
+    tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
+    tokens[1:2] = IGNORED
+    tokens[2:3, 3:] = IGNORED
+    return [(first + i, row) for i, row in enumerate(tokens)]
+
+
+@pytest.mark.parametrize(("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])])
+def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
+    window = Collate(micro, dropout_seed=1)(items(count))
+    assert [len(batch["labels"]) for batch in window] == sizes
+    for batch in window:
+        assert list(batch) == ["input_ids", "labels", "dropout_keys"]
+        assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+        assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
+        assert batch["dropout_keys"].shape == (len(batch["labels"]),)
+    together = torch.cat([batch["labels"] for batch in window])
+    assert together.tolist() == [row.tolist() for _, row in items(count)]
+
+
+def test_a_place_without_a_token_has_no_label_and_the_input_0():
+    (batch,) = Collate(8)(items(4))
+    assert list(batch) == ["input_ids", "labels"]
+    assert (batch["labels"][1] == IGNORED).all()
+    assert (batch["input_ids"][1] == 0).all()
+    assert batch["labels"][2].tolist() == [11, 12, 13, IGNORED, IGNORED]
+    assert batch["input_ids"][2].tolist() == [11, 12, 13, 0, 0]
+    for row in (0, 3):
+        assert torch.equal(batch["input_ids"][row], batch["labels"][row])
+
+
+def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
+    window = Collate(micro, dropout_seed=seed)([(p, np.zeros(5, np.int32)) for p in positions])
+    return torch.cat([batch["dropout_keys"] for batch in window]).tolist()
+
+
+def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
+    whole = keys(8, 7, list(range(8)))
+    assert keys(2, 7, list(range(8))) == whole
+    assert keys(3, 7, [5, 1]) == [whole[5], whole[1]]
+    assert keys(8, 8, list(range(8))) != whole
+    rows_differ = Collate(8, dropout_seed=7)(items(8))[0]["dropout_keys"].tolist()
+    assert rows_differ == whole
+    many = keys(8, 7, list(range(2000)))
+    assert len(set(many)) == 2000
+    assert all(0 <= key < 2**63 for key in many)
+
+
+def test_a_dropout_key_is_the_same_on_every_machine_and_in_every_version():
+    assert keys(1, 0, [0, 1]) == [6017775124710473527, 1534736266818221247]

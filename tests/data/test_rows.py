@@ -1,0 +1,498 @@
+"""Documents -> rows: no token is lost, doubled or moved, and a preparation is made once or not at all."""
+
+import json
+import random
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from llmtrain.data import rows as preparation
+from llmtrain.data import sources
+from llmtrain.data import tokenizer as tok
+from llmtrain.data.config import DataConfig
+from llmtrain.data.loader import IGNORED
+from llmtrain.data.rows import PreparedData, prepare
+from llmtrain.errors import UserError
+
+BLOCK = 8
+TEXTS = [
+    "plain words, and some more.",
+    "ünï 漢字 🙂👩‍👩‍👧 e\u0301",
+    "lines\nof\r\na text\n\n\t  with   runs of    spaces \n",
+    "a literal <|endoftext|> is text",
+    "",
+    "x",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    return path
+
+
+def config(path: Path, **settings) -> DataConfig:
+    return DataConfig(**{"dataset": str(path), "tokenizer": "byte", "eval_fraction": 0.0} | settings)
+
+
+def prepare_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **settings) -> PreparedData:
+    return prepare(config(write(folder / "corpus.jsonl", texts), **settings), block_size)
+
+
+def stream(rows: "datasets.Dataset | None") -> list[int]:
+    """The tokens that the rows were cut from; checks the overlap and the tail."""
+    if rows is None:
+        return []
+    table = np.array(rows[:]["input_ids"])
+    assert np.array_equal(table[:-1, -1], table[1:, 0])
+    joined = np.append(table[0, 0], table[:, 1:])
+    tokens = joined[joined != IGNORED]
+    assert np.array_equal(joined[: len(tokens)], tokens), "a hole that is not at the end"
+    assert len(joined) - len(tokens) < table.shape[1] - 1, "a row without a target"
+    return tokens.tolist()
+
+
+def documents_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+    end = prepared.tokenizer.eos_token_id
+    tokens = stream(rows)
+    if not tokens:
+        return []
+    assert tokens[0] == tokens[-1] == end
+    ends = [i for i, token in enumerate(tokens) if token == end]
+    return [prepared.tokenizer.decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
+
+
+def uncut(texts: list[str], prepared: PreparedData) -> list[int]:
+    """The stream, each document tokenised whole."""
+    backend = prepared.tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    end = prepared.tokenizer.eos_token_id
+    encoded = (backend.encode(text, add_special_tokens=False).ids for text in texts)
+    return [end, *(token for ids in encoded for token in [*ids, end])]
+
+
+def complaint(*arguments, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def left_behind(cache: Path) -> list[str]:
+    return [path.name for path in cache.rglob("*") if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:300"])
+@pytest.mark.parametrize("block_size", [1, 2, 7, 64])
+def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer, block_size):
+    prepared = prepare_texts(tmp_path, TEXTS, block_size, tokenizer=tokenizer)
+    tokens = stream(prepared.train)
+    assert tokens == uncut(TEXTS, prepared)
+    targets = np.array(prepared.train[:]["input_ids"])[:, 1:]
+    assert (targets != IGNORED).sum() == len(tokens) - 1 == prepared.facts.train_tokens
+    assert targets.shape == (prepared.facts.train_rows, block_size)
+    assert prepared.facts.train_rows == -(-prepared.facts.train_tokens // block_size)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:300"])
+def test_documents_come_back_exactly_and_in_their_order(tmp_path, tokenizer):
+    prepared = prepare_texts(tmp_path, TEXTS, tokenizer=tokenizer)
+    assert documents_of(prepared.train, prepared) == TEXTS
+    assert stream(prepared.train).count(prepared.tokenizer.eos_token_id) == len(TEXTS) + 1
+
+
+def test_byte_tokens_are_the_bytes(tmp_path):
+    prepared = prepare_texts(tmp_path, ["abca", "b"], block_size=3)
+    a, b, c = (prepared.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
+    assert stream(prepared.train) == [0, a, b, c, a, 0, b, 0]
+    assert np.array(prepared.train[:]["input_ids"]).dtype.kind == "i"
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
+@pytest.mark.parametrize("block_size", [1, 3, 8])
+def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, rows_per_batch, block_size):
+    monkeypatch.setattr(preparation, "_ROWS_PER_BATCH", rows_per_batch)
+    random_numbers = random.Random(0)
+    for length in [*range(0, 20), 24, 25, 26, 200]:
+        tokens = [random_numbers.randrange(1, 60_000) for _ in range(length)]
+        arrays, start = [], 0
+        while start < length:
+            size = random_numbers.choice([0, 1, 2, 9, 40])
+            arrays.append(np.array(tokens[start : start + size], np.int32))
+            start += size
+        path = tmp_path / f"{length}.arrow"
+        written = preparation._write_rows(path, iter(arrays), block_size)
+        assert written.tokens == length
+        assert written.rows == -(-max(length - 1, 0) // block_size)
+        if written.rows:
+            assert stream(datasets.Dataset.from_file(str(path))) == tokens
+        again = preparation._write_rows(path, iter([np.array(tokens, np.int32)]), block_size)
+        assert again == written
+
+
+@pytest.fixture(scope="module")
+def long_text() -> str:
+    random_numbers = random.Random(1)
+    words = ["word", "it's", "n't", "x", "漢字", "ünï", "🙂", "12", "...", "!?", "<|endoftext|>", "e\u0301", "a_b"]
+    gaps = [" ", " ", " ", "  ", "\n", "\r\n", "\n\n  ", "\t", "", "\u3000", "\u00a0", "\x85", "\u2028", "\u200b"]
+    return "".join(random_numbers.choice(words) + random_numbers.choice(gaps) for _ in range(1500))
+
+
+def cut_every(monkeypatch, piece: int, batch: int) -> None:
+    monkeypatch.setattr(preparation, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(preparation, "_ENCODE_CHARACTERS", batch)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 11), (100, 10_000)])
+def test_a_document_cut_into_pieces_gives_the_tokens_of_the_uncut_one(
+    monkeypatch, tmp_path, long_text, tokenizer, sizes
+):
+    cut_every(monkeypatch, *sizes)
+    texts = [long_text, "short", "", long_text[:50]]
+    prepared = prepare_texts(tmp_path, texts, tokenizer=tokenizer)
+    assert stream(prepared.train) == uncut(texts, prepared)
+    assert documents_of(prepared.train, prepared) == texts
+
+
+@pytest.mark.parametrize("separator", ["\x1c", "\x1d", "\x1e", "\x1f"])
+def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_to_cut(monkeypatch, tmp_path, separator):
+    texts = [f"ab! {f'!{separator}' * 20}\n" * 20]
+    cut_every(monkeypatch, 7, 1000)
+    prepared = prepare_texts(tmp_path, texts, tokenizer="bpe:300")
+    assert stream(prepared.train) == uncut(texts, prepared)
+
+
+def test_the_test_of_cutting_can_fail(monkeypatch, tmp_path, long_text):
+    monkeypatch.setattr(preparation, "_pieces", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
+    prepared = prepare_texts(tmp_path, [long_text], tokenizer="bpe:400")
+    assert stream(prepared.train) != uncut([long_text], prepared)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 50, 10**6])
+def test_pieces_join_to_the_text_and_are_not_much_longer_than_asked(monkeypatch, long_text, piece):
+    monkeypatch.setattr(preparation, "_PIECE_CHARACTERS", piece)
+    for text in [long_text, "", "x", " ", "no-white-space-at-all" * 9, "   ", " lead", "trail "]:
+        assert "".join(preparation._pieces(text)) == text
+    longest = max(len(word) for word in re.findall(r"\S*\s*", long_text))
+    assert max(map(len, preparation._pieces(long_text))) <= piece + longest
+
+
+def some_documents(count: int) -> list[str]:
+    return [f"document {i} says {i * i}" for i in range(count)]
+
+
+def split_of(folder: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    prepared = prepare_texts(folder, texts, block_size=4, eval_fraction=fraction)
+    train, held_out = documents_of(prepared.train, prepared), documents_of(prepared.eval, prepared)
+    assert prepared.facts.eval_bytes == sum(len(text.encode()) for text in held_out)
+    assert prepared.facts.eval_documents == len(held_out)
+    assert prepared.facts.documents == len(texts)
+    return train, held_out
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.7])
+def test_every_document_is_either_trained_on_or_held_out(tmp_path, fraction):
+    texts = some_documents(400)
+    train, held_out = split_of(tmp_path, texts, fraction)
+    assert sorted(train + held_out) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]
+    assert held_out == [text for text in texts if text in set(held_out)]
+    assert abs(len(held_out) / 400 - fraction) < 0.08
+
+
+def test_held_out_documents_never_move_when_documents_are_added(tmp_path):
+    texts = some_documents(300)
+    train, held_out = split_of(tmp_path, texts[:100], 0.1)
+    assert held_out
+    more_train, more_held_out = split_of(tmp_path, texts[200:] + texts[:200][::-1], 0.1)
+    assert set(held_out) < set(more_held_out)
+    assert set(train) < set(more_train)
+
+
+def test_a_larger_fraction_holds_out_the_same_documents_and_more(tmp_path):
+    texts = some_documents(200)
+    assert set(split_of(tmp_path, texts, 0.1)[1]) < set(split_of(tmp_path, texts, 0.3)[1])
+
+
+def test_a_document_and_its_copy_are_on_the_same_side(tmp_path):
+    train, held_out = split_of(tmp_path, some_documents(100) * 2, 0.3)
+    assert held_out
+    assert not set(train) & set(held_out)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_where_no_document_falls_under_the_fraction_exactly_one_is_held_out(tmp_path, count):
+    texts = some_documents(count)
+    train, held_out = split_of(tmp_path, texts, 1e-9)
+    assert len(held_out) == 1
+    assert sorted(train + held_out) == sorted(texts)
+    assert split_of(tmp_path, texts[::-1], 1e-9)[1] == held_out
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.001])
+def test_of_a_single_document_the_last_part_is_held_out(tmp_path, fraction):
+    text = "".join(chr(0x4E00 + i) if i % 3 else "\n" for i in range(200))
+    train, held_out = split_of(tmp_path, [text], fraction)
+    assert len(train) == len(held_out) == 1
+    assert train[0] + held_out[0] == text
+    assert abs(len(held_out[0]) - 200 * fraction) <= 1
+    assert held_out[0]
+
+
+@pytest.mark.parametrize("texts", [["one document of some words"], some_documents(20)], ids=["one", "many"])
+def test_without_a_fraction_nothing_is_held_out(tmp_path, texts):
+    prepared = prepare_texts(tmp_path, texts)
+    assert prepared.eval is None
+    assert documents_of(prepared.train, prepared) == texts
+    facts = prepared.facts
+    assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (0, 0, 0, 0)
+
+
+def test_held_out_characters_are_in_the_alphabet(tmp_path):
+    texts = [*some_documents(50), *(f"held out perhaps: {chr(0x4E00 + i)}" for i in range(200))]
+    prepared = prepare_texts(tmp_path, texts, tokenizer="char", eval_fraction=0.2)
+    assert sorted(documents_of(prepared.train, prepared) + documents_of(prepared.eval, prepared)) == sorted(texts)
+
+
+def test_facts_tell_what_was_prepared(tmp_path):
+    texts = some_documents(100)
+    prepared = prepare_texts(tmp_path, texts, tokenizer="bpe:300", eval_fraction=0.2)
+    facts = prepared.facts
+    assert facts.dataset == str(tmp_path / "corpus.jsonl")
+    assert (facts.tokenizer, facts.vocabulary, facts.block_size) == ("bpe:300", 300, BLOCK)
+    assert facts.tokenizer_sha256 == tok.digest(prepared.tokenizer)
+    assert (facts.train_rows, facts.eval_rows) == (len(prepared.train), len(prepared.eval))
+    assert (facts.train_tokens, facts.eval_tokens) == (len(stream(prepared.train)) - 1, len(stream(prepared.eval)) - 1)
+    assert all(len(digest) == 64 for digest in (facts.tokenizer_sha256, facts.data_sha256))
+
+
+def test_the_data_hash_is_of_the_tokens_and_their_split(tmp_path):
+    texts = some_documents(50)
+    before = prepare_texts(tmp_path, texts, eval_fraction=0.2).facts.data_sha256
+    assert prepare_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
+    assert prepare_texts(tmp_path, texts, eval_fraction=0.5).facts.data_sha256 != before
+    assert prepare_texts(tmp_path, texts[::-1], eval_fraction=0.2).facts.data_sha256 != before
+    assert prepare_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256 != before
+
+
+def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path, long_text):
+    texts = [long_text, "short <|endoftext|>"]
+    trained = prepare_texts(tmp_path, texts, tokenizer="bpe:300")
+    trained.tokenizer.backend_tokenizer.enable_truncation(5)
+    trained.tokenizer.backend_tokenizer.enable_padding(length=9)
+    trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    loaded = prepare_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
+    assert stream(loaded.train) == stream(trained.train)
+    assert loaded.facts.data_sha256 == trained.facts.data_sha256
+
+
+def test_only_the_first_process_speaks(tmp_path, monkeypatch, capsys):
+    prepare_texts(tmp_path, TEXTS)
+    out = capsys.readouterr().out
+    assert out.startswith("data ")
+    assert out.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    prepare_texts(tmp_path, TEXTS)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_was_prepared_is_found_again_without_reading_the_text(tmp_path, monkeypatch, capsys):
+    first = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
+    assert capsys.readouterr().out.endswith("; prepared\n")
+
+    def unread(self):
+        raise AssertionError("the text was read again")
+
+    monkeypatch.setattr(sources.Files, "documents", unread)
+    second = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
+    assert capsys.readouterr().out.endswith("; found in the cache\n")
+    assert second.facts == first.facts
+    assert stream(second.train) == stream(first.train)
+    assert stream(second.eval) == stream(first.eval)
+    with pytest.raises(AssertionError, match="read again"):
+        prepare_texts(tmp_path, [*TEXTS, "new"], eval_fraction=0.3)
+
+
+def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
+    path = tmp_path / "corpus.jsonl"
+    usual = some_documents(20)
+
+    def said(texts: list[str] = usual, block_size: int = BLOCK, **settings) -> str:
+        path.write_text("".join(json.dumps({"text": text, "body": text + " body"}) + "\n" for text in texts))
+        prepared = prepare(config(path, **{"eval_fraction": 0.5} | settings), block_size)
+        suffix = " body" if settings.get("text_field") == "body" else ""
+        found = documents_of(prepared.train, prepared) + documents_of(prepared.eval, prepared)
+        assert sorted(found) == sorted(text + suffix for text in texts)
+        assert prepared.facts.block_size == block_size
+        return capsys.readouterr().out.rpartition("; ")[2].strip()
+
+    variants = [
+        {},
+        {"texts": [*usual[:-1], usual[-1] + "!"]},
+        {"texts": usual[::-1]},
+        {"tokenizer": "char"},
+        {"tokenizer": "bpe:257"},
+        {"tokenizer": "bpe:258"},
+        {"block_size": BLOCK + 1},
+        {"eval_fraction": 0.4},
+        {"text_field": "body"},
+    ]
+    assert [said(**variant) for variant in variants] == ["prepared"] * len(variants)
+    assert [said(**variant) for variant in variants] == ["found in the cache"] * len(variants)
+
+
+def test_settings_that_do_not_shape_the_rows_find_the_same_ones(tmp_path, capsys):
+    prepare_texts(tmp_path, TEXTS)
+    prepare_texts(tmp_path, TEXTS, global_batch_size=7, per_device_train_batch_size=3)
+    assert "found in the cache" in capsys.readouterr().out
+
+
+def test_a_moved_data_set_is_the_same_data_set(tmp_path, capsys):
+    prepare_texts(tmp_path, TEXTS)
+    moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    prepare(config(moved), BLOCK)
+    assert capsys.readouterr().out.endswith("found in the cache\n")
+
+
+def test_a_moved_data_set_is_called_by_its_new_name(tmp_path, capsys):
+    prepare_texts(tmp_path, TEXTS)
+    capsys.readouterr()
+    moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    assert prepare(config(moved), BLOCK).facts.dataset == str(moved)
+    assert "elsewhere.jsonl" in capsys.readouterr().out
+
+
+def test_another_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
+    folder = tmp_path / "tokenizer"
+    for train in (["aaaa bbbb " * 20], ["cccc dddd " * 20]):
+        trained = tok.train_tokenizer("bpe:260", iter(train), lambda: iter(()))
+        tok.as_pretrained(trained, 8).save_pretrained(folder)
+        prepare_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder))
+        assert capsys.readouterr().out.endswith("; prepared\n")
+    prepare_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved")))
+    assert capsys.readouterr().out.endswith("found in the cache\n")
+
+
+def test_two_that_prepare_at_once_make_the_rows_once(tmp_path, monkeypatch):
+    made, make, start = [], preparation._make, threading.Barrier(2)
+
+    def slow_make(*arguments):
+        made.append(threading.get_ident())
+        time.sleep(0.3)
+        make(*arguments)
+
+    monkeypatch.setattr(preparation, "_make", slow_make)
+    path = write(tmp_path / "corpus.jsonl", TEXTS)
+
+    def prepare_together(_: int) -> PreparedData:
+        start.wait(timeout=30)
+        return prepare(config(path), BLOCK)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(prepare_together, range(2))
+    assert len(made) == 1
+    assert first.facts == second.facts
+    assert stream(first.train) == stream(second.train)
+
+
+BAD = {
+    "no documents": ("a.jsonl", b"", {}, 8, "holds no text"),
+    "empty documents": ("a.jsonl", b'{"text": ""}\n' * 3, {}, 8, "holds no text"),
+    "empty file": ("a.txt", b"", {}, 8, "holds no text"),
+    "a broken line": ("a.jsonl", b'{"text": "' + b"words " * 9 + b'"}\noops\n', {}, 8, "a.jsonl, line 2"),
+    "not utf-8": ("a.txt", b"words\n" * 9 + b"\xff", {}, 8, "a.txt, line 10"),
+    "half a surrogate": ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, 8, "a.jsonl, line 1"),
+    "no such field": ("a.csv", b"id,text\n1,words\n", {"text_field": "body"}, 8, "a.csv: no field 'body'"),
+    "no parquet": ("a.parquet", b"words", {}, 8, "a.parquet"),
+    "a block too large": ("a.txt", b"words", {}, 100, "--block_size 100 is larger"),
+    "everything held out": (
+        "a.jsonl",
+        b'{"text": "words"}\n{"text": "more"}\n',
+        {"eval_fraction": 0.9999},
+        1,
+        "lower it",
+    ),
+    "all of one document held out": ("a.txt", b"words", {"eval_fraction": 0.99}, 1, "lower it"),
+    "a size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe:256"}, 8, "257"),
+    "no size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe"}, 8, "bpe:N"),
+    "a size of char": ("a.txt", b"words" * 9, {"tokenizer": "char:8"}, 8, "takes no size"),
+    "no such tokenizer": ("a.txt", b"words" * 9, {"tokenizer": "./absent"}, 8, "--tokenizer ./absent"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_a_failed_preparation_is_one_line_and_leaves_nothing_behind(tmp_path, cache, case):
+    name, content, settings, block_size, said = case
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert said in complaint(config(path, **settings), block_size)
+    assert left_behind(cache) == []
+
+
+def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_path, cache, monkeypatch):
+    write_rows, calls = preparation._write_rows, []
+
+    def full_disk(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return write_rows(*arguments)
+
+    monkeypatch.setattr(preparation, "_write_rows", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
+    assert left_behind(cache) == []
+    assert prepare_texts(tmp_path, TEXTS, eval_fraction=0.3).facts.documents == len(TEXTS)
+
+
+def test_a_block_that_is_too_large_is_answered_with_one_that_fits(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("some words")
+    fits = int(re.search(r"use at most (\d+)", complaint(config(path), 100))[1])
+    assert prepare(config(path), fits).facts.block_size == fits
+    assert "is larger" in complaint(config(path), fits + 2)
+
+
+def test_a_data_set_that_was_mended_is_prepared(tmp_path):
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    good = path.read_text()
+    path.write_text(good + "oops\n")
+    assert "line 7" in complaint(config(path), BLOCK)
+    path.write_text(good)
+    prepared = prepare(config(path), BLOCK)
+    assert documents_of(prepared.train, prepared) == TEXTS
+
+
+def test_a_hub_dataset_is_prepared_and_found_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    (tmp_path / "corpus").mkdir()
+    write(tmp_path / "corpus" / "train.jsonl", TEXTS)
+    monkeypatch.setattr(preparation, "open_source", lambda c: sources.Hub(c.dataset, None, c.text_field))
+    for done in ("prepared", "found in the cache"):
+        prepared = prepare(config(tmp_path / "corpus"), BLOCK)
+        assert documents_of(prepared.train, prepared) == TEXTS
+        assert capsys.readouterr().out.endswith(f"; {done}\n")
+
+
+@pytest.mark.parametrize("set_to", ["LLMTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, set_to):
+    for name in ("LLMTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(set_to, str(tmp_path / "there"))
+    expected = {"LLMTRAIN_CACHE": "there", "XDG_CACHE_HOME": "there/llmtrain", "HOME": "there/.cache/llmtrain"}
+    assert preparation.cache_folder() == tmp_path / expected[set_to]

@@ -1,0 +1,75 @@
+"""A run that was cut off goes on as if nothing had happened."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.launching import GPT, PYTHON, TINY, Ended, accelerate, begin, metrics, read_json, run, series, stop_group, wait
+
+LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    return folder
+
+
+def interrupt(command: list[str], folder: Path, number: int) -> Ended:
+    """Start, wait for a few steps, and send a signal to every process of the run."""
+    process = begin(command)
+    deadline = time.monotonic() + 90
+    try:
+        while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 25:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if number == signal.SIGKILL:
+            stop_group(process)
+        else:
+            process.send_signal(number)
+    finally:
+        ended = wait(process)
+    return ended
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    for name in ("model", "checkpoints/step-00000060/model"):
+        ours, theirs = (load_file(path / name / "model.safetensors") for path in (folder, reference))
+        assert all((ours[key] == theirs[key]).all() for key in theirs)
+    for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens"):
+        assert series(folder, key) == series(reference, key)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_process_ends_in_the_same_bits(number: int, text_file: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ended = interrupt(command, folder, number)
+    stopped_at = read_json(folder / "status.json")
+    if number == signal.SIGTERM:
+        assert ended.status == 0
+        assert stopped_at["state"] == "preempted"
+        assert f"step {stopped_at['step']} is saved" in ended.out
+    else:
+        assert stopped_at["state"] == "running"
+    ended = run(command).assert_ok()
+    assert "goes on from step" in ended.out
+    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [0, stopped_at["step"]]
+    assert_same_end(folder, uninterrupted)
+
+
+def test_another_number_of_processes_goes_on_with_the_same_rows(
+    text_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
+    interrupt([*PYTHON, *flags], folder, signal.SIGKILL)
+    run([*accelerate("cpu_ddp"), *flags]).assert_ok()
+    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [1, 2]
+    assert series(folder, "tokens") == series(uninterrupted, "tokens")
+    assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)

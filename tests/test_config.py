@@ -1,0 +1,370 @@
+"""Recipe default < YAML < command line: one set of names, one coercion, one kind of error."""
+
+import dataclasses
+import re
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from llmtrain.config import flag, parse, resolved
+from llmtrain.data.config import DataConfig
+from llmtrain.errors import UserError
+from llmtrain.models.gpt import GPTConfig
+from llmtrain.record.run import RunConfig
+from llmtrain.training.optim import OptimConfig
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
+
+
+@dataclass
+class Toy:
+    _argument_group_name: ClassVar[str] = "toys"
+
+    size: int = flag(3, "how large it is, 100% of the time")
+    rate: float = flag(0.5, "a rate")
+    name: str = flag("bear", "a name")
+    maker: str | None = flag(None, "a maker")
+    soft: bool = flag(True, "whether it is soft")
+    loud: bool = flag(False, "whether it is loud")
+    colour: Literal["red", "blue"] = flag("red", "a colour")
+    parts: list[str] = flag(["head", "tail"], "its parts")
+    shifts: list[int] = flag([1], "numbers")
+
+
+@dataclass
+class Box:
+    _argument_group_name: ClassVar[str] = "boxes"
+
+    lid: str = flag("round", "a lid")
+
+
+def toy(*argv: str) -> Toy:
+    return parse(Toy(), argv=list(argv))[0]
+
+
+def from_yaml(tmp_path: Path, text: str | bytes, *argv: str) -> Toy:
+    path = tmp_path / "toy.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return toy("--config", str(path), *argv)
+
+
+def complaint(call, *arguments, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message
+    return message
+
+
+def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
+    path = tmp_path / "toy.yaml"
+    path.write_text("size: 5\nrate: 0.25\n")
+    configs = parse(Toy(size=4, name="duck"), Box(), argv=["--size", "6", "--config", str(path)])
+
+    settings = resolved(*configs)
+    assert settings["size"] == {"value": 6, "from": "command line"}
+    assert settings["rate"] == {"value": 0.25, "from": str(path)}
+    assert settings["name"] == {"value": "duck", "from": "recipe"}
+    assert settings["lid"] == {"value": "round", "from": "recipe"}
+
+
+def test_a_value_that_was_given_says_so_even_where_it_equals_the_default(tmp_path):
+    path = tmp_path / "toy.yaml"
+    path.write_text("rate: 0.5\n")
+    settings = resolved(*parse(Toy(), argv=["--config", str(path), "--size", "3"]))
+    assert (settings["size"]["from"], settings["rate"]["from"]) == ("command line", str(path))
+
+
+def test_every_setting_of_every_config_is_resolved():
+    settings = resolved(Toy(), Box())
+    assert list(settings) == [field.name for config in (Toy, Box) for field in dataclasses.fields(config)]
+    assert {setting["from"] for setting in settings.values()} == {"recipe"}
+
+
+def test_without_argv_the_command_line_of_the_process_is_read(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipe.py", "--size", "8"])
+    assert parse(Toy())[0].size == 8
+
+
+def test_the_last_of_two_equal_flags_wins():
+    assert toy("--size", "1", "--size", "2").size == 2
+
+
+def test_a_list_on_the_command_line_replaces_the_list_of_the_yaml_file(tmp_path):
+    assert from_yaml(tmp_path, "parts: [a, b, c]", "--parts", "d").parts == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named", "meant"),
+    [
+        (["--sise", "4"], "--sise", "--size"),
+        (["--sise=4"], "--sise", "--size"),
+        (["--siz", "4"], "--siz", "--size"),
+        (["--colou", "red"], "--colou", "--colour"),
+        (["--size", "4", "--shift", "4"], "--shift", "--shifts"),
+    ],
+)
+def test_an_unknown_or_shortened_flag_is_an_error_with_the_nearest_name(argv, named, meant):
+    message = complaint(toy, *argv)
+    assert re.search(rf"{named}\b.* did you mean {meant}\?", message)
+
+
+def test_an_unknown_flag_that_resembles_none_gets_no_suggestion():
+    message = complaint(toy, "--qqqqqq", "4")
+    assert "--qqqqqq" in message
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize("argv", [["stray"], ["--size", "4", "stray"], ["-s", "4"]])
+def test_a_word_that_belongs_to_no_flag_is_an_error(argv):
+    assert re.search(r"stray|-s", complaint(toy, *argv))
+
+
+@pytest.mark.parametrize(("key", "meant"), [("sise", "size"), ("siz", "size"), ("colors", "colour")])
+def test_an_unknown_yaml_key_is_an_error_with_the_nearest_name(tmp_path, key, meant):
+    message = complaint(from_yaml, tmp_path, f"{key}: 4")
+    assert "toy.yaml" in message
+    assert f"'{key}' - did you mean {meant}?" in message
+
+
+@pytest.mark.parametrize("key", ["config", "help", "h", "1", "--size", "null"])
+def test_a_yaml_key_that_is_no_setting_is_an_error(tmp_path, key):
+    assert "unknown key" in complaint(from_yaml, tmp_path, f"{key}: 4")
+
+
+def test_an_unknown_yaml_key_is_an_error_even_where_its_value_is_null(tmp_path):
+    assert "unknown key 'sise'" in complaint(from_yaml, tmp_path, "sise:\n")
+
+
+@pytest.mark.parametrize("text", ["size: null", "size:", "size: ~", "", "# nothing\n", "---\n"])
+def test_yaml_null_leaves_a_setting_out(tmp_path, text):
+    config = from_yaml(tmp_path, text)
+    assert config == Toy()
+    assert resolved(config)["size"]["from"] == "recipe"
+
+
+@pytest.mark.parametrize(
+    ("text", "argv"),
+    [
+        ("size: 7", ["--size", "7"]),
+        ("size: -7", ["--size", "-7"]),
+        ("rate: 1e-3", ["--rate", "1e-3"]),
+        ("rate: 1.0e-3", ["--rate", "0.001"]),
+        ("rate: 2", ["--rate", "2"]),
+        ("rate: -1.5", ["--rate", "-1.5"]),
+        ("rate: -1e-3", ["--rate=-1e-3"]),
+        ("rate: -1.0e-07", ["--rate=-1e-7"]),
+        ("loud: true", ["--loud"]),
+        ("loud: true", ["--loud", "true"]),
+        ("loud: false", ["--loud", "false"]),
+        ("loud: yes", ["--loud", "yes"]),
+        ("soft: false", ["--no_soft"]),
+        ("soft: 0", ["--soft", "0"]),
+        ("no_soft: true", ["--no_soft"]),
+        ("no_soft: false", []),
+        ("colour: blue", ["--colour", "blue"]),
+        ("name: -x", ["--name=-x"]),
+        ("name: ''", ["--name", ""]),
+        ("name: a b  c", ["--name", "a b  c"]),
+        ("name: 'ünï'", ["--name", "ünï"]),
+        ("name: 3", ["--name", "3"]),
+        ("maker: none", ["--maker", "none"]),
+        ("parts: [a, b]", ["--parts", "a", "b"]),
+        ("parts: [a]", ["--parts", "a"]),
+        ("parts: a", ["--parts", "a"]),
+        ("shifts: [1, -2]", ["--shifts", "1", "-2"]),
+        ("shifts: [-2]", ["--shifts", "-2"]),
+    ],
+)
+def test_a_yaml_value_becomes_what_the_flag_would(tmp_path, text, argv):
+    assert from_yaml(tmp_path, text) == toy(*argv)
+
+
+@pytest.mark.parametrize("word", ["on", "007", "12:30:00", "2024-06-01", "2024-99-99", "0x10", "1_000"])
+def test_a_yaml_word_reaches_a_text_setting_as_it_is_written(tmp_path, word):
+    assert from_yaml(tmp_path, f"name: {word}").name == word
+
+
+def test_coerced_values_have_the_type_of_their_field(tmp_path):
+    config = from_yaml(tmp_path, "size: 7\nrate: 2\nloud: true\nshifts: [4]\nname: 3\n")
+    assert [type(v) for v in (config.size, config.rate, config.loud, config.shifts[0], config.name)] == [
+        *(int, float, bool, int, str)
+    ]
+
+
+def test_a_yaml_file_may_begin_with_a_byte_order_mark(tmp_path):
+    assert from_yaml(tmp_path, b"\xef\xbb\xbfsize: 7\n").size == 7
+
+
+def test_names_may_be_written_with_dashes(tmp_path):
+    assert parse(OptimConfig(), argv=["--max-steps", "7"])[0].max_steps == 7
+    path = tmp_path / "c.yaml"
+    path.write_text("max-steps: 7\n")
+    assert parse(OptimConfig(), argv=["--config", str(path)])[0].max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("size:\n  width: 3\n", "'size' must be a value or a list, not nested"),
+        ("- size\n- 3\n", "toy.yaml must be"),
+        ("just words", "toy.yaml must be"),
+        ("size: [", "toy.yaml is not YAML"),
+        ("size: 3\n---\nsize: 4\n", "toy.yaml is not YAML"),
+        ("size: !!python/object/apply:os.getcwd []", "toy.yaml is not YAML"),
+        (b"name: \xff\xfe\n", "toy.yaml is not YAML"),
+        ("size: large", "toy.yaml: --size"),
+        ("size: 2.5", "toy.yaml: --size"),
+        ("size: true", "toy.yaml: --size"),
+        ("size: [1, 2]", "toy.yaml"),
+        ("size: []", "toy.yaml: --size"),
+        ("parts: []", "toy.yaml: --parts"),
+        ("loud: perhaps", "toy.yaml: --loud"),
+        ("colour: green", "toy.yaml: --colour"),
+    ],
+)
+def test_bad_yaml_is_an_error_of_one_line_that_names_the_file(tmp_path, text, said):
+    assert said in complaint(from_yaml, tmp_path, text)
+
+
+def test_an_empty_yaml_list_does_not_switch_a_flag_on(tmp_path):
+    assert "toy.yaml" in complaint(from_yaml, tmp_path, "loud: []")
+
+
+def test_a_yaml_number_too_long_for_python_is_an_error_of_one_line(tmp_path):
+    assert "toy.yaml" in complaint(from_yaml, tmp_path, f"size: {'9' * 5000}")
+
+
+def test_a_config_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path):
+    assert "absent.yaml" in complaint(toy, "--config", str(tmp_path / "absent.yaml"))
+    assert str(tmp_path) in complaint(toy, "--config", str(tmp_path))
+    assert "--config" in complaint(toy, "--config")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--size", "large"],
+        ["--size", "2.5"],
+        ["--size"],
+        ["--rate", "much"],
+        ["--loud", "perhaps"],
+        ["--colour", "green"],
+        ["--parts"],
+        ["--shifts", "1", "x"],
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_an_error_that_names_its_flag(argv):
+    assert argv[0] in complaint(toy, *argv)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bad", "good"),
+    [
+        (GPTConfig, "n_layer", ["0", "-1"], ["1"]),
+        (GPTConfig, "n_embd", ["0"], ["4"]),
+        (GPTConfig, "block_size", ["0"], ["1"]),
+        (GPTConfig, "dropout", ["-0.1", "1", "nan", "inf"], ["0", "0.99"]),
+        (DataConfig, "global_batch_size", ["0", "-4"], ["1"]),
+        (DataConfig, "per_device_train_batch_size", ["0"], ["1"]),
+        (DataConfig, "eval_fraction", ["-0.1", "1", "1.5", "nan"], ["0", "0.99"]),
+        (DataConfig, "dataset", [""], ["x"]),
+        (DataConfig, "tokenizer", [""], ["char"]),
+        (OptimConfig, "max_steps", ["0"], ["1"]),
+        (OptimConfig, "learning_rate", ["-1", "nan", "inf"], ["0", "2"]),
+        (OptimConfig, "warmup_steps", ["-1"], ["0"]),
+        (OptimConfig, "weight_decay", ["-0.1", "nan", "inf"], ["0"]),
+        (OptimConfig, "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
+        (OptimConfig, "adam_beta2", ["-0.1", "1", "nan"], ["0", "0.9"]),
+        (OptimConfig, "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
+        (RunConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
+        (RunConfig, "logging_steps", ["0"], ["1"]),
+        (RunConfig, "eval_steps", ["0"], ["1"]),
+        (RunConfig, "save_steps", ["0"], ["1"]),
+        (RunConfig, "save_total_limit", ["1"], ["2"]),
+        (RunConfig, "output_dir", ["", " "], ["x"]),
+        (RunConfig, "report_to", ["mlflow"], ["none", "wandb"]),
+    ],
+)
+def test_a_number_out_of_range_is_an_error_that_names_its_flag(owner, name, bad, good):
+    for word in bad:
+        assert f"--{name}" in complaint(parse, owner(), argv=[f"--{name}={word}"])
+    for word in good:
+        parse(owner(), argv=[f"--{name}={word}"])
+
+
+@pytest.mark.parametrize(("heads", "width"), [(3, 256), (5, 64), (300, 256), (7, 13), (2, 1)])
+def test_heads_that_do_not_divide_the_width_are_answered_with_values_that_do(heads, width):
+    message = complaint(GPTConfig, n_head=heads, n_embd=width)
+    named = re.search(r"n_head ([\d, ]+) would, or n_embd (\d+)\.", message)
+    assert named
+    for other in named[1].split(", "):
+        GPTConfig(n_head=int(other), n_embd=width)
+    GPTConfig(n_head=heads, n_embd=int(named[2]))
+
+
+def help_text(capsys, monkeypatch, *defaults, **options) -> str:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as ended:
+        parse(*defaults, argv=["--help"], **options)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(capsys, monkeypatch):
+    text = help_text(capsys, monkeypatch, Toy(size=42), Box(), description="Wins 50% of games.")
+    assert "Wins 50% of games." in text
+    assert "how large it is, 100% of the time (default: 42)" in text
+    assert text.index("toys:") < text.index("--size") < text.index("boxes:") < text.index("--lid")
+    assert "--config" in text
+    assert "{red,blue}" in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_help_of_a_recipe_names_every_setting_once(capsys, monkeypatch, recipe):
+    defaults = runpy.run_path(str(recipe))["DEFAULTS"]
+    text = help_text(capsys, monkeypatch, *defaults)
+    names = [field.name for config in defaults for field in dataclasses.fields(config)]
+    assert len(names) == len(set(names))
+    for name in names:
+        assert len(re.findall(rf"^  --{name}\b", text, re.MULTILINE)) == 1, name
+    for config in defaults:
+        assert f"{config._argument_group_name}:" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_no_setting_of_a_recipe_is_required(recipe):
+    defaults = runpy.run_path(str(recipe))["DEFAULTS"]
+    assert parse(*defaults, argv=[]) == defaults
+
+
+@pytest.mark.parametrize("columns", ["", "abc", "5", "10000"])
+def test_an_odd_terminal_width_does_not_stop_a_run(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert toy("--size", "4").size == 4
+
+
+def test_two_configs_do_not_share_a_default_list():
+    Toy().parts.append("wing")
+    assert Toy().parts == ["head", "tail"]
+
+
+@pytest.mark.parametrize("argv", [[], ["--size", "4"]])
+def test_what_a_run_does_to_its_list_does_not_reach_the_recipe(argv):
+    default = Toy()
+    parse(default, argv=argv)[0].parts.append("wing")
+    assert default.parts == ["head", "tail"]
+    assert parse(default, argv=argv)[0].parts == ["head", "tail"]
+
+
+def test_parsing_leaves_the_recipe_s_defaults_alone():
+    default = Toy(size=4)
+    assert parse(default, argv=["--size", "5"])[0].size == 5
+    assert (default.size, resolved(default)["size"]["from"]) == (4, "recipe")
+    assert parse(default, argv=[])[0].size == 4

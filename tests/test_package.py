@@ -1,0 +1,52 @@
+"""The house: which room may know which, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmtrain
+from tests.launching import ROOT
+
+ROOMS = ("data", "models", "parallel", "observe", "record")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if name.startswith("llmtrain.")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_do_not_know_each_other(room: str) -> None:
+    for path in (ROOT / "llmtrain" / room).glob("*.py"):
+        strangers = {name for name in imports(path) if name.split(".")[1] in {*ROOMS, "training", "commands"} - {room}}
+        assert not strangers, f"{path.name} imports {strangers}"
+
+
+def test_nobody_imports_a_recipe_and_recipes_import_the_package_by_its_name() -> None:
+    for path in (ROOT / "llmtrain").rglob("*.py"):
+        assert "recipes" not in " ".join(imports(path))
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert not imports(path), f"{path.name} reaches into the package"
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys, llmtrain\nassert not {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", llmtrain.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(llmtrain, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = llmtrain.nothing

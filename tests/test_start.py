@@ -1,0 +1,94 @@
+import pytest
+
+from llmtrain import start
+from llmtrain.errors import UserError
+from llmtrain.start import Launcher, check_launch
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch):
+    def pretend(words: list[str], config: dict, environment: dict[str, str]) -> Launcher:
+        found = Launcher(words, config, environment)
+        monkeypatch.setattr(Launcher, "find", classmethod(lambda cls: found))
+        return found
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "environment", "expected"),
+    [
+        (["accelerate", "launch", "--mixed_precision", "fp16"], {"mixed_precision": "no"}, {}, "fp16"),
+        (["accelerate", "launch", "--mixed-precision=fp16"], {}, {}, "fp16"),
+        (["accelerate", "launch"], {"mixed_precision": "bf16"}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "bf16"),
+        ([], {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
+        (["accelerate", "launch"], {}, {}, None),
+    ],
+)
+def test_what_was_said_to_the_launcher_is_told_from_its_defaults(words, config, environment, expected) -> None:
+    said = Launcher(words, config, environment).said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
+    assert said == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "gpu", "expected"),
+    [
+        ([], {}, True, "bf16"),
+        ([], {}, False, "no"),
+        (["accelerate", "launch"], {"mixed_precision": "no"}, True, "no"),
+        (["accelerate", "launch"], {"mixed_precision": False}, True, "no"),
+        (["accelerate", "launch"], {"mixed_precision": "fp16"}, True, "fp16"),
+        (["accelerate", "launch"], {"mixed_precision": "bf16"}, False, "bf16"),
+    ],
+)
+def test_bf16_is_the_default_of_a_gpu_that_has_it(words, config, gpu, expected, monkeypatch) -> None:
+    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda: gpu)
+    assert start._precision(Launcher(words, config, {}), cpu=not gpu) == expected
+
+
+def test_the_cpu_can_be_asked_for_in_every_place() -> None:
+    assert Launcher(["accelerate", "launch", "--cpu"], {}, {}).wants_cpu()
+    assert Launcher([], {"use_cpu": True}, {}).wants_cpu()
+    assert Launcher([], {}, {"ACCELERATE_USE_CPU": "true"}).wants_cpu()
+    assert not Launcher([], {"use_cpu": False}, {}).wants_cpu()
+
+
+def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = start.torch.get_num_threads()
+    monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
+    assert start._share_threads(Launcher([], {}, {})) == 2
+    assert start._share_threads(Launcher([], {}, {"OMP_NUM_THREADS": "3"})) == 3
+    assert start._share_threads(Launcher([], {"num_cpu_threads_per_process": 5}, {})) == 5
+    assert start.torch.get_num_threads() == 5
+    start.torch.set_num_threads(before)
+
+
+def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(launcher, monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    launcher(["accelerate", "launch"], {"num_processes": 2}, {})
+    with pytest.raises(UserError, match=r"accelerate launch --multi_gpu --num_processes 2 "):
+        check_launch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_launch()
+
+
+def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch) -> None:
+    launcher([], {}, {})
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(UserError, match="gradient_accumulation_steps to 4"):
+        check_launch()
+
+
+def test_a_group_of_another_size_than_the_launcher_started_is_refused(launcher, monkeypatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    launcher([], {}, {})
+    monkeypatch.setattr(start, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="each would train alone"):
+        start.start_accelerator()

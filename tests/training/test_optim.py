@@ -1,0 +1,111 @@
+"""The learning rate is a function of the step; weight decay is for matrices."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
+
+SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
+FALLING = ("cosine", "linear", "warmup_stable_decay")
+
+
+def rates(schedule: str, max_steps: int, warmup_steps: int, learning_rate: float = 1.0) -> list[float]:
+    config = OptimConfig(
+        max_steps=max_steps, warmup_steps=warmup_steps, learning_rate=learning_rate, lr_scheduler_type=schedule
+    )
+    return [lr_at(step, config) for step in range(max_steps)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "golden"),
+    [
+        ("linear", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("warmup_stable_decay", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
+        # (1 + cos(pi k / 8)) / 2
+        ("cosine", [0.5, 1, 1, 0.96193977, 0.85355339, 0.69134172, 0.5, 0.30865828, 0.14644661, 0.03806023]),
+    ],
+)
+def test_each_schedule_gives_its_known_learning_rates(schedule, golden):
+    assert rates(schedule, 10, 2) == pytest.approx(golden, abs=1e-8)
+    assert rates(schedule, 10, 2, 3e-4) == pytest.approx([3e-4 * rate for rate in golden], abs=1e-11)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 7, 100])
+def test_the_rate_rises_to_the_peak_and_never_again(schedule, warmup):
+    curve = rates(schedule, 400, warmup, 2e-3)
+    rising, rest = curve[:warmup], curve[warmup:]
+    assert rising == sorted(set(rising))
+    assert all(rate > 0 for rate in curve)
+    assert max(curve) == pytest.approx(2e-3, rel=1e-12)
+    assert curve[max(warmup - 1, 0)] == pytest.approx(2e-3, rel=1e-12)
+    assert all(later <= earlier for earlier, later in pairwise(rest))
+
+
+@pytest.mark.parametrize("schedule", FALLING)
+def test_a_falling_schedule_ends_next_to_zero(schedule):
+    assert 0 < rates(schedule, 1000, 50)[-1] < 0.01
+    assert lr_at(1000, OptimConfig(max_steps=1000, lr_scheduler_type=schedule)) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_stable_phase_holds_the_peak_until_the_last_fifth():
+    curve = rates("warmup_stable_decay", 1000, 50)
+    assert set(curve[50:801]) == {1.0}
+    assert all(later < earlier for earlier, later in pairwise(curve[800:]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("max_steps", "warmup"), [(1, 0), (1, 1), (2, 2), (5, 9)])
+def test_a_run_shorter_than_its_warm_up_only_rises(schedule, max_steps, warmup):
+    curve = rates(schedule, max_steps, warmup)
+    assert curve == sorted(curve)
+    assert all(0 < rate <= 1 for rate in curve)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.cube = nn.Parameter(torch.ones(2, 2, 2))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def test_only_parameters_of_rank_two_and_more_decay():
+    model = Parts()
+    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
+    assert found == {
+        "table.weight": 0.3,
+        "linear.weight": 0.3,
+        "cube": 0.3,
+        "linear.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "scale": 0.0,
+        "frozen": None,
+    }
+
+
+def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
+    model = Parts()
+    optimizer = make_optimizer(model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        decays = parameter.dim() >= 2 and parameter.requires_grad
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if decays else 1.0))
+
+
+def test_the_optimizer_has_the_configured_moments():
+    optimizer = make_optimizer(Parts(), OptimConfig(adam_beta1=0.8, adam_beta2=0.7))
+    assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
