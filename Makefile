@@ -24,3 +24,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+# Long campaigns. 100 two-rank launches on a busy machine: about 15 minutes on two cores.
+launches: $(READY)
+	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py -s
+.PHONY: launches

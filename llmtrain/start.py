@@ -1,7 +1,9 @@
 """From the environment to an Accelerator and back: what was launched, on which device, in which precision; and out."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -180,6 +182,8 @@ def launch(main: Callable[[], None]) -> NoReturn:
     once over all ranks.
     """
     status = 0
+    if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
+        _die_with_launcher()
     try:
         check_launch()
         main()
@@ -197,6 +201,16 @@ def launch(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _die_with_launcher() -> None:
+    """Linux: stop this process when its launcher is killed, which otherwise leaves its workers training alone."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
 
 
 def _leave_group() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 GPT = "recipes/gpt.py"
@@ -68,7 +70,12 @@ def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 
 
 
 def stop_group(process: subprocess.Popen) -> None:
-    """Kill whatever is left of the process's group."""
+    """Kill whatever is left of a process's children and group; torchrun's workers lead sessions of their own."""
+    try:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    except psutil.NoSuchProcess:
+        pass
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -77,7 +84,8 @@ def stop_group(process: subprocess.Popen) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]  # the last line may be half written
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def series(folder: Path, key: str) -> dict[int, float]:

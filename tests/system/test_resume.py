@@ -1,9 +1,11 @@
 """A run that was cut off goes on as if nothing had happened."""
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -19,15 +21,19 @@ def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def interrupt(command: list[str], folder: Path, number: int) -> Ended:
     """Start, wait for a few steps, and send a signal to every process of the run."""
     process = begin(command)
-    deadline = time.monotonic() + 90
     try:
-        while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 25:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_readings(process, folder, 25)
         if number == signal.SIGKILL:
             stop_group(process)
         else:
@@ -73,3 +79,21 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [1, 2]
     assert series(folder, "tokens") == series(uninterrupted, "tokens")
     assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
+
+
+def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*LONG, "--max_steps", "100000", "--dataset", str(text_file), "--output_dir", str(folder)]
+    process = begin([*accelerate("cpu_ddp"), GPT, *flags])
+    try:
+        wait_for_readings(process, folder, 3)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        for worker in alive:
+            worker.kill()
+        assert not alive
+        assert read_json(folder / "status.json")["state"] == "preempted"
+    finally:
+        wait(process)

@@ -1,0 +1,72 @@
+"""What a person gets wrong is one line that says what to do, and leaves nothing behind."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import GPT, PYTHON, TINY, accelerate, run
+
+
+def assert_one_line(err: str, says: str) -> None:
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert re.search(says, lines[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--n_layers", "3"], r"unknown flag --n_layers - did you mean --n_layer\?"),
+        (["--dataset", "{tmp}/bad.jsonl"], r"bad.jsonl, line 2: not JSON"),
+        (["--resume_from_checkpoint", "{tmp}"], r"neither a run's folder nor a checkpoint"),
+        (["--per_device_train_batch_size", "3"], r"3 does not divide the 8 rows of each process .*; 1, 2, 4 would"),
+    ],
+)
+def test_under_plain_python_it_ends_with_status_2(
+    flags: list[str], says: str, text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    out = tmp_path / "runs" / "run"
+    ended = run([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(out), *flags])
+    assert ended.status == 2
+    assert_one_line(ended.err, says)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("flags", [["--n_head", "3"], ["--global_batch_size", "7"]])
+def test_two_ranks_say_it_once(flags: list[str], text_file: Path, tmp_path: Path) -> None:
+    """Before the process group exists, and after."""
+    out = tmp_path / "run"
+    ended = run([*accelerate("cpu_ddp"), GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(out), *flags])
+    assert ended.status != 0
+    ours = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1, ended.err
+    assert "would" in ours[0]
+    assert not out.exists()
+
+
+def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os\nfrom llmtrain import UserError, launch\n"
+        "def main():\n"
+        "    if os.environ['RANK'] == '1': raise UserError('the disk of this machine is missing')\n"
+        "    import time; time.sleep(60)\n"
+        "if __name__ == '__main__': launch(main)\n"
+    )
+    ended = run([*accelerate("cpu_ddp"), str(script)])
+    assert ended.status != 0
+    assert ended.err.count("error: rank 1: the disk of this machine is missing") == 1
+
+
+def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [*accelerate("x")[:2], "--cpu", "--num_processes", "2", GPT, *TINY, "--output_dir", str(out)]
+    ended = run([*command, "--dataset", str(text_file)])
+    assert ended.status != 0
+    assert "2 processes were asked for and accelerate started one" in ended.err
+    assert f"accelerate launch --multi_gpu --num_processes 2 {GPT}" in ended.err
+    assert not out.exists()
