@@ -55,7 +55,7 @@ _HOMES = {
     "train_loader": "data.loader",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - they are strings
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from llmtrain.errors import UserError
 _UNSET = object()
 
 
-def flag(default: Any, help: str) -> Any:  # noqa: A002 - argparse's word
+def flag(default: Any, help: str) -> Any:
     """A dataclass field that is a command-line flag."""
     metadata = {"help": help.replace("%", "%%")}
     if isinstance(default, list):
@@ -99,14 +99,14 @@ class _Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        silent = (None, argparse.SUPPRESS, [])
-        return text if action.default in silent or action.nargs == 0 else f"{text} (default: %(default)s)"
+        silent = action.default is None or action.default == argparse.SUPPRESS or action.nargs == 0
+        return text if silent else f"{text} (default: %(default)s)"
 
 
 class _Parser(HfArgumentParser):
     def __init__(self, defaults: Iterable[Any], description: str | None) -> None:
         super().__init__(
-            [type(default) for default in defaults],
+            [type(default) for default in defaults],  # type: ignore[misc]
             description=description,
             formatter_class=_Help,
             allow_abbrev=False,

@@ -130,7 +130,9 @@ def start_accelerator(seed: int = 0) -> Accelerator:
         )
     torch.manual_seed(seed)
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
-    asked_gpu = (launcher.config.get("distributed_type") == "MULTI_GPU" or "--multi_gpu" in launcher.words) and world > 1
+    asked_gpu = (
+        launcher.config.get("distributed_type") == "MULTI_GPU" or "--multi_gpu" in launcher.words
+    ) and world > 1
     over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
     how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
@@ -224,4 +226,3 @@ def _complain_once(message: str) -> None:
     if rank():
         time.sleep(_GRACE_SECONDS)  # the launcher ends this process as soon as rank 0, which fails alike, is gone
     complain(message)
-

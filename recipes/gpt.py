@@ -1,6 +1,6 @@
 """Train a GPT from scratch on text, and leave a model that Hugging Face can load.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100
+accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100
 """
 
 from dataclasses import asdict

@@ -1,5 +1,6 @@
 """Starting recipes as real processes, in a process group of their own that never outlives the test."""
 
+import contextlib
 import json
 import os
 import random
@@ -71,15 +72,11 @@ def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 
 
 def stop_group(process: subprocess.Popen) -> None:
     """Kill whatever is left of a process's children and group; torchrun's workers lead sessions of their own."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
-    except psutil.NoSuchProcess:
-        pass
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait(timeout=10)
 
 
@@ -99,8 +96,8 @@ def read_json(path: Path) -> Any:
 
 def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
     draw = random.Random(seed)
-    nouns = "model token batch gradient process kernel weight bucket sampler epoch".split()
-    verbs = "reads sends keeps sums hides splits joins drops".split()
+    nouns = ["model", "token", "batch", "gradient", "process", "kernel", "weight", "bucket", "sampler", "epoch"]
+    verbs = ["reads", "sends", "keeps", "sums", "hides", "splits", "joins", "drops"]
     lines = [
         f"The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}, and {draw.randint(2, 99)} "
         f"{draw.choice(nouns)}s wait.\n"

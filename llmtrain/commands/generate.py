@@ -6,7 +6,9 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")
-    parser.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="stop after N tokens (%(default)s)")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=200, metavar="N", help="stop after N tokens (%(default)s)"
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (%(default)s)"
     )

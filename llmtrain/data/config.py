@@ -22,9 +22,7 @@ class DataConfig:
         "share of the documents held out for evaluation, chosen by a hash of their text; "
         "where the text is one document, its last part",
     )
-    tokenizer: str = flag(
-        "bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name"
-    )
+    tokenizer: str = flag("bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name")
     global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
     per_device_train_batch_size: int = flag(8, "rows per forward and backward pass (the micro-batch)")
 

@@ -7,6 +7,7 @@ a target exactly once. Places of the last row past the end of the stream hold -1
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -253,7 +254,7 @@ class _Encoder:
                 yield np.array([self.end], np.int32)
                 empty = False
             pieces = [_pieces(text) if self.any_cut else [text] for text in texts]
-            encoded = iter(self.backend.encode_batch_fast(sum(pieces, []), add_special_tokens=False))
+            encoded = iter(self.backend.encode_batch_fast([*itertools.chain(*pieces)], add_special_tokens=False))
             for parts in pieces:
                 for _ in parts:
                     yield np.array(next(encoded).ids, np.int32)
@@ -338,5 +339,3 @@ def _file_on_disk(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-

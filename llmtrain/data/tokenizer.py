@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -84,7 +84,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(

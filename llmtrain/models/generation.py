@@ -75,7 +75,7 @@ class TextModel:
                 break
             ids, fresh = [*ids, token], [token]
             made.append(token)
-            text = self.tokenizer.decode(made, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(made, skip_special_tokens=True))
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # wait for the rest of a character
                 yield text[len(shown) :]
                 shown = text
@@ -101,4 +101,3 @@ def model_folder(name: str) -> str:
         if (folder / "config.json").exists():
             return str(folder)
     raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")
-

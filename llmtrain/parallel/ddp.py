@@ -10,5 +10,5 @@ def data_parallel_size(accelerator: Accelerator) -> int:
 
 
 def ddp_settings() -> DistributedDataParallelKwargs:
-    """Gradients live in the buckets that are reduced (no second copy); no model here has buffers to broadcast."""
-    return DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    """Gradients live in the buckets that are reduced: no second copy of them."""
+    return DistributedDataParallelKwargs(gradient_as_bucket_view=True)

@@ -117,7 +117,7 @@ def prune(folder: Path, keep: int) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state as ``{parameter name}.{key}`` tensors."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}.{key}": torch.as_tensor(value)
         for parameter, entries in optimizer.state.items()

@@ -33,8 +33,8 @@ class Layout:
         share = rows // processes
         micro = min(data.per_device_train_batch_size, share)
         if share % micro:
-            fits = [m for m in range(1, share + 1) if share % m == 0]
-            near = sorted(sorted(fits, key=lambda m: abs(m - micro))[:3])
+            divisors = [m for m in range(1, share + 1) if share % m == 0]
+            near = sorted(sorted(divisors, key=lambda m: abs(m - micro))[:3])
             raise UserError(
                 f"--per_device_train_batch_size {micro} does not divide the {share} rows of each process "
                 f"({rows} rows on {processes}); {', '.join(map(str, near))} would."

@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
 
 def test_where_all_are_damaged_the_run_stops_rather_than_start_afresh(tmp_path: Path) -> None:
     flip(save(tmp_path, 10) / "model/model.safetensors")
-    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         newest_valid(tmp_path)
 
 

@@ -15,7 +15,7 @@ from tests.record.test_checkpoint import Files
 IDENTITY = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
 
 
-class Interrupted(Exception):
+class CrashError(Exception):
     """Stands for a crash."""
 
 
@@ -36,9 +36,9 @@ def begin(accelerator: Accelerator, tmp_path: Path):
                     run.log({"train/loss": 1.0})
                     run.save(model, optimizer)
                 if crash:
-                    raise Interrupted("out of luck")
+                    raise CrashError("out of luck")
                 run.finish(model)
-        except Interrupted:
+        except CrashError:
             pass
         return run.folder.name, started
 

@@ -19,9 +19,7 @@ def main() -> None:
 
     reduced: list[int] = []
 
-    def counting_hook(
-        state: None, bucket: torch.distributed.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def counting_hook(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced.append(bucket.index())
         buffer = bucket.buffer().div_(accelerator.num_processes)
         return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])

@@ -24,9 +24,7 @@ def assert_one_line(err: str, says: str) -> None:
         (["--per_device_train_batch_size", "3"], r"3 does not divide the 8 rows of each process .*; 1, 2, 4 would"),
     ],
 )
-def test_under_plain_python_it_ends_with_status_2(
-    flags: list[str], says: str, text_file: Path, tmp_path: Path
-) -> None:
+def test_under_plain_python_it_ends_with_status_2(flags: list[str], says: str, text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     out = tmp_path / "runs" / "run"

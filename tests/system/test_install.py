@@ -18,7 +18,9 @@ def environment_with_torch(folder: Path, version: str) -> Path:
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site = Path(
-        subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True).strip()
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
+        ).strip()
     )
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")

@@ -9,7 +9,20 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.launching import GPT, PYTHON, TINY, Ended, accelerate, begin, metrics, read_json, run, series, stop_group, wait
+from tests.launching import (
+    GPT,
+    PYTHON,
+    TINY,
+    Ended,
+    accelerate,
+    begin,
+    metrics,
+    read_json,
+    run,
+    series,
+    stop_group,
+    wait,
+)
 
 LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1"]
 
