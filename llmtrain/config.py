@@ -5,19 +5,21 @@ names, one coercion and one kind of error for both.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
-import os
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import yaml
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain.errors import UserError
 
 _UNSET = object()
+_YAML_NULL = ("", "~", "null", "Null", "NULL")
 
 
 def flag(default: Any, help: str) -> Any:
@@ -63,7 +65,11 @@ def parse(*defaults: Any, argv: list[str] | None = None, description: str | None
             for field in dataclasses.fields(default):
                 if field.name in given:
                     changes[field.name], origins[field.name] = given[field.name], source
-        config = dataclasses.replace(default, **changes)
+        try:
+            config = dataclasses.replace(copy.deepcopy(default), **changes)
+        except UserError as error:  # a value out of range: say which file it stands in
+            files = [f" ({origins[name]})" for name in origins if f"--{name} " in str(error) and config_file]
+            raise UserError(f"{error}{files[0] if files else ''}") from None
         config._origins = origins
         configs.append(config)
     return tuple(configs)
@@ -85,7 +91,7 @@ class _Help(argparse.HelpFormatter):
     """One name a flag (HF's parser also accepts dashes), the default where there is one."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=min(120, int(os.environ.get("COLUMNS", "110"))))
+        super().__init__(prog, max_help_position=38, width=min(120, shutil.get_terminal_size((110, 24)).columns))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.option_strings[0] == "-h":
@@ -148,31 +154,49 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
+    """The flags that a YAML file writes down. Its scalars are taken as the words that they are: YAML's own reading
+    would turn ``on`` into a boolean and ``12:30`` into a number."""
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - the user's spelling stays in the error
-            content = yaml.safe_load(file)
+            tree = yaml.compose(file.read(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--config {path} is not YAML: {error}") from None
-    if content is None:
+    if tree is None or _is_null(tree):
         return []
-    if not isinstance(content, dict):
-        raise UserError(f"--config {path} must be `flag: value` lines, not a {type(content).__name__}.")
+    if not isinstance(tree, yaml.MappingNode):
+        raise UserError(f"--config {path} must be `flag: value` lines.")
     names = [option[2:] for option in parser.flags if option not in ("--config", "--help")]
-    argv = []
-    for key, value in content.items():
+    argv, seen = [], set()
+    for key_node, value in tree.value:
+        key = str(key_node.value)
         if key not in names:
-            raise UserError(f"{path}: unknown key '{key}'{did_you_mean(str(key), names)}")
-        if isinstance(value, dict):
-            raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
-        if value is None:  # leave out: the recipe's default holds
+            raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
+        if key in seen:
+            raise UserError(f"{path}: '{key}' stands there twice.")
+        seen.add(key)
+        if _is_null(value):  # leave out: the recipe's default holds
             continue
-        values = value if isinstance(value, list) else [value]
-        if str(key).startswith("no_"):  # `no_x: true` is the flag --no_x
-            argv += [f"--{key}"] if value else []
+        words = [_word(node, key, path) for node in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
+        if not words:
+            raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
+        if key.startswith("no_"):  # `no_x: true` is the flag --no_x
+            try:
+                argv += [f"--{key}"] if string_to_bool(words[0]) else []
+            except argparse.ArgumentTypeError:
+                raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
         else:
-            words = [str(item) for item in values]
             # `--key=value` keeps a value that begins with a dash a value
             argv += [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]
     return argv
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _YAML_NULL
+
+
+def _word(node: yaml.Node, key: str, path: str) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
+    return str(node.value)

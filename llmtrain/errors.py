@@ -9,3 +9,8 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))  # one line, whatever the parts held
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, without its essay."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -53,7 +53,6 @@ def begin(command: list[str], env: dict[str, str] | None = None) -> subprocess.P
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
 
@@ -63,7 +62,7 @@ def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
         out, err = process.communicate(timeout=timeout)
     finally:
         stop_group(process)
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out.decode(), err.decode())  # \r stays \r
 
 
 def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:

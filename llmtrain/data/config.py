@@ -24,7 +24,7 @@ class DataConfig:
     )
     tokenizer: str = flag("bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name")
     global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
-    per_device_train_batch_size: int = flag(8, "rows per forward and backward pass (the micro-batch)")
+    per_device_train_batch_size: int = flag(16, "rows per forward and backward pass (the micro-batch)")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")

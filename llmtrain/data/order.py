@@ -50,7 +50,7 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
         return (left << shift) | right
 
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        rows = feistel(np.asarray(positions).astype(_U64))
+        rows = feistel(np.atleast_1d(positions).astype(_U64))
         while (outside := rows >= n).any():
             rows[outside] = feistel(rows[outside])
-    return rows.astype(np.int64)
+    return rows.astype(np.int64).reshape(np.shape(positions))

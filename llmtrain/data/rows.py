@@ -5,17 +5,14 @@ tokens ``i*B`` to ``i*B + B`` of it, B + 1 tokens that overlap the next row by o
 a target exactly once. Places of the last row past the end of the stream hold -100.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import filelock
 import numpy as np
@@ -26,6 +23,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.sources import Source, open_source
 from llmtrain.errors import UserError
+from llmtrain.files import new_folder
 
 if TYPE_CHECKING:
     import datasets
@@ -72,7 +70,7 @@ def prepare(config: DataConfig, block_size: int) -> PreparedData:
     Every process calls this before the process group exists; one makes the rows while the others wait for its lock.
     Raises :class:`UserError` for bad input, and then leaves nothing behind.
     """
-    if config.tokenizer.partition(":")[0] == "bpe":
+    if tok.is_trained(config.tokenizer):
         tok.vocabulary_size(config.tokenizer)  # a wrong size is told before any text is read
     source = open_source(config)
     pretrained = None if tok.is_trained(config.tokenizer) else tok.load_tokenizer(config.tokenizer)
@@ -87,6 +85,7 @@ def prepare(config: DataConfig, block_size: int) -> PreparedData:
             if not folder.exists():
                 _make(folder, config, source, pretrained, block_size)
     prepared = _open(folder)
+    prepared.facts.dataset, prepared.facts.tokenizer = config.dataset, config.tokenizer  # its content may have moved
     if _is_first_process():
         facts = prepared.facts
         done = "found in the cache" if found else "prepared"
@@ -127,9 +126,7 @@ def _make(
     pretrained: "PreTrainedTokenizerFast | None",
     block_size: int,
 ) -> None:
-    with contextlib.ExitStack() as cleanup:
-        working = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-        cleanup.callback(shutil.rmtree, working, ignore_errors=True)
+    with new_folder(folder) as working:
         split = _Split.of(source, config)
 
         if pretrained is None:
@@ -164,7 +161,6 @@ def _make(
             eval_bytes=split.eval_bytes,
         )
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
-        working.rename(folder)
 
 
 @dataclass
@@ -186,7 +182,7 @@ class _Split:
         last, smallest = "", 1.0
         for text in source.documents():
             last, place = text, _hash_place(text)
-            if place < smallest:
+            if text and place < smallest:
                 smallest, split.smallest = place, hashlib.sha256(text.encode()).hexdigest()
             split.documents += 1
             split.bytes += len(text.encode())
@@ -200,7 +196,7 @@ class _Split:
             split.eval_documents += 1
             split.eval_bytes += len(text.encode())
         if split.fraction and split.eval_bytes == split.bytes:
-            raise UserError(f"--eval_fraction {split.fraction} leaves no text to train on; lower it.")
+            raise UserError(f"--eval_fraction {split.fraction} leaves no text to train on; lower it, to 0 if need be.")
         return split
 
     def everything(self) -> Iterator[str]:
@@ -275,12 +271,16 @@ def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
+def _is_space(character: str) -> bool:
+    return character.isspace() and character not in "\x1c\x1d\x1e\x1f"  # white space to Python, not to Unicode
+
+
 def _pieces(text: str) -> list[str]:
     """Cut where white space follows something else, about every ``_PIECE_CHARACTERS``."""
     pieces, start = [], 0
     while start + _PIECE_CHARACTERS < len(text):
         end = start + _PIECE_CHARACTERS
-        while end < len(text) and not (text[end].isspace() and not text[end - 1].isspace()):
+        while end < len(text) and not (_is_space(text[end]) and not text[end - 1].isspace()):
             end += 1
         pieces.append(text[start:end])
         start = end
@@ -319,7 +319,7 @@ def _write_rows(path: Path, arrays: Iterator[np.ndarray], block_size: int) -> _W
             writer.write_table(pyarrow.Table.from_arrays([array], schema=schema), _ROWS_PER_BATCH)
         return count, [stream[count * block_size :]]
 
-    with _file_on_disk(path) as file, pyarrow.ipc.new_stream(file, schema) as writer:
+    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
         for array in arrays:
             digest.update(array.astype("<i4").tobytes())
             tokens += len(array)
@@ -330,12 +330,3 @@ def _write_rows(path: Path, arrays: Iterator[np.ndarray], block_size: int) -> _W
                 rows, held = rows + written, len(waiting[0])
         rows += flush(writer, last=True)[0]
     return _Written(tokens, rows, digest.hexdigest())
-
-
-@contextlib.contextmanager
-def _file_on_disk(path: Path) -> Iterator[BinaryIO]:
-    """A file that is on the disk, not only in its cache, when the block ends."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())

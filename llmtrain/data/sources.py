@@ -4,6 +4,7 @@ A source yields documents in a fixed order and can name its content cheaply (``f
 data set is found again without reading the text twice.
 """
 
+import codecs
 import csv
 import glob
 import hashlib
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from llmtrain.data import builtin
 from llmtrain.data.config import DataConfig
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 
@@ -34,9 +35,13 @@ def open_source(config: DataConfig) -> Source:
     name = config.dataset
     if name.startswith("builtin:"):
         return Builtin(name.removeprefix("builtin:"))
-    if paths := _find_files(name):
+    try:
+        paths = _find_files(name)
+    except (OSError, RuntimeError) as error:  # a name too long, a home folder of nobody
+        raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
+    if paths:
         return Files(tuple(paths), config.text_field)
-    looks_local = Path(name).suffix in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
+    looks_local = _suffix(Path(name)) in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
     if looks_local or Path(name).exists():
         raise UserError(
             f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
@@ -44,16 +49,20 @@ def open_source(config: DataConfig) -> Source:
     return Hub(name, config.dataset_config_name, config.text_field)
 
 
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def _find_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        return sorted(p for p in path.rglob("*") if _suffix(p) in SUFFIXES and p.is_file())
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if _suffix(path) not in SUFFIXES:
             raise UserError(f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}.")
         return [path]
-    found = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
-    return sorted(p for p in found if p.suffix in SUFFIXES and p.is_file())
+    found = {Path(match) for match in glob.glob(str(path), recursive=True)}  # noqa: PTH207 - absolute patterns too
+    return sorted(p for p in found if _suffix(p) in SUFFIXES and p.is_file())
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,12 @@ class Files:
         # content, not names: a moved data set is the same data set
         total = hashlib.sha256(self.text_field.encode())
         for path in self.paths:
-            total.update(path.suffix.encode() + _file_digest(path))
+            total.update(_suffix(path).encode() + _file_digest(path))
         return total.hexdigest()
 
     def documents(self) -> Iterator[str]:
         for path in self.paths:
-            reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix)
+            reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}.get(_suffix(path))
             try:
                 if reader is None:
                     yield _decode(path.read_bytes(), path)
@@ -108,9 +117,8 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.config_name, split="train")
         except Exception as error:  # the hub has many ways to say no
-            reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {reason}"
+                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {first_line(error)}"
             ) from None
 
     def fingerprint(self) -> str:
@@ -136,8 +144,10 @@ def _file_digest(path: Path) -> bytes:
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
+    if first_line == 1:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        return raw.decode("utf-8-sig" if first_line == 1 else "utf-8")
+        return raw.decode()
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         raise UserError(
@@ -168,8 +178,9 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON ({error}).") from None
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", first_line(error))  # without the line that json counts, always 1
+                raise UserError(f"{path}, line {number}: not JSON ({reason}).") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a JSON object.")
             if field not in record:
@@ -187,9 +198,13 @@ def _read_csv(path: Path, field: str) -> Iterator[str]:
             if field not in reader.fieldnames:
                 raise UserError(_no_field(str(path), field, list(reader.fieldnames)))
             for record in reader:
+                if None in record:
+                    raise UserError(
+                        f"{path}, line {reader.line_num}: more fields than the header has; quote text with commas."
+                    )
                 yield _text(record[field], f"{path}, line {reader.line_num}", field)
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not CSV ({error}).") from None
+        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
     except UnicodeDecodeError:
         _decode(path.read_bytes(), path)  # says which line
         raise
@@ -208,5 +223,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                 for text in batch.column(0).to_pylist():
                     yield _text(text, f"{path}, row {row}", field)
                     row += 1
+    except UnicodeDecodeError:
+        raise UserError(f"{path}, row {row} or one of the next: field '{field}' is not UTF-8.") from None
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file ({error}).") from None

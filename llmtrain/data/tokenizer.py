@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,10 +86,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
-            f"failed: {reason}"
+            f"failed: {first_line(error)}"
         ) from None
     if not tokenizer.is_fast:
         raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextModel:
             self.model = AutoModelForCausalLM.from_pretrained(name).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"{name}: no model could be loaded: {str(error).strip().splitlines()[0]}") from None
+            raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
         if torch.cuda.is_available():
             self.model = self.model.to("cuda")
         self.context = getattr(self.model.config, "max_position_embeddings", None) or 2**31

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmtrain.config import flag, require, require_at_least
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, summed_nll, targets_of
 
 _INIT_STD = 0.02
@@ -204,7 +204,7 @@ class GPT(nn.Module):
         try:
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"{name} is no model folder or hub name: {str(error).splitlines()[0]}") from None
+            raise UserError(f"{name} is no model folder or hub name: {first_line(error)}") from None
         expected = {
             "model_type": "gpt2",
             "activation_function": "gelu_new",

@@ -23,7 +23,7 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.record.files import new_folder, write_json
+from llmtrain.files import new_folder, write_json
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")

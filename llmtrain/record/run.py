@@ -26,9 +26,9 @@ from torch import nn
 from llmtrain._version import __version__
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
+from llmtrain.files import new_folder, write_json
 from llmtrain.record import checkpoint
-from llmtrain.record.files import new_folder, write_json
 from llmtrain.record.tracking import Metrics, tracker_names
 
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
@@ -207,9 +207,8 @@ def open_run(
         try:
             yield run
         except BaseException as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             with contextlib.suppress(OSError):
-                run._write_status("failed", reason)
+                run._write_status("failed", first_line(error))
             run.metrics.close(exit_code=1)
             raise
         run.metrics.close(exit_code=0)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 
 from llmtrain.console import complain, say
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 TRACKERS = ("wandb", "tensorboard")
 
@@ -53,10 +53,10 @@ class Metrics:
             self._open(plain, init)
         except Exception as error:  # a tracker's trouble is not the run's
             if init.get("wandb", {}).get("mode") == "offline" or "wandb" not in names:
-                complain(f"tracking is off: {_first_line(error)}; metrics.jsonl has everything.")
+                complain(f"tracking is off: {first_line(error)}; metrics.jsonl has everything.")
                 self.broken = True
                 return
-            complain(f"W&B does not answer ({_first_line(error)}); logging offline.")
+            complain(f"W&B does not answer ({first_line(error)}); logging offline.")
             init["wandb"]["mode"] = "offline"
             self._open(plain, init)
         if "wandb" in names:
@@ -100,7 +100,7 @@ class Metrics:
                 self.accelerator.log(reading, step=reading["step"])
             except Exception as error:
                 self.broken = True
-                complain(f"tracking stopped: {_first_line(error)}; metrics.jsonl goes on.")
+                complain(f"tracking stopped: {first_line(error)}; metrics.jsonl goes on.")
 
     def close(self, exit_code: int) -> None:
         """Finish the trackers' runs, so that none is left open when the process ends."""
@@ -111,7 +111,7 @@ class Metrics:
                 else:
                     tracker.finish()
             except Exception as error:
-                complain(f"closing {tracker.name}: {_first_line(error)}.")
+                complain(f"closing {tracker.name}: {first_line(error)}.")
         self.accelerator.trackers = []
 
 
@@ -136,7 +136,3 @@ def _logged_in() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

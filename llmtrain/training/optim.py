@@ -50,7 +50,7 @@ def lr_at(step: int, config: OptimConfig) -> float:
         case "cosine":
             return peak * 0.5 * (1 - math.cos(math.pi * left / span))
         case "warmup_stable_decay":
-            return peak * min(1.0, left / max(_DECAY_SHARE * config.max_steps, 1))
+            return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -9,7 +9,8 @@ from tests.launching import GPT, PYTHON, TINY, accelerate, run
 
 
 def assert_one_line(err: str, says: str) -> None:
-    lines = [line for line in err.splitlines() if line.strip()]
+    shown = [line.rpartition("\r")[2] for line in err.split("\n")]  # what a bar that went away leaves
+    lines = [line for line in shown if line.strip()]
     assert len(lines) == 1, err
     assert lines[0].startswith("error: ")
     assert re.search(says, lines[0])
