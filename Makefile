@@ -18,9 +18,10 @@ check: $(READY)
 	$(BIN)/mypy
 
 $(READY): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "installing into .venv (once; a minute or two)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,5 +1,8 @@
 """What a person sees when a run has ended: the curve, a sample, and where everything is."""
 
+import os
+import shutil
+import sys
 from pathlib import Path
 
 from llmtrain.models.generation import Sampling, TextModel
@@ -14,4 +17,12 @@ def show_result(folder: Path, sampling: Sampling | None = None) -> None:
         print(piece, end="", flush=True)
     print("\n" + "-" * 60)
     print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
-    print(f'generate  llmtrain generate {folder} --prompt "The "', flush=True)
+    print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
+
+
+def _command() -> str:
+    """How to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
+    beside = Path(sys.executable).parent / "llmtrain"
+    if shutil.which("llmtrain") or not beside.exists():
+        return "llmtrain"
+    return os.path.relpath(beside)
