@@ -87,7 +87,7 @@ def resolved(*configs: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-class _Help(argparse.HelpFormatter):
+class _Help(argparse.RawDescriptionHelpFormatter):
     """One name a flag (HF's parser also accepts dashes), the default where there is one."""
 
     def __init__(self, prog: str) -> None:
@@ -101,12 +101,14 @@ class _Help(argparse.HelpFormatter):
             return name
         if action.choices:
             return f"{name} {{{','.join(map(str, action.choices))}}}"
-        return f"{name} {name.lstrip('-').rpartition('_')[2].upper()}"
+        word = {int: "N", float: "X"}.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()  # type: ignore[call-overload]
+        return f"{name} {word}" + (" ..." if action.nargs == "+" else "")
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         silent = action.default is None or action.default == argparse.SUPPRESS or action.nargs == 0
-        return text if silent else f"{text} (default: %(default)s)"
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
+        return text if silent else f"{text} (default: {default})"
 
 
 class _Parser(HfArgumentParser):

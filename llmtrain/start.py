@@ -16,7 +16,6 @@ import psutil
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
-from accelerate.utils import gather_object
 
 from llmtrain.console import complain, rank, say
 from llmtrain.errors import UserError
@@ -162,18 +161,6 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     if said is not None:
         return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
-
-
-def check_same_everywhere(accelerator: Accelerator, what: str, value: str) -> None:
-    """Stop where processes differ in ``what``; raises :class:`UserError` on all of them, naming the odd ones."""
-    if accelerator.num_processes == 1:
-        return
-    values = gather_object([value])
-    odd = [i for i, other in enumerate(values) if other != values[0]]
-    if odd:
-        raise UserError(
-            f"ranks {', '.join(map(str, odd))} have other {what} than rank 0 ({values[odd[0]]} against {values[0]})."
-        )
 
 
 def launch(main: Callable[[], None]) -> NoReturn:

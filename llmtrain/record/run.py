@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import filelock
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
 from llmtrain._version import __version__
@@ -180,6 +180,7 @@ def open_run(
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         details: what else belongs into ``run.json``: facts of the data, the layout.
     """
+    _check_same_everywhere(accelerator, identity)
     choice = _decide(accelerator, lambda: _choose_folder(config, identity))
     folder = Path(choice["folder"])
     run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
@@ -246,6 +247,18 @@ def _decide(accelerator: Accelerator, action: Any) -> Any:
     if outcome == "failed":
         raise UserError(value)
     return value
+
+
+def _check_same_everywhere(accelerator: Accelerator, identity: dict[str, Any]) -> None:
+    """Stop, on all processes, where one of them is about to train something else: each machine may have prepared its
+    own data. Raises :class:`UserError` naming the rank and both values."""
+    if accelerator.num_processes == 1:
+        return
+    everyone = gather_object([identity])
+    for other, theirs in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if theirs.get(key) != value:
+                raise UserError(f"rank {other} has another {key} than rank 0: {_difference(theirs.get(key), value)}.")
 
 
 def _choose_folder(config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:

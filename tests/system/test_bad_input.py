@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, run
+from tests.launching import GPT, PYTHON, TINY, accelerate, run, write_text
 
 
 def assert_one_line(err: str, says: str) -> None:
@@ -59,6 +59,23 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     ended = run([*accelerate("cpu_ddp"), str(script)])
     assert ended.status != 0
     assert ended.err.count("error: rank 1: the disk of this machine is missing") == 1
+
+
+def test_ranks_that_prepared_other_data_stop_before_anything_is_written(text_file: Path, tmp_path: Path) -> None:
+    """As two machines that share no disk could."""
+    other = write_text(tmp_path / "other.txt", seed=1)
+    out = tmp_path / "run"
+    script = tmp_path / "apart.py"
+    script.write_text(
+        "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
+        f"data = ({str(text_file)!r}, {str(other)!r})[int(os.environ['RANK'])]\n"
+        f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', data]\n"
+        "if __name__ == '__main__': launch(lambda: gpt.main(argv))\n"
+    )
+    ended = run([*accelerate("cpu_ddp"), str(script)])
+    assert ended.status != 0
+    assert ended.err.count("error: rank 1 has another data than rank 0: ") == 1
+    assert not out.exists()
 
 
 def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(text_file: Path, tmp_path: Path) -> None:
