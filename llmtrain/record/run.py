@@ -1,15 +1,8 @@
 """A run's folder: what it is, how it stands, what it measured, and the checkpoints it can go on from."""
 
 import contextlib
-import hashlib
-import importlib.metadata
-import json
 import os
-import platform
-import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,15 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
-from llmtrain._version import __version__
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, write_json
 from llmtrain.record import checkpoint
+from llmtrain.record.provenance import difference, digest, run_record, versions
+from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.tracking import Metrics, tracker_names
-
-_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 
 
 @dataclass
@@ -181,7 +173,7 @@ def open_run(
         details: what else belongs into ``run.json``: facts of the data, the layout.
     """
     _check_same_everywhere(accelerator, identity)
-    choice = _decide(accelerator, lambda: _choose_folder(config, identity))
+    choice = _decide(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
     run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
     if choice["checkpoint"]:
@@ -192,11 +184,11 @@ def open_run(
 
         def claim() -> None:
             try:
-                cleanup.enter_context(_lock(folder).acquire(blocking=False))
+                cleanup.enter_context(lock(folder).acquire(blocking=False))
             except filelock.Timeout:
                 raise UserError(f"{folder}: another process has just begun to write here; start again.") from None
             run.metrics.forget_after(run.step)
-            record = _run_record(accelerator, folder, identity, settings, details or {}, choice)
+            record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
 
         _decide(accelerator, claim)
@@ -216,21 +208,6 @@ def open_run(
         run._write_status(**run._outcome)
 
 
-def digest(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of every package that the numbers depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = __version__ if package == "llmtrain" else "absent"
-    return found
-
-
 def _decide(accelerator: Accelerator, action: Any) -> Any:
     """Let the main process decide and tell the others; its :class:`UserError` becomes everyone's."""
     told: list[Any] = [None]
@@ -247,148 +224,6 @@ def _decide(accelerator: Accelerator, action: Any) -> Any:
     if outcome == "failed":
         raise UserError(value)
     return value
-
-
-def _check_same_everywhere(accelerator: Accelerator, identity: dict[str, Any]) -> None:
-    """Stop, on all processes, where one of them is about to train something else: each machine may have prepared its
-    own data. Raises :class:`UserError` naming the rank and both values."""
-    if accelerator.num_processes == 1:
-        return
-    everyone = gather_object([identity])
-    for other, theirs in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if theirs.get(key) != value:
-                raise UserError(f"rank {other} has another {key} than rank 0: {_difference(theirs.get(key), value)}.")
-
-
-def _choose_folder(config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
-    """Where this run lives and what it goes on from; makes the folder."""
-    fresh = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
-    wanted = config.resume_from_checkpoint
-    if wanted not in ("auto", "never"):
-        source = _named_checkpoint(Path(wanted), identity)
-        folder = next(path for path in _names(config.output_dir) if _is_free(path))
-        folder.mkdir(parents=True, exist_ok=True)
-        return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
-    for folder in _names(config.output_dir):
-        if _is_free(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            why = "new" if folder == Path(config.output_dir) else f"new; {config.output_dir} is taken"
-            return fresh | {"folder": str(folder), "why": why}
-        if wanted == "auto" and (previous := _unfinished(folder, identity)) is not None:
-            found = checkpoint.newest_valid(folder / "checkpoints")
-            kept = {"folder": str(folder), "run_id": previous["run_id"]}
-            if found is None:
-                return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}
-            state = checkpoint.read_state(found)
-            kept |= {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
-            return fresh | kept | {"why": f"goes on from step {state['step']}"}
-    raise AssertionError("there is always a next name")
-
-
-def _names(output_dir: str) -> Iterator[Path]:
-    base = Path(output_dir)
-    yield base
-    number = 2
-    while True:
-        yield base.with_name(f"{base.name}-{number}")
-        number += 1
-
-
-def _is_free(folder: Path) -> bool:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file.")
-    return not folder.exists() or not any(folder.iterdir())
-
-
-def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
-    try:
-        record = json.loads((folder / "run.json").read_text())
-        status = json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
-        return None
-    try:
-        with _lock(folder).acquire(blocking=False):
-            return record
-    except filelock.Timeout:
-        return None
-
-
-def _lock(folder: Path) -> filelock.FileLock:
-    return filelock.FileLock(folder / ".lock")
-
-
-def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    flag_name = f"--resume_from_checkpoint {path}"
-    if (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{flag_name}: this run has no checkpoint yet.")
-    elif (path / checkpoint.MANIFEST).exists():
-        if fault := checkpoint.find_fault(path):
-            raise UserError(f"{flag_name} is damaged: {fault}.")
-        found = path
-    else:
-        raise UserError(f"{flag_name} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
-    state = checkpoint.read_state(found)
-    for key, value in identity.items():
-        before = state["identity"].get(key)
-        if before != value and key != "update":
-            raise UserError(f"{flag_name} has another {key}: {_difference(before, value)}.")
-    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
-
-
-def _difference(before: Any, now: Any) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-        return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
-    return f"{before} there, {now} here"
-
-
-def _run_record(
-    accelerator: Accelerator,
-    folder: Path,
-    identity: dict[str, Any],
-    settings: dict[str, dict[str, Any]],
-    details: dict[str, Any],
-    choice: dict[str, Any],
-) -> dict[str, Any]:
-    starts = []
-    with contextlib.suppress(OSError, ValueError):
-        starts = json.loads((folder / "run.json").read_text()).get("starts", [])
-    start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": choice["step"],
-        "from": choice["checkpoint"],
-        "command": sys.argv,
-        "host": platform.node(),
-        "processes": accelerator.num_processes,
-        "device": str(accelerator.device.type),
-        "threads": torch.get_num_threads(),
-        "mixed_precision": accelerator.mixed_precision,
-        "versions": versions(),
-        "git_sha": _git_sha(),
-    }
-    return {
-        "run_id": choice["run_id"],
-        "identity": identity,
-        "identity_sha256": digest(identity),
-        "processes": accelerator.num_processes,
-        "settings": settings,
-        **details,
-        "starts": [*starts, start],
-    }
-
-
-def _git_sha() -> str | None:
-    try:
-        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return out.stdout.strip()
 
 
 @contextlib.contextmanager
@@ -411,3 +246,15 @@ def _stop_signals(run: Run) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_same_everywhere(accelerator: Accelerator, identity: dict[str, Any]) -> None:
+    """Stop, on all processes, where one of them is about to train something else: each machine may have prepared its
+    own data. Raises :class:`UserError` naming the rank and both values."""
+    if accelerator.num_processes == 1:
+        return
+    everyone = gather_object([identity])
+    for other, theirs in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if theirs.get(key) != value:
+                raise UserError(f"rank {other} has another {key} than rank 0: {difference(theirs.get(key), value)}.")

@@ -1,0 +1,85 @@
+"""Who a run is, and what it ran on: the parts of ``run.json``."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from llmtrain._version import __version__
+
+_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+
+
+def digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = __version__ if package == "llmtrain" else "absent"
+    return found
+
+
+def difference(before: Any, now: Any) -> str:
+    """Two values of one identity key, for a person; of dictionaries only what differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
+    return f"{before} there, {now} here"
+
+
+def run_record(
+    accelerator: Accelerator,
+    folder: Path,
+    identity: dict[str, Any],
+    settings: dict[str, dict[str, Any]],
+    details: dict[str, Any],
+    choice: dict[str, Any],
+) -> dict[str, Any]:
+    starts = []
+    with contextlib.suppress(OSError, ValueError):
+        starts = json.loads((folder / "run.json").read_text()).get("starts", [])
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": choice["step"],
+        "from": choice["checkpoint"],
+        "command": sys.argv,
+        "host": platform.node(),
+        "processes": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "threads": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+        "versions": versions(),
+        "git_sha": _git_sha(),
+    }
+    return {
+        "run_id": choice["run_id"],
+        "identity": identity,
+        "identity_sha256": digest(identity),
+        "processes": accelerator.num_processes,
+        "settings": settings,
+        **details,
+        "starts": [*starts, start],
+    }
+
+
+def _git_sha() -> str | None:
+    try:
+        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()

@@ -1,0 +1,92 @@
+"""Which folder a run lives in, and what it goes on from."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from llmtrain.errors import UserError
+from llmtrain.record import checkpoint
+from llmtrain.record.provenance import difference, digest
+
+
+def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dict[str, Any]:
+    """Where this run lives and what it goes on from; makes the folder."""
+    fresh = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
+    if resume not in ("auto", "never"):
+        source = _named_checkpoint(Path(resume), identity)
+        folder = next(path for path in _names(output_dir) if _is_free(path))
+        folder.mkdir(parents=True, exist_ok=True)
+        return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
+    for folder in _names(output_dir):
+        if _is_free(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            why = "new" if folder == Path(output_dir) else f"new; {output_dir} is taken"
+            return fresh | {"folder": str(folder), "why": why}
+        if resume == "auto" and (previous := _unfinished(folder, identity)) is not None:
+            found = checkpoint.newest_valid(folder / "checkpoints")
+            kept = {"folder": str(folder), "run_id": previous["run_id"]}
+            if found is None:
+                return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}
+            state = checkpoint.read_state(found)
+            kept |= {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
+            return fresh | kept | {"why": f"goes on from step {state['step']}"}
+    raise AssertionError("there is always a next name")
+
+
+def _names(output_dir: str) -> Iterator[Path]:
+    base = Path(output_dir)
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+def _is_free(folder: Path) -> bool:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file.")
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        status = json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
+        return None
+    try:
+        with lock(folder).acquire(blocking=False):
+            return record
+    except filelock.Timeout:
+        return None
+
+
+def lock(folder: Path) -> filelock.FileLock:
+    return filelock.FileLock(folder / ".lock")
+
+
+def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    flag_name = f"--resume_from_checkpoint {path}"
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{flag_name}: this run has no checkpoint yet.")
+    elif (path / checkpoint.MANIFEST).exists():
+        if fault := checkpoint.find_fault(path):
+            raise UserError(f"{flag_name} is damaged: {fault}.")
+        found = path
+    else:
+        raise UserError(f"{flag_name} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+    state = checkpoint.read_state(found)
+    for key, value in identity.items():
+        before = state["identity"].get(key)
+        if before != value and key != "update":
+            raise UserError(f"{flag_name} has another {key}: {difference(before, value)}.")
+    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
