@@ -27,6 +27,25 @@ def write_json(path: Path, content: Any) -> None:
     sync_folder(path.parent)
 
 
+def append_json_line(path: Path, content: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(content) + "\n")
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of a JSON-lines file that belong to updates after ``step``, which will be made again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError):  # a line cut off by a crash
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    working = path.with_suffix(".tmp")
+    working.write_text("".join(f"{line}\n" for line in kept))
+    working.replace(path)
+
+
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``target`` when the block ends; after an error nothing of it is left."""

@@ -100,16 +100,17 @@ def check_launch() -> None:
         )
 
 
-def start_accelerator(seed: int = 0) -> Accelerator:
+def start_accelerator(seed: int = 0, bitwise: bool = False) -> Accelerator:
     """Join the process group and make the one Accelerator of this run.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
-    GPU that has bfloat16 uses it.
+    GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
+    was asked for: sums over more threads round differently.
     """
     check_launch()
     launcher = Launcher.find()
     cpu = not torch.accelerator.is_available() or launcher.wants_cpu()
-    threads = _share_threads(launcher) if cpu else torch.get_num_threads()
+    threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
     accelerator = Accelerator(
         cpu=cpu,
@@ -143,14 +144,15 @@ def _count(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('s') else 's'}"
 
 
-def _share_threads(launcher: Launcher) -> int:
+def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     """Pin the threads of a CPU process: as many as were asked for, else this machine's cores shared out.
 
     The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
     """
     asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(asked) if asked else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = int(asked) if asked else share
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads

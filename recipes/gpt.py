@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     gpt, data, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
 
-    accelerator = start_accelerator(seed=run.seed)
-    layout = Layout.of(data, accelerator.num_processes)
+    accelerator = start_accelerator(run.seed, run.bitwise)
+    layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
     model = GPT(gpt, vocab_size=len(rows.tokenizer), seed=run.seed)
     say("model", f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         "block_size": gpt.block_size,
         "global_batch_size": data.global_batch_size,
         "seed": run.seed,
+        "bits": layout.bits if run.bitwise else None,
         "update": asdict(optim),
     }
     settings = resolved(gpt, data, optim, run)

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
 
 Batch = dict[str, torch.Tensor]
-Window = list[Batch]
+
+
+class Window(NamedTuple):
+    """A process's share of one global batch."""
+
+    batches: list[Batch]  # micro-batches
+    rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
 
 
 class Slot(NamedTuple):
@@ -63,11 +69,11 @@ class SlotRows(Dataset):
     def __init__(self, rows: "datasets.Dataset") -> None:
         self.rows = rows.with_format("numpy")
 
-    def __getitems__(self, slots: list[Slot]) -> list[tuple[int, np.ndarray]]:
-        """(position, tokens [block_size + 1]) for each slot; an empty slot holds no token."""
+    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, np.ndarray]]:
+        """Each slot with its tokens [block_size + 1]; an empty slot holds no token."""
         tokens = np.stack(self.rows[[slot.row or 0 for slot in slots]]["input_ids"])
         tokens[[slot.row is None for slot in slots]] = IGNORED
-        return [(slot.position, row) for slot, row in zip(slots, tokens, strict=True)]
+        return list(zip(slots, tokens, strict=True))
 
 
 class Collate:
@@ -80,14 +86,16 @@ class Collate:
     def __init__(self, micro_batch: int, dropout_seed: int | None = None) -> None:
         self.micro_batch, self.dropout_seed = micro_batch, dropout_seed
 
-    def __call__(self, items: list[tuple[int, np.ndarray]]) -> Window:
-        labels = torch.from_numpy(np.stack([row for _, row in items]).astype(np.int64))
+    def __call__(self, items: list[tuple[Slot, np.ndarray]]) -> Window:
+        labels = torch.from_numpy(np.stack([tokens for _, tokens in items]).astype(np.int64))
         columns = {"input_ids": labels.clamp(min=0), "labels": labels}
         if self.dropout_seed is not None:
-            keys = [key_of(self.dropout_seed, position) >> 1 for position, _ in items]  # 63 bits fit in int64
+            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot, _ in items]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
         pieces = {name: column.split(self.micro_batch) for name, column in columns.items()}
-        return [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
+        batches = [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
+        rows = torch.tensor([-1 if slot.row is None else slot.row for slot, _ in items])
+        return Window(batches, rows)
 
 
 def train_loader(

@@ -125,6 +125,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
+def digest_of(path: Path) -> str:
+    """One sha256 over the weights and the optimizer of a checkpoint, to compare runs bit for bit."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    tensors = {name: entry["sha256"] for name, entry in manifest.items() if name.endswith(".safetensors")}
+    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+
+
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model" / "model.safetensors")
 

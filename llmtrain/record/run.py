@@ -19,7 +19,7 @@ from torch import nn
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import new_folder, write_json
+from llmtrain.files import append_json_line, forget_after, new_folder, write_json
 from llmtrain.record import checkpoint
 from llmtrain.record.provenance import difference, digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
@@ -40,11 +40,19 @@ class RunConfig:
     resume_from_checkpoint: str = flag(
         "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
     )
+    bitwise: bool = flag(
+        False, "add gradients in one fixed order, so that 1, 2, 4, ... processes give the same bits (slower)"
+    )
+    check_replicas_steps: int = flag(
+        100, "updates between two comparisons of all processes' weights, beside one before each checkpoint; 0: never"
+    )
+    log_rows: bool = flag(False, "write the rows of every update to rows.jsonl")
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
         require_at_least(self, 2, "save_total_limit")
+        require_at_least(self, 0, "check_replicas_steps")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
         tracker_names(self.report_to)
@@ -69,6 +77,11 @@ class Run:
     def log(self, reading: dict[str, float]) -> None:
         """One line of ``metrics.jsonl``, and the same to the trackers."""
         self.metrics.write({"step": self.step, "tokens": self.tokens, **reading})
+
+    def log_rows(self, rows: list[int]) -> None:
+        """One line of ``rows.jsonl``: the row of each slot of the last update, -1 for an empty slot."""
+        if self.accelerator.is_main_process:
+            append_json_line(self.folder / "rows.jsonl", {"step": self.step, "rows": rows})
 
     def save(self, model: nn.Module, optimizer: Any) -> None:
         """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""
@@ -187,7 +200,8 @@ def open_run(
                 cleanup.enter_context(lock(folder).acquire(blocking=False))
             except filelock.Timeout:
                 raise UserError(f"{folder}: another process has just begun to write here; start again.") from None
-            run.metrics.forget_after(run.step)
+            for name in ("metrics.jsonl", "rows.jsonl"):
+                forget_after(folder / name, run.step)
             record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
 

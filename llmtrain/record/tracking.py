@@ -1,7 +1,6 @@
 """Metrics: ``metrics.jsonl`` is the truth, Accelerate's trackers (Weights & Biases, TensorBoard) mirror it."""
 
 import contextlib
-import json
 import logging
 import netrc
 import os
@@ -14,6 +13,7 @@ from accelerate.tracking import filter_trackers
 
 from llmtrain.console import complain, say
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import append_json_line
 
 TRACKERS = ("wandb", "tensorboard")
 
@@ -76,25 +76,11 @@ class Metrics:
         elif run.url:
             say("wandb", run.url)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the readings of updates that will be made again."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # a line cut off by a crash
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        working = self.path.with_suffix(".tmp")
-        working.write_text("".join(f"{line}\n" for line in kept))
-        working.replace(self.path)
-
     def write(self, reading: dict[str, Any]) -> None:
         """One reading; ``step`` is part of it. Only the main process writes."""
         if not self.accelerator.is_main_process:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps(reading) + "\n")
+        append_json_line(self.path, reading)
         if self.accelerator.trackers and not self.broken:
             try:
                 self.accelerator.log(reading, step=reading["step"])

@@ -20,7 +20,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoaderShard
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
     for window in loader:
-        for batch in window:
+        for batch in window.batches:
             total += torch.stack([model(**batch).double(), count_targets(batch["labels"]).double()]).cpu()
     model.train()
     nll, tokens = accelerator.reduce(total.to(accelerator.device), reduction="sum").tolist()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 
@@ -16,8 +18,13 @@ class Layout:
     def global_batch_size(self) -> int:
         return self.processes * self.accumulation * self.micro_batch
 
+    @property
+    def bits(self) -> dict[str, int]:
+        """What the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
+        return {"slot": self.micro_batch, "threads": torch.get_num_threads()}
+
     @classmethod
-    def of(cls, data: DataConfig, processes: int) -> "Layout":
+    def of(cls, data: DataConfig, processes: int, bitwise: bool = False) -> "Layout":
         """Derive the accumulation. Raises :class:`UserError` with values that divide, where these do not.
 
         A micro-batch larger than a process's share is that share: it is a limit of memory, not a part of the run.
@@ -39,6 +46,18 @@ class Layout:
                 f"--per_device_train_batch_size {micro} does not divide the {share} rows of each process "
                 f"({rows} rows on {processes}); {', '.join(map(str, near))} would."
             )
+        if bitwise:
+            for what, count in (("processes", processes), (f"slots of {micro} rows", rows // micro)):
+                if count & (count - 1):
+                    raise UserError(
+                        f"--bitwise adds gradients in a binary tree, for which {count} {what} are not a power of two; "
+                        f"{1 << count.bit_length() - 1} or {1 << count.bit_length()} would be."
+                    )
+            if micro != data.per_device_train_batch_size:
+                raise UserError(
+                    f"--bitwise keeps the micro-batch on every layout, and {micro} rows a process are fewer than "
+                    f"--per_device_train_batch_size {data.per_device_train_batch_size}; set it to {micro} or less."
+                )
         return cls(processes, share // micro, micro)
 
     def __str__(self) -> str:

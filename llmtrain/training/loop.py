@@ -1,6 +1,6 @@
 """The loop: windows of micro-batches in, updates, metrics and checkpoints out. The step is its only state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -13,13 +13,16 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
 from llmtrain.observe.progress import Progress
+from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
+from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import data_parallel_size
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.optim import OptimConfig, lr_at
 
-Window = Sequence[dict[str, torch.Tensor]]
+Batches = Sequence[dict[str, torch.Tensor]]
+ForwardBackward = Callable[[Accelerator, nn.Module, Batches, torch.Tensor], torch.Tensor]
 
 
 class Update(NamedTuple):
@@ -33,17 +36,19 @@ def train_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
-    window: Window,
+    batches: Batches,
     max_grad_norm: float,
     stop_requested: bool = False,
+    forward_backward: ForwardBackward | None = None,
 ) -> Update:
     """One update with the gradient of the mean loss over all trained tokens of the global batch.
 
     However the batch is split over micro-batches and processes: each backward pass adds the gradient of its *sum*,
-    divided by the token count of the whole. Gradients are reduced once, in the last micro-batch.
+    divided by the token count of the whole. Gradients are reduced once, in the last micro-batch. A parallel method
+    that owns forward and backward supplies its own ``forward_backward``.
     """
-    tokens, stop = count_tokens(accelerator, window, stop_requested)
-    nll = forward_backward(accelerator, model, window, tokens)
+    tokens, stop = count_tokens(accelerator, batches, stop_requested)
+    nll = (forward_backward or accumulate)(accelerator, model, batches, tokens)
     grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
     if grad_norm - grad_norm != 0 and accelerator.scaler is None:  # NaN or Inf, on every rank alike
         raise UserError(
@@ -55,19 +60,19 @@ def train_step(
     return Update(nll, tokens, grad_norm, stop)
 
 
-def count_tokens(accelerator: Accelerator, window: Window, stop_requested: bool) -> tuple[torch.Tensor, bool]:
+def count_tokens(accelerator: Accelerator, batches: Batches, stop_requested: bool) -> tuple[torch.Tensor, bool]:
     """Trained tokens of the global batch, after the shift; and, on the same all-reduce, who wants to stop."""
-    mine = torch.stack([count_targets(batch["labels"]) for batch in window]).sum()
+    mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop_requested))]), reduction="sum")
     return tokens, bool(stops)
 
 
-def forward_backward(accelerator: Accelerator, model: nn.Module, window: Window, tokens: torch.Tensor) -> torch.Tensor:
-    """Accumulate the gradient of sum(nll) / tokens over the window; returns the window's own summed nll."""
+def accumulate(accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor) -> torch.Tensor:
+    """Accumulate the gradient of sum(nll) / tokens over the micro-batches; returns their own summed nll."""
     factor = data_parallel_size(accelerator) / tokens.clamp(min=1)  # DDP and FSDP average: undo it
     total = torch.zeros((), device=accelerator.device)
-    for i, batch in enumerate(window):
-        sync = i == len(window) - 1
+    for i, batch in enumerate(batches):
+        sync = i == len(batches) - 1
         with nullcontext() if sync else accelerator.no_sync(model):
             nll = model(**batch)  # a sum, not a mean
             accelerator.backward(nll * factor)
@@ -87,6 +92,7 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
+    gradients = BitwiseGradients(model) if run.bitwise else None
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
 
@@ -104,11 +110,18 @@ def train(
         lr = lr_at(record.step, optim)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        update = train_step(accelerator, model, optimizer, window, optim.max_grad_norm, record.stop_requested)
+        update = train_step(
+            accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
+        )
         record.step += 1
+        if run.log_rows:
+            record.log_rows(accelerator.gather(window.rows).tolist())
         record.tokens += int(update.tokens)
         throughput.add(int(update.tokens))
         finished = record.step == optim.max_steps
+        saving = finished or update.stop or record.step % run.save_steps == 0
+        if run.check_replicas_steps and (saving or record.step % run.check_replicas_steps == 0):
+            check_replicas(accelerator, model)
 
         if record.step % run.logging_steps == 0 or finished or update.stop:
             nll = accelerator.reduce(update.nll, reduction="sum")
@@ -124,7 +137,7 @@ def train(
         with throughput.paused():
             if finished or (record.step % run.eval_steps == 0 and not update.stop):
                 evaluate_now()
-            if finished or update.stop or record.step % run.save_steps == 0:
+            if saving:
                 record.save(model, optimizer)
         if update.stop:
             break

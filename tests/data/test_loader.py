@@ -128,15 +128,16 @@ def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, m
     assert len(windows) == len(reference) == 9
     for parts, whole in zip(windows, reference, strict=True):
         for name in ("input_ids", "labels", "dropout_keys"):
-            got = torch.cat([batch[name] for window in parts for batch in window])
-            assert torch.equal(got, whole[0][name])
+            got = torch.cat([batch[name] for window in parts for batch in window.batches])
+            assert torch.equal(got, whole.batches[0][name])
+        assert torch.cat([window.rows for window in parts]).tolist() == whole.rows.tolist()
 
 
 def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
     unbroken = list(train_loader(rows, 8, 2, range(10), seed=5, dropout_seed=5))
     resumed = list(train_loader(rows, 8, 2, range(7, 10), seed=5, dropout_seed=5))
     for window, again in zip(unbroken[7:], resumed, strict=True):
-        for batch, same in zip(window, again, strict=True):
+        for batch, same in zip(window.batches, again.batches, strict=True):
             assert batch.keys() == same.keys()
             assert all(torch.equal(batch[name], same[name]) for name in batch)
 
@@ -145,8 +146,8 @@ def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
 def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, micro):
     loader = eval_loader(rows, processes, micro)
     steps = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
-    assert all(batch["labels"].shape[0] <= micro for parts in steps for window in parts for batch in window)
-    labels = torch.cat([batch["labels"] for parts in steps for window in parts for batch in window])
+    assert all(batch["labels"].shape[0] <= micro for parts in steps for window in parts for batch in window.batches)
+    labels = torch.cat([batch["labels"] for parts in steps for window in parts for batch in window.batches])
     assert labels[: len(rows)].tolist() == rows["input_ids"][:]
     assert (labels[len(rows) :] == IGNORED).all()
     assert len(labels) - len(rows) < processes * micro
@@ -160,35 +161,36 @@ def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
         [Slot(11, 0)],
     ]:
         items = stored.__getitems__(slots)
-        assert [position for position, _ in items] == [slot.position for slot in slots]
+        assert [slot for slot, _ in items] == slots
         for slot, (_, tokens) in zip(slots, items, strict=True):
             expected = [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
             assert tokens.tolist() == expected
 
 
-def items(count: int, first: int = 0) -> list[tuple[int, np.ndarray]]:
+def items(count: int, first: int = 0) -> list[tuple[Slot, np.ndarray]]:
     """``count`` rows of tokens; the second is empty, the third ends early."""
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return [(first + i, row) for i, row in enumerate(tokens)]
+    return [(Slot(first + i, None if i == 1 else i), row) for i, row in enumerate(tokens)]
 
 
 @pytest.mark.parametrize(("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])])
 def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
     window = Collate(micro, dropout_seed=1)(items(count))
-    assert [len(batch["labels"]) for batch in window] == sizes
-    for batch in window:
+    assert [len(batch["labels"]) for batch in window.batches] == sizes
+    for batch in window.batches:
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
         assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
         assert batch["dropout_keys"].shape == (len(batch["labels"]),)
-    together = torch.cat([batch["labels"] for batch in window])
+    together = torch.cat([batch["labels"] for batch in window.batches])
     assert together.tolist() == [row.tolist() for _, row in items(count)]
+    assert window.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
 
 
 def test_a_place_without_a_token_has_no_label_and_the_input_0():
-    (batch,) = Collate(8)(items(4))
+    (batch,) = Collate(8)(items(4)).batches
     assert list(batch) == ["input_ids", "labels"]
     assert (batch["labels"][1] == IGNORED).all()
     assert (batch["input_ids"][1] == 0).all()
@@ -199,8 +201,8 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
-    window = Collate(micro, dropout_seed=seed)([(p, np.zeros(5, np.int32)) for p in positions])
-    return torch.cat([batch["dropout_keys"] for batch in window]).tolist()
+    window = Collate(micro, dropout_seed=seed)([(Slot(p, 0), np.zeros(5, np.int32)) for p in positions])
+    return torch.cat([batch["dropout_keys"] for batch in window.batches]).tolist()
 
 
 def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
@@ -208,7 +210,7 @@ def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
     assert keys(2, 7, list(range(8))) == whole
     assert keys(3, 7, [5, 1]) == [whole[5], whole[1]]
     assert keys(8, 8, list(range(8))) != whole
-    rows_differ = Collate(8, dropout_seed=7)(items(8))[0]["dropout_keys"].tolist()
+    rows_differ = Collate(8, dropout_seed=7)(items(8)).batches[0]["dropout_keys"].tolist()
     assert rows_differ == whole
     many = keys(8, 7, list(range(2000)))
     assert len(set(many)) == 2000

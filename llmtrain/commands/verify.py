@@ -1,0 +1,177 @@
+"""Check on this machine that a recipe is the same run on another layout."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmtrain.errors import UserError
+
+# What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
+_TOLERANCE = {"float32": (1e-5, 1e-4, 1e-5), "bf16": (1e-2, 5e-2, 1e-2), "fp16": (1e-2, 5e-2, 1e-2)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["layout"], help="layout: one process against others")
+    parser.add_argument("recipe", help="the recipe's file; flags that follow are the recipe's")
+    parser.add_argument(
+        "--layouts",
+        default="2",
+        metavar="P[xAxM],...",
+        help="processes to compare with one process; or processes x accumulation x micro-batch, all to compare with "
+        "the first (%(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="updates of each run (%(default)s)")
+    parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    layouts = [_Layout.parse(text) for text in arguments.layouts.split(",")]
+    if layouts[0].micro_batch is None:
+        layouts.insert(0, _Layout(1, None, None))
+    if len({layout.rows for layout in layouts}) > 1:
+        raise UserError(f"--layouts {arguments.layouts}: these are not layouts of one global batch.")
+    if not Path(arguments.recipe).is_file():
+        raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
+    bitwise = "--bitwise" in arguments.flags
+    with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
+        runs = []
+        for i, layout in enumerate(layouts):
+            folder = Path(scratch) / f"{i}"
+            runs.append(_run(layout, arguments, folder))
+        reference, *others = runs
+        print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
+        print(f"{reference.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{reference.digest[:7]:>8}")
+        failures = [fault for other in others for fault in _compare(reference, other, bitwise)]
+    for fault in failures:
+        print(fault)
+    print("FAILED: not the same run" if failures else f"passed: {len(others)} of {len(others)} are the same run")
+    sys.exit(1 if failures else 0)
+
+
+class _Layout(NamedTuple):
+    processes: int
+    accumulation: int | None
+    micro_batch: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "_Layout":
+        match = re.fullmatch(r"(\d+)(?:x(\d+)x(\d+))?", text.strip())
+        if match is None or int(match[1]) < 1:
+            raise UserError(
+                f"--layouts {text}: write processes, such as 2, or 2x1x4 (processes x accumulation x rows)."
+            )
+        return cls(int(match[1]), int(match[2]) if match[2] else None, int(match[3]) if match[3] else None)
+
+    def __str__(self) -> str:
+        if self.micro_batch is None:
+            return f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        return f"{self.processes}x{self.accumulation}x{self.micro_batch}"
+
+    @property
+    def rows(self) -> int | None:
+        """Of the global batch, where it is said."""
+        if self.micro_batch is None or self.accumulation is None:
+            return None
+        return self.processes * self.accumulation * self.micro_batch
+
+    @property
+    def flags(self) -> list[str]:
+        if self.rows is None:
+            return []
+        return ["--global_batch_size", str(self.rows), "--per_device_train_batch_size", str(self.micro_batch)]
+
+
+class _Outcome(NamedTuple):
+    name: str
+    precision: str
+    rows: dict[int, list[int]]
+    series: dict[str, dict[int, float]]
+    weights: dict[str, Any]
+    digest: str
+
+
+def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outcome:
+    """Start the recipe on ``layout`` and read what it left."""
+    import torch
+    from safetensors.torch import load_file
+
+    from llmtrain.record.checkpoint import digest_of
+
+    python = [sys.executable]
+    if arguments.config_file:
+        launcher = [
+            *python,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            arguments.config_file,
+        ]
+        launcher += ["--num_processes", str(layout.processes)]
+    elif layout.processes > 1:
+        launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.processes)]
+    else:
+        launcher = python
+    forced = {"max_steps": arguments.steps, "output_dir": folder, "logging_steps": 1, "save_steps": arguments.steps}
+    flags = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
+    flags += ["--report_to", "none", "--resume_from_checkpoint", "never", "--log_rows"]
+    command = [*launcher, arguments.recipe, *arguments.flags, *layout.flags, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        raise UserError(f"{layout}: {said[0].removeprefix('error: ') if said else done.stderr[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    series = {
+        key: {line["step"]: line[key] for line in lines if key in line}
+        for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens", "eval/loss", "eval/bits_per_byte")
+    }
+    start = json.loads((folder / "run.json").read_text())["starts"][0]
+    precision = {"no": "float32"}.get(start["mixed_precision"], start["mixed_precision"])
+    weights = {name: tensor.to(torch.float64) for name, tensor in load_file(folder / "model/model.safetensors").items()}
+    ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    checkpoint = folder / "checkpoints" / f"step-{arguments.steps:08d}"
+    rows = {line["step"]: line["rows"] for line in ledger}
+    return _Outcome(str(layout), precision, rows, series, weights, digest_of(checkpoint))
+
+
+def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
+    """Print a line of the table; return what is wrong with it."""
+    loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
+    same_rows = one.rows == other.rows
+    deviations = {key: _deviation(one.series[key], other.series[key]) for key in one.series}
+    moved = sum(float((other.weights[name] - weight).square().sum()) for name, weight in one.weights.items())
+    weights = (moved / sum(float(weight.square().sum()) for weight in one.weights.values())) ** 0.5
+    loss = max(deviations[key] for key in ("train/loss", "eval/loss", "eval/bits_per_byte"))
+    norm = deviations["train/grad_norm"]
+    print(
+        f"{other.name:<18}{'same' if same_rows else 'OTHER':>8}{loss:>11.1e}{norm:>11.1e}{weights:>11.1e}"
+        f"{other.digest[:7]:>8}"
+    )
+    wrong = []
+    if not same_rows:
+        step = min(step for step in one.rows if one.rows.get(step) != other.rows.get(step))
+        wrong.append(f"{other.name}: other rows from step {step} on")
+    for what, value, limit in (
+        ("loss", loss, loss_limit),
+        ("gradient norm", norm, norm_limit),
+        ("weights", weights, weight_limit),
+        ("learning rate", deviations["train/learning_rate"], 0.0),
+        ("token counts", deviations["tokens"], 0.0),
+    ):
+        if not value <= limit:
+            wrong.append(f"{other.name}: {what} differ by {value:.1e}, more than {limit:.0e}")
+    if bitwise and one.digest != other.digest:
+        wrong.append(f"{other.name}: other bits of weights or optimizer")
+    return wrong
+
+
+def _deviation(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest relative difference; infinite where a step is missing on one side."""
+    if one.keys() != other.keys():
+        return float("inf")
+    return max((abs(other[step] - value) / max(abs(value), 1e-30) for step, value in one.items()), default=0.0)

@@ -1,0 +1,86 @@
+"""Gradients whose bits do not depend on how many processes computed them.
+
+Float addition does not associate, so an all-reduce over two processes and one over four differ in the last bits. Here
+the gradients of the slots (micro-batches) of the global batch are added in one fixed binary tree: inside a process by
+carrying, as a binary counter does, between processes by recursive doubling. With slots and processes a power of two,
+every process holds whole subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+Batches = Sequence[dict[str, torch.Tensor]]
+
+
+class TreeSum:
+    """Adds terms pairwise as they come; of the subtrees that wait for their other half, one of each height is held."""
+
+    def __init__(self) -> None:
+        self.subtrees: list[torch.Tensor | None] = []
+
+    def add(self, term: torch.Tensor) -> None:
+        """Take the next leaf; ``term`` is owned and may be overwritten."""
+        for height, earlier in enumerate(self.subtrees):
+            if earlier is None:
+                self.subtrees[height] = term
+                return
+            term = earlier.add_(term)
+            self.subtrees[height] = None
+        self.subtrees.append(term)
+
+    def total(self) -> torch.Tensor:
+        """The sum of all leaves, of which there must have been a power of two."""
+        *rest, top = self.subtrees
+        assert top is not None
+        assert all(subtree is None for subtree in rest), "the number of terms is no power of two"
+        return top
+
+
+def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, added as a tree of neighbours; the same bits on each. 2**k processes."""
+    if not dist.is_initialized():
+        return mine
+    rank, size = dist.get_rank(), dist.get_world_size()
+    theirs = torch.empty_like(mine)
+    distance = 1
+    while distance < size:
+        partner = rank ^ distance
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+        ):
+            request.wait()
+        mine.add_(theirs)
+        distance *= 2
+    return mine
+
+
+class BitwiseGradients:
+    """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... processes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def __call__(
+        self, accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``; returns this process's part
+        of the nll, which is all of it on the main process."""
+        tree = TreeSum()
+        factor = 1 / tokens.clamp(min=1)
+        for batch in batches:
+            with accelerator.no_sync(model):
+                nll = model(**batch)
+                accelerator.backward(nll * factor)
+            pieces = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
+            tree.add(torch.cat([*pieces, nll.detach().to(pieces[0].dtype)[None]]))
+            for parameter in self.parameters:
+                parameter.grad = None
+        total = all_reduce_by_doubling(tree.total())
+        *gradients, nll = total.split([*(p.numel() for p in self.parameters), 1])
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        return nll[0] if accelerator.is_main_process else torch.zeros_like(nll[0])
