@@ -70,11 +70,10 @@ class BitwiseGradients:
         """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``; returns this process's part
         of the nll, which is all of it on the main process."""
         tree = TreeSum()
-        factor = 1 / tokens.clamp(min=1)
         for batch in batches:
             with accelerator.no_sync(model):
                 nll = model(**batch)
-                accelerator.backward(nll * factor)
+                accelerator.backward(nll / tokens.clamp(min=1))
             pieces = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
             tree.add(torch.cat([*pieces, nll.detach().to(pieces[0].dtype)[None]]))
             for parameter in self.parameters:

@@ -69,13 +69,13 @@ def count_tokens(accelerator: Accelerator, batches: Batches, stop_requested: boo
 
 def accumulate(accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor) -> torch.Tensor:
     """Accumulate the gradient of sum(nll) / tokens over the micro-batches; returns their own summed nll."""
-    factor = data_parallel_size(accelerator) / tokens.clamp(min=1)  # DDP and FSDP average: undo it
+    replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         sync = i == len(batches) - 1
         with nullcontext() if sync else accelerator.no_sync(model):
             nll = model(**batch)  # a sum, not a mean
-            accelerator.backward(nll * factor)
+            accelerator.backward(nll * replicas / tokens.clamp(min=1))
         total += nll.detach()
     return total
 

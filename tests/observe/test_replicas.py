@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.errors import UserError
+from llmtrain.observe import replicas
+from llmtrain.observe.replicas import check_replicas, fingerprint
+
+
+class TwoRanks:
+    """An accelerator whose other rank holds ``other``."""
+
+    def __init__(self, other: nn.Module) -> None:
+        self.other = other
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return torch.cat([mine, fingerprint(self.other)[None]])
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_last_bit_of_one_weight_is_noticed_and_named(dtype: torch.dtype) -> None:
+    other = model(dtype)
+    check_replicas(TwoRanks(other), model(dtype))
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+    with torch.no_grad():
+        other[1].weight.view(integers[dtype])[2, 5] ^= 1
+    with pytest.raises(UserError, match=r"1\.weight of rank 1 differs from rank 0's"):
+        check_replicas(TwoRanks(other), model(dtype))
+
+
+def test_two_weights_that_change_places_are_noticed() -> None:
+    other = model()
+    with torch.no_grad():
+        other[0].bias[:2] = other[0].bias[:2].flip(0)
+    with pytest.raises(UserError, match=r"0\.bias"):
+        check_replicas(TwoRanks(other), model())
+
+
+def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: a lazier fingerprint passes drifted weights."""
+    other = model()
+    with torch.no_grad():
+        other[0].bias[:2] = other[0].bias[:2].flip(0)
+    lazy = lambda module: torch.stack([p.double().sum() for p in module.parameters()])  # noqa: E731
+    monkeypatch.setattr(replicas, "fingerprint", lazy)
+    monkeypatch.setitem(globals(), "fingerprint", lazy)
+    check_replicas(TwoRanks(other), model())

@@ -1,0 +1,79 @@
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from llmtrain.data.config import DataConfig
+from llmtrain.errors import UserError
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.parallel.bitwise import BitwiseGradients, TreeSum
+from llmtrain.training.layout import Layout
+from llmtrain.training.loop import accumulate, count_tokens
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1000, generator=generator) * 10.0**i for i in torch.linspace(-3, 3, count).tolist()]
+
+
+def by_recursion(terms: list[torch.Tensor]) -> torch.Tensor:
+    half = len(terms) // 2
+    return by_recursion(terms[:half]) + by_recursion(terms[half:]) if half else terms[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 64])
+def test_terms_are_added_as_a_balanced_tree_with_few_of_them_held(count: int) -> None:
+    tree = TreeSum()
+    for term in leaves(count):
+        tree.add(term.clone())
+        assert len(tree.subtrees) <= count.bit_length()
+    assert torch.equal(tree.total(), by_recursion(leaves(count)))
+
+
+def test_halves_added_apart_are_the_whole_bit_for_bit_and_a_running_sum_is_not() -> None:
+    def total(terms: list[torch.Tensor]) -> torch.Tensor:
+        tree = TreeSum()
+        for term in terms:
+            tree.add(term.clone())
+        return tree.total()
+
+    terms = leaves(16)
+    assert torch.equal(total(terms), total(terms[:8]) + total(terms[8:]))
+    assert not torch.equal(total(terms), sum(terms[1:], terms[0]))
+
+
+def test_a_number_of_terms_that_is_no_power_of_two_is_a_programmers_error() -> None:
+    tree = TreeSum()
+    for term in leaves(3):
+        tree.add(term)
+    with pytest.raises(AssertionError, match="no power of two"):
+        tree.total()
+
+
+def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelerator) -> None:
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30).double()
+    ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids[i : i + 2], "labels": ids[i : i + 2]} for i in range(0, 8, 2)]
+    plain, bitwise = accelerator.prepare(copy.deepcopy(model)), accelerator.prepare(model)
+    tokens, _ = count_tokens(accelerator, batches, False)
+    nll = accumulate(accelerator, plain, batches, tokens)
+    same = BitwiseGradients(bitwise)(accelerator, bitwise, batches, tokens)
+    assert float(same) == pytest.approx(float(nll), rel=1e-6)
+    for ours, theirs in zip(bitwise.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "processes", "says"),
+    [
+        (24, 2, 2, "12 slots of 2 rows are not a power of two; 8 or 16 would be"),
+        (24, 4, 3, "3 processes are not a power of two; 2 or 4 would be"),
+        (8, 4, 4, "set it to 2 or less"),
+    ],
+)
+def test_what_a_tree_cannot_add_is_refused_in_one_line(rows: int, micro: int, processes: int, says: str) -> None:
+    data = DataConfig(global_batch_size=rows, per_device_train_batch_size=micro)
+    Layout.of(data, processes)
+    with pytest.raises(UserError, match=says):
+        Layout.of(data, processes, bitwise=True)

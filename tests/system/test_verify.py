@@ -1,0 +1,60 @@
+"""The proof that a run is the same on any layout, and that the proof can fail."""
+
+from pathlib import Path
+
+from tests.launching import BIN, GPT, ROOT, TINY, read_json, run, torchrun
+
+VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify", "layout"]
+
+
+def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
+    run([*torchrun(2), "tests/system/controls.py", str(tmp_path / "found.json")]).assert_ok()
+    found = read_json(tmp_path / "found.json")
+    assert found.pop("nothing planted") == [[], []]
+    for bug, by_rank in found.items():
+        assert any(by_rank), f"{bug} went unnoticed"
+        assert "weights" in by_rank[1], bug
+    (drift,) = [fault for fault in found["one weight perturbed on rank 1"][0] if "drifted" in fault]
+    assert "transformer.wte.weight of rank 1 differs from rank 0's" in drift
+    assert any("drifted" in fault for fault in found["a missing sync"][0])
+    assert len(found) == 7
+
+
+def test_the_same_bits_on_1_2_and_4_processes_with_dropout(text_file: Path) -> None:
+    flags = [*TINY, "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
+    ended = run([*VERIFY, "--layouts", "2,4", "--steps", "4", GPT, *flags]).assert_ok()
+    table = [line.split() for line in ended.out.splitlines()]
+    assert table[-1][0] == "passed:"
+    digests = {line[-1] for line in table[1:-1]}
+    assert len(digests) == 1
+
+
+def test_without_it_the_layouts_agree_but_for_rounding_and_a_planted_bug_fails(text_file: Path, tmp_path: Path) -> None:
+    flags = [*TINY, "--dataset", str(text_file)]
+    ended = run([*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *flags]).assert_ok()
+    assert "passed: 1 of 1" in ended.out
+
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r})\n"
+        "import gpt\nfrom llmtrain import launch\nfrom llmtrain.training import loop\n"
+        "loop.data_parallel_size = lambda accelerator: 1\n"
+        "if __name__ == '__main__': launch(gpt.main)\n"
+    )
+    ended = run([*VERIFY, "--layouts", "2", "--steps", "4", str(planted), *flags])
+    assert ended.status == 1
+    assert "FAILED" in ended.out
+    assert "2 processes: gradient norm differ" in ended.out.replace("differs", "differ")
+
+
+def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
+    for words, says in (
+        (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),
+        (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
+        (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
+        (["--layouts", "3", GPT, *TINY, "--dataset", str(text_file)], "does not divide among 3 processes"),
+    ):
+        ended = run([*VERIFY, *words])
+        assert ended.status == 2
+        assert says in ended.err
+        assert len(ended.err.strip().splitlines()) == 1
