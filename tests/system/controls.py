@@ -19,7 +19,7 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.training import loop, optim
 
 OPTIM = OptimConfig(max_steps=4, warmup_steps=2, learning_rate=1e-2)
-LIMIT = 1e-10  # relative; everything here is float64
+LIMIT = 1e-12  # relative; everything here is float64
 
 
 def make_model() -> GPT:
