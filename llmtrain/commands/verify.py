@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 from llmtrain.errors import UserError
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
-_TOLERANCE = {"float32": (1e-5, 1e-4, 1e-5), "bf16": (1e-2, 5e-2, 1e-2), "fp16": (1e-2, 5e-2, 1e-2)}
+_TOLERANCE = {
+    "float64": (1e-12, 1e-12, 1e-12),
+    "float32": (1e-5, 1e-4, 1e-5),
+    "bf16": (1e-2, 5e-2, 1e-2),
+    "fp16": (1e-2, 5e-2, 1e-2),
+}
+
+_IN_FLOAT64 = """
+import runpy, sys, torch
+torch.set_default_dtype(torch.float64)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="updates of each run (%(default)s)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
+    parser.add_argument(
+        "--float64", action="store_true", help="compute in float64, where rounding cannot hide a wrong factor"
+    )
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -117,10 +132,15 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
         launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.processes)]
     else:
         launcher = python
+    recipe = [arguments.recipe]
+    if arguments.float64:
+        script = folder.parent / "in_float64.py"
+        script.write_text(_IN_FLOAT64)
+        recipe.insert(0, str(script))
     forced = {"max_steps": arguments.steps, "output_dir": folder, "logging_steps": 1, "save_steps": arguments.steps}
     flags = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
     flags += ["--report_to", "none", "--resume_from_checkpoint", "never", "--log_rows"]
-    command = [*launcher, arguments.recipe, *arguments.flags, *layout.flags, *flags]
+    command = [*launcher, *recipe, *arguments.flags, *layout.flags, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -131,7 +151,8 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
         for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens", "eval/loss", "eval/bits_per_byte")
     }
     start = json.loads((folder / "run.json").read_text())["starts"][0]
-    precision = {"no": "float32"}.get(start["mixed_precision"], start["mixed_precision"])
+    unmixed = "float64" if arguments.float64 else "float32"
+    precision = {"no": unmixed}.get(start["mixed_precision"], start["mixed_precision"])
     weights = {name: tensor.to(torch.float64) for name, tensor in load_file(folder / "model/model.safetensors").items()}
     ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     checkpoint = folder / "checkpoints" / f"step-{arguments.steps:08d}"

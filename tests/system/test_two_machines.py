@@ -1,0 +1,62 @@
+"""Two machines, as two network namespaces joined by a cable (a veth pair)."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import GPT, PYTHON, TINY, accelerate, begin, read_json, run, series, wait
+
+FIRST, SECOND = f"llmtrain-a{os.getpid() % 10000}", f"llmtrain-b{os.getpid() % 10000}"
+ADDRESS = {FIRST: "10.231.0.1", SECOND: "10.231.0.2"}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    """The names of two namespaces that reach each other and nothing else."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2 (the ip command)")
+    with contextlib.ExitStack() as cleanup:
+        try:
+            for name in (FIRST, SECOND):
+                ip("netns", "add", name)
+                cleanup.callback(ip, "netns", "delete", name)
+            ip("link", "add", "cable0", "netns", FIRST, "type", "veth", "peer", "name", "cable0", "netns", SECOND)
+            for name in (FIRST, SECOND):
+                ip("-n", name, "address", "add", f"{ADDRESS[name]}/24", "dev", "cable0")
+                for device in ("lo", "cable0"):
+                    ip("-n", name, "link", "set", device, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"may not make network namespaces here: {error.stderr.strip()}")
+        yield [FIRST, SECOND]
+
+
+def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Path, tmp_path: Path) -> None:
+    flags = [*TINY, "--dataset", str(text_file)]
+    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
+
+    processes = []
+    for rank, name in enumerate(machines):
+        where = ["--machine_rank", str(rank), "--main_process_ip", ADDRESS[FIRST], "--mixed_precision", "no"]
+        command = [*accelerate("multi_node", *where), GPT, *flags, "--output_dir", str(tmp_path / "two")]
+        processes.append(begin(["ip", "netns", "exec", name, *command], env={"GLOO_SOCKET_IFNAME": "cable0"}))
+    ended = []
+    with contextlib.ExitStack() as waiting:
+        for process in processes:
+            waiting.callback(lambda process=process: ended.append(wait(process)))
+    for machine in ended:
+        machine.assert_ok()
+    out = "".join(machine.out for machine in ended)
+    assert out.count("2 processes on cpu over gloo") == 1
+    assert read_json(tmp_path / "two" / "run.json")["processes"] == 2
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-5)
+    assert series(tmp_path / "two", "tokens") == series(tmp_path / "one", "tokens")
