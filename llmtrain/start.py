@@ -83,9 +83,25 @@ def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
     return {}
 
 
+# What accelerate can be told to use and this loop does not: variable that its launcher sets -> name, what to use
+_UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "accelerate_configs/multi_gpu.yaml"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "accelerate_configs/multi_gpu.yaml"),
+    "ACCELERATE_USE_FSDP": ("FSDP", "accelerate_configs/multi_gpu.yaml (DDP)"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "accelerate_configs/multi_gpu.yaml (DDP)"),
+}
+
+
 def check_launch() -> None:
     """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
     launcher = Launcher.find()
+    for variable, (name, instead) in _UNSUPPORTED.items():
+        if os.environ.get(variable, "").lower() in ("true", "1"):
+            ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
+            raise UserError(
+                f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
+                f"accelerate launch --config_file {instead} {' '.join(sys.argv)}"
+            )
     asked = int(launcher.said("num_processes") or 1)
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and asked > 1:
         raise UserError(

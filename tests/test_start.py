@@ -83,6 +83,16 @@ def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch)
         check_launch()
 
 
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "FSDP", "PARALLELISM_CONFIG"])
+def test_what_the_loop_does_not_support_is_refused_with_a_command(name, launcher, monkeypatch) -> None:
+    launcher([], {}, {})
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(UserError, match=r"not support yet; use: accelerate launch --config_file accelerate_configs/"):
+        check_launch()
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
+    check_launch()
+
+
 def test_a_group_of_another_size_than_the_launcher_started_is_refused(launcher, monkeypatch) -> None:
     from accelerate.state import AcceleratorState
 

@@ -34,6 +34,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def code_digest() -> str:
+    """One sha256 over this package's sources and the script that was started."""
+    total = hashlib.sha256()
+    package = Path(__file__).resolve().parent.parent
+    for path in [*sorted(package.rglob("*.py")), Path(sys.argv[0])]:
+        with contextlib.suppress(OSError):
+            total.update(path.read_bytes())
+    return total.hexdigest()
+
+
 def difference(before: Any, now: Any) -> str:
     """Two values of one identity key, for a person; of dictionaries only what differs."""
     if isinstance(before, dict) and isinstance(now, dict):

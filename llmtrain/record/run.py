@@ -21,7 +21,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line, forget_after, new_folder, write_json
 from llmtrain.record import checkpoint
-from llmtrain.record.provenance import difference, digest, run_record, versions
+from llmtrain.record.provenance import code_digest, difference, digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.tracking import Metrics, tracker_names
 
@@ -263,12 +263,12 @@ def _stop_signals(run: Run) -> Iterator[None]:
 
 
 def _check_same_everywhere(accelerator: Accelerator, identity: dict[str, Any]) -> None:
-    """Stop, on all processes, where one of them is about to train something else: each machine may have prepared its
-    own data. Raises :class:`UserError` naming the rank and both values."""
+    """Stop, on all processes, where one of them is about to train something else or with something else: each machine
+    may have its own data, packages and code. Raises :class:`UserError` naming the rank and both values."""
     if accelerator.num_processes == 1:
         return
-    everyone = gather_object([identity])
+    everyone = gather_object([{**identity, "versions": versions(), "code": code_digest()}])
     for other, theirs in enumerate(everyone):
         for key, value in everyone[0].items():
             if theirs.get(key) != value:
-                raise UserError(f"rank {other} has another {key} than rank 0: {difference(theirs.get(key), value)}.")
+                raise UserError(f"rank {other} differs from rank 0 in {key}: {difference(theirs.get(key), value)}.")

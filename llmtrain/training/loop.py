@@ -92,6 +92,11 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
+    if isinstance(model, nn.DataParallel):
+        raise UserError(
+            "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
+            "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
+        )
     gradients = BitwiseGradients(model) if run.bitwise else None
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)

@@ -32,6 +32,9 @@ def global_batch(step: int) -> dict[str, torch.Tensor]:
     for row in range(8):
         labels[row, : row % 5] = -100
         labels[row, 9 - row % 4 :] = -100
+    if step == 2:
+        labels[4:] = -100  # the whole of rank 1
+    labels[2:4] = -100  # a whole micro-batch
     return {"input_ids": ids, "labels": labels}
 
 
@@ -99,7 +102,7 @@ def mean_of_means(accelerator: Accelerator, model: Any, batches: Any, tokens: to
     for i, batch in enumerate(batches):
         with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model):
             nll = model(**batch)
-            accelerator.backward(nll / loop.count_targets(batch["labels"]) / len(batches))
+            accelerator.backward(nll / loop.count_targets(batch["labels"]).clamp(min=1) / len(batches))
         total += nll.detach()
     return total
 

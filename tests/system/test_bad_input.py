@@ -74,7 +74,24 @@ def test_ranks_that_prepared_other_data_stop_before_anything_is_written(text_fil
     )
     ended = run([*accelerate("cpu_ddp"), str(script)])
     assert ended.status != 0
-    assert ended.err.count("error: rank 1 has another data than rank 0: ") == 1
+    assert ended.err.count("error: rank 1 differs from rank 0 in data: ") == 1
+    assert not out.exists()
+
+
+def test_ranks_with_other_packages_stop_before_anything_is_written(text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = tmp_path / "apart.py"
+    script.write_text(
+        "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
+        "from llmtrain.record import run\n"
+        "ours = run.versions()\n"
+        "run.versions = lambda: {**ours, 'torch': '1.0'} if os.environ['RANK'] == '1' else ours\n"
+        f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', {str(text_file)!r}]\n"
+        "if __name__ == '__main__': launch(lambda: gpt.main(argv))\n"
+    )
+    ended = run([*accelerate("cpu_ddp"), str(script)])
+    assert ended.status != 0
+    assert ended.err.count("error: rank 1 differs from rank 0 in versions: torch 1.0 there, ") == 1
     assert not out.exists()
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from llmtrain.record.checkpoint import digest_of
 from tests.launching import (
     GPT,
     PYTHON,
@@ -21,6 +22,7 @@ from tests.launching import (
     run,
     series,
     stop_group,
+    torchrun,
     wait,
 )
 
@@ -42,11 +44,11 @@ def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> No
         time.sleep(0.02)
 
 
-def interrupt(command: list[str], folder: Path, number: int) -> Ended:
+def interrupt(command: list[str], folder: Path, number: int, readings: int = 25) -> Ended:
     """Start, wait for a few steps, and send a signal to every process of the run."""
     process = begin(command)
     try:
-        wait_for_readings(process, folder, 25)
+        wait_for_readings(process, folder, readings)
         if number == signal.SIGKILL:
             stop_group(process)
         else:
@@ -92,6 +94,21 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [1, 2]
     assert series(folder, "tokens") == series(uninterrupted, "tokens")
     assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
+
+
+def test_two_processes_then_one_then_four_end_in_the_same_bits_and_rows(text_file: Path, tmp_path: Path) -> None:
+    flags = [GPT, *LONG, "--bitwise", "--log_rows", "--dataset", str(text_file), "--output_dir"]
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    run([*PYTHON, *flags, str(straight)]).assert_ok()
+    interrupt([*torchrun(2), *flags, str(folder)], folder, signal.SIGTERM, 10)
+    interrupt([*PYTHON, *flags, str(folder)], folder, signal.SIGKILL, 30)
+    run([*torchrun(4), *flags, str(folder)]).assert_ok()
+    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [2, 1, 4]
+    ledger, expected = ((path / "rows.jsonl").read_text().splitlines() for path in (folder, straight))
+    assert len(expected) == 60
+    assert ledger == expected
+    last = "checkpoints/step-00000060"
+    assert digest_of(folder / last) == digest_of(straight / last)
 
 
 def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The proof that a run is the same on any layout, and that the proof can fail."""
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.launching import BIN, GPT, ROOT, TINY, read_json, run, torchrun
 
@@ -27,6 +30,31 @@ def test_the_same_bits_on_1_2_and_4_processes_with_dropout(text_file: Path) -> N
     assert table[-1][0] == "passed:"
     digests = {line[-1] for line in table[1:-1]}
     assert len(digests) == 1
+
+
+def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_1_2_and_4_processes(text_file: Path) -> None:
+    command = [*VERIFY, "--layouts", "2,4", "--steps", "4", "tests/system/llama.py", "--dataset", str(text_file)]
+    ended = run([*command, "--bitwise"]).assert_ok()
+    assert "passed: 2 of 2 are the same run" in ended.out
+    assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
+
+
+@pytest.mark.parametrize(("change", "limit"), [("mixed_precision: bf16", 1e-2), ("dynamo", 1e-5)])
+def test_bf16_and_compiled_runs_agree_on_two_layouts(
+    change: str, limit: float, text_file: Path, tmp_path: Path
+) -> None:
+    if change == "dynamo" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    config = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
+    dynamo = "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
+    plain = "mixed_precision: 'no'"
+    assert plain in config
+    (tmp_path / "config.yaml").write_text(config + dynamo if change == "dynamo" else config.replace(plain, change))
+    command = [*VERIFY, "--config_file", str(tmp_path / "config.yaml"), "--layouts", "1x4x2,2x2x2", "--steps", "4"]
+    ended = run([*command, GPT, *TINY, "--dataset", str(text_file)], timeout=230).assert_ok()
+    _, rows, *_, weights, _ = ended.out.splitlines()[2].split()
+    assert rows == "same"
+    assert 0 < float(weights) < limit
 
 
 def test_without_it_the_layouts_agree_but_for_rounding_and_a_planted_bug_fails(text_file: Path, tmp_path: Path) -> None:

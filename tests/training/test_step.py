@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
-from llmtrain.training.loop import train_step
+from llmtrain.training.loop import accumulate, count_tokens, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 VOCABULARY = 40
@@ -51,6 +51,21 @@ def test_every_split_of_a_ragged_batch_makes_the_same_update(accelerator: Accele
     split_norms, split_weights = updated(accelerator, model, split(batch, micro))
     assert split_norms == pytest.approx(norms, rel=1e-12)
     assert float((split_weights - weights).norm() / weights.norm()) <= 1e-12
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_gradient_of_every_split_is_that_of_one_big_batch(
+    accelerator: Accelerator, model: GPT, micro: int, dtype: torch.dtype, limit: float
+) -> None:
+    batch, model = ragged_batch(), model.to(dtype)
+    (model(**batch) / count_targets(batch["labels"])).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    batches = split(batch, micro)
+    accumulate(accelerator, accelerator.prepare(model), batches, count_tokens(accelerator, batches, False)[0])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert float((gradient - expected).norm() / expected.norm()) <= limit
 
 
 def test_a_mean_of_means_would_be_noticed(accelerator: Accelerator, model: GPT) -> None:
