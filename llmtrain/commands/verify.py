@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
 _TOLERANCE = {
@@ -32,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="the recipe's file; flags that follow are the recipe's")
     parser.add_argument(
         "--layouts",
-        default="2",
         metavar="P[xAxM],...",
         help="processes to compare with one process; or processes x accumulation x micro-batch, all to compare with "
-        "the first (%(default)s)",
+        "the first (default: the processes of the accelerate config, else as many as there are GPUs, at least 2)",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="updates of each run (%(default)s)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
@@ -46,11 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    layouts = [_Layout.parse(text) for text in arguments.layouts.split(",")]
+    text = arguments.layouts or str(_processes_at_hand(arguments.config_file))
+    layouts = [_Layout.parse(part) for part in text.split(",")]
     if layouts[0].micro_batch is None:
         layouts.insert(0, _Layout(1, None, None))
     if len({layout.rows for layout in layouts}) > 1:
-        raise UserError(f"--layouts {arguments.layouts}: these are not layouts of one global batch.")
+        raise UserError(f"--layouts {text}: these are not layouts of one global batch.")
     if not Path(arguments.recipe).is_file():
         raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
     bitwise = "--bitwise" in arguments.flags
@@ -67,6 +67,19 @@ def run(arguments: argparse.Namespace) -> None:
         print(fault)
     print("FAILED: not the same run" if failures else f"passed: {len(others)} of {len(others)} are the same run")
     sys.exit(1 if failures else 0)
+
+
+def _processes_at_hand(config_file: str | None) -> int:
+    import torch
+    import yaml
+
+    if config_file is None:
+        return max(2, torch.cuda.device_count())
+    try:
+        config = yaml.safe_load(Path(config_file).read_text())
+        return max(2, int(config["num_processes"]))
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
 
 
 class _Layout(NamedTuple):
