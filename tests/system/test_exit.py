@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching import GPT, TINY, accelerate, run
 
-LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "3"))
+LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "2"))
 
 
 def spin(seconds: float) -> None:

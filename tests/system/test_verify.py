@@ -81,7 +81,7 @@ def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
         (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
         (["--config_file", "README.md", GPT], "README.md is no accelerate config"),
         (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
-        (["--layouts", "3", GPT, *TINY, "--dataset", str(text_file)], "does not divide among 3 processes"),
+        ([GPT, *TINY, "--n_head", "3", "--dataset", str(text_file)], "--n_head 3 does not divide"),
     ):
         ended = run([*VERIFY, *words])
         assert ended.status == 2
