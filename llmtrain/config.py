@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -101,6 +102,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return name
         if action.choices:
             return f"{name} {{{','.join(map(str, action.choices))}}}"
+        if action.metavar:
+            return f"{name} {action.metavar}"
         word = {int: "N", float: "X"}.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()  # type: ignore[call-overload]
         return f"{name} {word}" + (" ..." if action.nargs == "+" else "")
 
@@ -144,7 +147,8 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         place = f"{self._source}: " if self._source else ""
-        raise UserError(f"{place}{message.removeprefix('argument ')}; --help lists the flags.")
+        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # one name of two
+        raise UserError(f"{place}{message}; --help lists the flags.")
 
     _source: str | None = None
 
@@ -163,7 +167,7 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
             tree = yaml.compose(file.read(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--config {path} is not YAML: {error}") from None
     if tree is None or _is_null(tree):
         return []

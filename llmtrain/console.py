@@ -1,5 +1,6 @@
 """What a person sees while a run starts: one line a fact, from one process."""
 
+import contextlib
 import os
 import sys
 
@@ -10,9 +11,15 @@ def rank() -> int:
 
 
 def say(label: str, text: str) -> None:
-    """One line of the start banner, from rank 0 alone."""
+    """One line of the start banner, from rank 0 alone. A reader that has gone (`| head`) does not end the run."""
     if rank() == 0:
-        print(f"{label:<9} {text}", flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{label:<9} {text}", flush=True)
+
+
+def note(message: str) -> None:
+    """One line on stderr about something that the run goes on without."""
+    print(f"note: {message}", file=sys.stderr, flush=True)
 
 
 def complain(message: str) -> None:

@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from llmtrain.errors import UserError
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -28,8 +31,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(content) + "\n")
+    """One more line; a number that is not finite, which JSON has no word for, becomes null."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(plain) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from llmtrain.console import complain, rank, say
 from llmtrain.errors import UserError
 from llmtrain.parallel.ddp import ddp_settings
 
+_ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
 
 
@@ -44,9 +47,9 @@ class Launcher:
         try:
             parent = psutil.Process().parent()
             words = parent.cmdline() if parent is not None else []
-            name = " ".join(Path(word).name for word in words[:4])
-            is_accelerate = "accelerate" in name and "launch" in " ".join(words[:4])
-            if parent is None or not (is_accelerate or "torchrun" in name or "torch.distributed" in name):
+            entry = words[2] if words[1:2] == ["-m"] else Path(words[1]).name if len(words) > 1 else ""
+            is_accelerate = entry in _ACCELERATE and (entry != "accelerate" or "launch" in words)
+            if parent is None or not (is_accelerate or entry in _TORCHRUN):
                 return cls([], {}, own)
             if sys.argv[0] in words:
                 words = words[: words.index(sys.argv[0])]  # what follows is the recipe's
@@ -72,14 +75,14 @@ class Launcher:
 
 
 def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
-    path = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "accelerate" / "default_config.yaml"
-    if "--cpu" in words:
-        path = Path("/nonexistent")  # accelerate then reads no default config
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = None if "--cpu" in words else Path(default_config_file)  # with --cpu accelerate reads no default
     for i, word in enumerate(words):
         if word.partition("=")[0].replace("-", "_") == "__config_file":
             path = Path(folder) / (word.partition("=")[2] or words[i + 1])
     with contextlib.suppress(OSError, yaml.YAMLError):
-        return yaml.safe_load(path.read_text()) or {}
+        return (yaml.safe_load(path.read_text()) or {}) if path is not None else {}
     return {}
 
 
@@ -116,7 +119,7 @@ def check_launch() -> None:
         )
 
 
-def start_accelerator(seed: int = 0, bitwise: bool = False) -> Accelerator:
+def start_accelerator(bitwise: bool = False) -> Accelerator:
     """Join the process group and make the one Accelerator of this run.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
@@ -128,23 +131,13 @@ def start_accelerator(seed: int = 0, bitwise: bool = False) -> Accelerator:
     cpu = not torch.accelerator.is_available() or launcher.wants_cpu()
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision=precision,
-        gradient_accumulation_steps=1,
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
-        ),
-        kwargs_handlers=[ddp_settings()],
-        rng_types=[],  # the order of the data is a function of the seed, not of a generator
-    )
+    accelerator = _make_accelerator(cpu, precision)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
             "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
         )
-    torch.manual_seed(seed)
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
     asked_gpu = (
         launcher.config.get("distributed_type") == "MULTI_GPU" or "--multi_gpu" in launcher.words
@@ -181,6 +174,21 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
+def _make_accelerator(cpu: bool, precision: str) -> Accelerator:
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=precision,
+        gradient_accumulation_steps=1,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
+        ),
+        kwargs_handlers=[ddp_settings()],
+        rng_types=[],  # the order of the data is a function of the seed, not of a generator
+    )
+
+
 def launch(main: Callable[[], None]) -> NoReturn:
     """Run a recipe's ``main`` as this process's whole life: the one way out.
 
@@ -191,6 +199,9 @@ def launch(main: Callable[[], None]) -> NoReturn:
     status = 0
     if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
         _die_with_launcher()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign must not end a run
     try:
         check_launch()
         main()
@@ -201,12 +212,15 @@ def launch(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         status = 130
     except SystemExit as error:  # --help
+        if isinstance(error.code, str):
+            complain(error.code)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
     os._exit(status)
 
 

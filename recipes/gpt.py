@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     gpt, data, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
 
-    accelerator = start_accelerator(run.seed, run.bitwise)
+    accelerator = start_accelerator(run.bitwise)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
-    model = GPT(gpt, vocab_size=len(rows.tokenizer), seed=run.seed)
+    model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)
     say("model", f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer)
+    files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer, trained_on=data.dataset)
     identity = {
         "model": files.config,
         "data": rows.facts.data_sha256,

@@ -20,7 +20,7 @@ class DataConfig:
     eval_fraction: float = flag(
         0.1,
         "share of the documents held out for evaluation, chosen by a hash of their text; "
-        "where the text is one document, its last part",
+        "where documents are few, the last part of the longest",
     )
     tokenizer: str = flag("bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name")
     global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")

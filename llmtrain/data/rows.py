@@ -18,11 +18,12 @@ import filelock
 import numpy as np
 from tqdm import tqdm
 
+from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.sources import Source, open_source
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 
 if TYPE_CHECKING:
@@ -78,22 +79,29 @@ def prepare(config: DataConfig, block_size: int) -> PreparedData:
     key = [FORMAT, source.fingerprint(), tokenizer_key, block_size, config.eval_fraction]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    found = folder.exists()
-    if not found:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                _make(folder, config, source, pretrained, block_size)
     prepared = _open(folder)
+    found = prepared is not None
+    if prepared is None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{folder}.lock"):
+                prepared = _open(folder)
+                if prepared is None:
+                    _make(folder, config, source, pretrained, block_size)
+                    prepared = _open(folder)
+        except OSError as error:
+            raise UserError(
+                f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
+            ) from None
+        assert prepared is not None, f"{folder} cannot be read back"
     prepared.facts.dataset, prepared.facts.tokenizer = config.dataset, config.tokenizer  # its content may have moved
-    if _is_first_process():
-        facts = prepared.facts
-        done = "found in the cache" if found else "prepared"
-        print(
-            f"data      {facts.dataset}: {facts.documents:,} documents, {facts.train_tokens:,} tokens to train on, "
-            f"{facts.eval_tokens:,} held out, vocabulary {facts.vocabulary:,} ({config.tokenizer}); {done}",
-            flush=True,
-        )
+    facts = prepared.facts
+    say(
+        "data",
+        f"{facts.dataset}: {facts.documents:,} documents, {facts.train_tokens:,} tokens to train on, "
+        f"{facts.eval_tokens:,} held out, vocabulary {facts.vocabulary:,} ({config.tokenizer}); "
+        f"{'found in the cache' if found else 'prepared'}",
+    )
     return prepared
 
 
@@ -103,20 +111,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 
 
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _open(folder: Path) -> PreparedData:
+def _open(folder: Path) -> PreparedData | None:
+    """What was prepared, or ``None`` where it was not, or where somebody has damaged it."""
+    if not folder.exists():
+        return None
     import datasets  # heavy; `--help` must not wait for it
 
-    facts = Facts(**json.loads((folder / "facts.json").read_text()))
-    return PreparedData(
-        train=datasets.Dataset.from_file(str(folder / "train.arrow")),
-        eval=datasets.Dataset.from_file(str(folder / "eval.arrow")) if facts.eval_rows else None,
-        tokenizer=tok.load_tokenizer(str(folder / "tokenizer")),
-        facts=facts,
-    )
+    try:
+        facts = Facts(**json.loads((folder / "facts.json").read_text()))
+        return PreparedData(
+            train=datasets.Dataset.from_file(str(folder / "train.arrow")),
+            eval=datasets.Dataset.from_file(str(folder / "eval.arrow")) if facts.eval_rows else None,
+            tokenizer=tok.load_tokenizer(str(folder / "tokenizer")),
+            facts=facts,
+        )
+    except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
+        return None
 
 
 def _make(
@@ -150,7 +160,7 @@ def _make(
             tokenizer=config.tokenizer,
             tokenizer_sha256=tok.digest(tokenizer),
             data_sha256=hashlib.sha256((train.sha256 + held_out.sha256).encode()).hexdigest(),
-            vocabulary=len(tokenizer),
+            vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
             block_size=block_size,
             documents=split.documents,
             eval_documents=split.eval_documents,
@@ -165,37 +175,37 @@ def _make(
 
 @dataclass
 class _Split:
-    """Which documents are held out: those whose hash falls below the fraction, so that they never move."""
+    """Which documents are held out: those whose hash falls below the fraction, so that they never move.
+
+    Where that leaves one side almost empty, as with a handful of documents, the last part of the longest is held out.
+    """
 
     source: Source
     fraction: float
-    documents: int
-    eval_documents: int
-    bytes: int
-    eval_bytes: int
-    smallest: str  # the document with the smallest hash is held out where no other is
-    cut: int | None  # where the text is one document: the character at which its held-out part begins
+    documents: int = 0
+    eval_documents: int = 0
+    bytes: int = 0
+    eval_bytes: int = 0
+    cut: tuple[int, int] | None = None  # a document's number, and the character at which its held-out part begins
 
     @classmethod
     def of(cls, source: Source, config: DataConfig) -> "_Split":
-        split = cls(source, config.eval_fraction, 0, 0, 0, 0, "", None)
-        last, smallest = "", 1.0
-        for text in source.documents():
-            last, place = text, _hash_place(text)
-            if text and place < smallest:
-                smallest, split.smallest = place, hashlib.sha256(text.encode()).hexdigest()
+        split = cls(source, config.eval_fraction)
+        longest = (0, 0)  # characters, and minus the document's number
+        for number, text in enumerate(source.documents()):
+            size = len(text.encode())
             split.documents += 1
-            split.bytes += len(text.encode())
+            split.bytes += size
+            longest = max(longest, (len(text), -number))
+            if split._is_held_out(text):
+                split.eval_documents += 1
+                split.eval_bytes += size
         if not split.bytes:
             raise UserError(f"--dataset {config.dataset} holds no text.")
-        if split.documents == 1:
-            split.cut = int(len(last) * (1 - split.fraction))
-        if smallest < split.fraction:
-            split.smallest = ""
-        for text in split.held_out():
-            split.eval_documents += 1
-            split.eval_bytes += len(text.encode())
-        if split.fraction and split.eval_bytes == split.bytes:
+        if split.fraction and not 0 < split.eval_bytes <= split.bytes * max(0.5, 2 * split.fraction):
+            split.cut = (-longest[1], int(longest[0] * (1 - split.fraction)))
+            split.eval_documents, split.eval_bytes = 1, sum(len(text.encode()) for text in split.held_out())
+        if split.eval_bytes == split.bytes:
             raise UserError(f"--eval_fraction {split.fraction} leaves no text to train on; lower it, to 0 if need be.")
         return split
 
@@ -209,17 +219,16 @@ class _Split:
         return self._side(held_out=True) if self.fraction else iter(())
 
     def _side(self, held_out: bool) -> Iterator[str]:
-        for text in self.source.documents():
-            if self.cut is not None:
-                yield text[self.cut :] if held_out else text[: self.cut]
-            elif self._is_held_out(text) == held_out:
+        for number, text in enumerate(self.source.documents()):
+            if self.cut is None:
+                if self._is_held_out(text) == held_out:
+                    yield text
+            elif number == self.cut[0]:
+                yield text[self.cut[1] :] if held_out else text[: self.cut[1]]
+            elif not held_out:
                 yield text
 
     def _is_held_out(self, text: str) -> bool:
-        if not self.fraction:
-            return False
-        if self.smallest:
-            return hashlib.sha256(text.encode()).hexdigest() == self.smallest
         return _hash_place(text) < self.fraction
 
 
@@ -250,7 +259,10 @@ class _Encoder:
                 yield np.array([self.end], np.int32)
                 empty = False
             pieces = [_pieces(text) if self.any_cut else [text] for text in texts]
-            encoded = iter(self.backend.encode_batch_fast([*itertools.chain(*pieces)], add_special_tokens=False))
+            try:
+                encoded = iter(self.backend.encode_batch_fast([*itertools.chain(*pieces)], add_special_tokens=False))
+            except Exception as error:  # the tokenizers library raises nothing narrower
+                raise UserError(f"the tokenizer cannot encode this text: {first_line(error)}.") from None
             for parts in pieces:
                 for _ in parts:
                     yield np.array(next(encoded).ids, np.int32)

@@ -31,7 +31,7 @@ def vocabulary_size(spec: str) -> int:
         if size:
             raise UserError(f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
         return 0
-    if not size.isdecimal() or int(size) < smallest:
+    if not (size.isascii() and size.isdecimal() and len(size) < 9) or int(size) < smallest:
         raise UserError(f"--tokenizer {spec}: write bpe:N with N at least {smallest}, such as bpe:4096.")
     return int(size)
 

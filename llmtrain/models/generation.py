@@ -22,6 +22,8 @@ class Sampling:
         for name in ("max_new_tokens", "temperature", "top_k"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} {getattr(self, name)} is out of range: it must be at least 0.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
 
 
 class TextModel:
@@ -38,7 +40,7 @@ class TextModel:
         try:
             self.model = AutoModelForCausalLM.from_pretrained(name).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # each library has its own ways to refuse a folder
             raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
         if torch.cuda.is_available():
             self.model = self.model.to("cuda")
@@ -82,7 +84,7 @@ class TextModel:
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if sampling.temperature == 0:
+    if sampling.temperature < 1e-6:
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k:

@@ -29,7 +29,7 @@ def loss_curve(folder: Path, width: int = 76, height: int = 16) -> str:
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")
     figure.set_x_limits(min_=0)
     for key, label, colour in (("train/loss", "training", "cyan"), ("eval/loss", "held out", "magenta")):
-        points = [(line["step"], line[key]) for line in metrics if key in line]
+        points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
         if points:
             figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker="o" if key == "eval/loss" else None)
     return figure.show(legend=True)

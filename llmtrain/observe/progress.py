@@ -1,5 +1,6 @@
 """The progress bar, on the main process alone."""
 
+import contextlib
 import sys
 
 from tqdm import tqdm
@@ -27,7 +28,9 @@ class Progress:
         self.bar.set_postfix_str(f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s", refresh=False)
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
-        if not self.bar.disable:
+        if self.bar.disable:
+            return
+        with contextlib.suppress(BrokenPipeError):
             self.bar.write(
                 f"step {step:>6}  held out: loss {results['eval/loss']:.4f}  "
                 f"perplexity {results['eval/perplexity']:,.1f}  bits per byte {results['eval/bits_per_byte']:.3f}",

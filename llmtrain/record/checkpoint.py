@@ -66,8 +66,9 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in found if _NAME.fullmatch(p.name)), key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def newest_valid(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies; those that do not are set aside, and named. ``None`` where there is none.
+def newest_valid(folder: Path, set_aside: bool = False) -> Path | None:
+    """The newest checkpoint that verifies; those that do not are named, and set aside in a folder that is ours.
+    ``None`` where there never was one.
 
     Raises :class:`UserError` where there are checkpoints and none is whole: starting afresh would hide the loss.
     """
@@ -76,11 +77,12 @@ def newest_valid(folder: Path) -> Path | None:
         fault = find_fault(path)
         if fault is None:
             return path
-        aside = path.with_name(f"damaged-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        say("resume", f"{path.name} is damaged ({fault}); set aside as {aside.name}")
-    if candidates:
+        say("resume", f"{path.name} is damaged: {fault}")
+        if set_aside:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if candidates or [*folder.glob("damaged-*")]:
         raise UserError(f"no checkpoint in {folder} is whole; use --resume_from_checkpoint never for a new run.")
     return None
 

@@ -88,8 +88,12 @@ def run_record(
 
 
 def _git_sha() -> str | None:
+    """Of the repository that the started script stands in."""
+    folder = Path(sys.argv[0]).resolve().parent
     try:
-        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        out = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip()

@@ -24,10 +24,10 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
     for folder in _names(output_dir):
         if _is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            why = "new" if folder == Path(output_dir) else f"new; {output_dir} is taken"
+            why = "new" if folder.name == Path(output_dir).resolve().name else f"new; {output_dir} is taken"
             return fresh | {"folder": str(folder), "why": why}
         if resume == "auto" and (previous := _unfinished(folder, identity)) is not None:
-            found = checkpoint.newest_valid(folder / "checkpoints")
+            found = checkpoint.newest_valid(folder / "checkpoints", set_aside=True)
             kept = {"folder": str(folder), "run_id": previous["run_id"]}
             if found is None:
                 return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}
@@ -39,6 +39,10 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
 
 def _names(output_dir: str) -> Iterator[Path]:
     base = Path(output_dir)
+    if not base.name or base.name == "..":
+        base = base.resolve()
+    if not base.name:
+        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
     yield base
     number = 2
     while True:
@@ -49,7 +53,7 @@ def _names(output_dir: str) -> Iterator[Path]:
 def _is_free(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file.")
-    return not folder.exists() or not any(folder.iterdir())
+    return not folder.exists() or all(path.name == ".lock" for path in folder.iterdir())
 
 
 def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -85,6 +89,8 @@ def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
     else:
         raise UserError(f"{flag_name} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
     state = checkpoint.read_state(found)
+    if not all(key in state for key in ("identity", "step", "tokens")):
+        raise UserError(f"{flag_name}: its state.json is not one of llmtrain's.")
     for key, value in identity.items():
         before = state["identity"].get(key)
         if before != value and key != "update":

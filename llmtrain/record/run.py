@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from llmtrain.record import checkpoint
 from llmtrain.record.provenance import code_digest, difference, digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.tracking import Metrics, tracker_names
+
+_PATIENCE_SECONDS = 3.0  # between a first Ctrl-C, which saves, and one that does not wait
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Run:
     def save(self, model: nn.Module, optimizer: Any) -> None:
         """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        _check_finite(plain)
         scaler = self.accelerator.scaler
 
         def write() -> None:
@@ -105,7 +109,7 @@ class Run:
             checkpoint.prune(self._checkpoints, self.config.save_total_limit)
             self._write_status("running")
 
-        self._on_main_process(write)
+        on_main(self.accelerator, write)
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
         """Load the checkpoint that this run goes on from, where there is one. The main process reads it and sends it
@@ -119,7 +123,7 @@ class Run:
         plain.load_state_dict(weights)
         tensors = self._from_main_process(checkpoint.load_optimizer_tensors(path) if here else None)
         checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
-        state = self._decide(lambda: checkpoint.read_state(path))
+        state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
         if self.accelerator.scaler is not None and state["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(state["loss_scaler"])
 
@@ -127,17 +131,20 @@ class Run:
         """Write ``model/``: the finished model."""
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
+        _check_finite(plain)
+
         def write() -> None:
             with new_folder(self.folder / "model") as working:
                 self.files.write(working, plain.state_dict())
 
-        self._on_main_process(write)
+        on_main(self.accelerator, write)
         self._outcome = {"state": "finished", "reason": "all updates were made"}
 
     def preempted(self) -> None:
         """The run stops before its last update, with a checkpoint of where it stands."""
         self._outcome = {"state": "preempted", "reason": f"asked to stop; step {self.step} is saved"}
-        say("stopped", f"step {self.step} is saved in {self.folder}; the same command goes on from there")
+        how = "" if self.config.resume_from_checkpoint == "auto" else " without --resume_from_checkpoint"
+        say("stopped", f"step {self.step} is saved in {self.folder}; the same command{how} goes on from there")
 
     @property
     def _checkpoints(self) -> Path:
@@ -148,13 +155,6 @@ class Run:
             now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             status = {"state": state, "step": self.step, "reason": reason, "pid": os.getpid(), "time": now}
             write_json(self.folder / "status.json", status)
-
-    def _on_main_process(self, action: Any) -> None:
-        """Run ``action`` on the main process; where it fails, every process raises the same error."""
-        self._decide(action)
-
-    def _decide(self, action: Any) -> Any:
-        return _decide(self.accelerator, action)
 
     def _from_main_process(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         if self.accelerator.num_processes == 1:
@@ -186,7 +186,7 @@ def open_run(
         details: what else belongs into ``run.json``: facts of the data, the layout.
     """
     _check_same_everywhere(accelerator, identity)
-    choice = _decide(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
+    choice = on_main(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
     run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
     if choice["checkpoint"]:
@@ -200,18 +200,21 @@ def open_run(
                 cleanup.enter_context(lock(folder).acquire(blocking=False))
             except filelock.Timeout:
                 raise UserError(f"{folder}: another process has just begun to write here; start again.") from None
+            # what a process that was killed left half-written
+            for leftover in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             for name in ("metrics.jsonl", "rows.jsonl"):
                 forget_after(folder / name, run.step)
             record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
 
-        _decide(accelerator, claim)
+        on_main(accelerator, claim)
         run._write_status("running")
         values = {name: setting["value"] for name, setting in settings.items()}
-        run_id = choice["run_id"]
-        run.metrics.start(tracker_names(config.report_to), values, config.run_name or folder.name, run_id)
         cleanup.enter_context(_stop_signals(run))
         try:
+            run_name = config.run_name or folder.name
+            run.metrics.start(tracker_names(config.report_to), values, run_name, choice["run_id"])
             yield run
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -222,16 +225,22 @@ def open_run(
         run._write_status(**run._outcome)
 
 
-def _decide(accelerator: Accelerator, action: Any) -> Any:
-    """Let the main process decide and tell the others; its :class:`UserError` becomes everyone's."""
+def _check_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
+
+
+def on_main(accelerator: Accelerator, action: Any) -> Any:
+    """What ``action`` returns on the main process, told to all; its :class:`UserError` becomes everyone's."""
     told: list[Any] = [None]
     if accelerator.is_main_process:
         try:
             told = [("done", action())]
         except UserError as error:
             told = [("failed", str(error))]
-        except OSError as error:
-            told = [("failed", f"{error.filename or 'the run folder'}: {error.strerror or error}.")]
+        except (OSError, ValueError) as error:
+            told = [("failed", f"{getattr(error, 'filename', None) or 'the run folder'}: {first_line(error)}.")]
     if accelerator.num_processes > 1:
         told = broadcast_object_list(told)
     outcome, value = told[0]
@@ -242,13 +251,16 @@ def _decide(accelerator: Accelerator, action: Any) -> Any:
 
 @contextlib.contextmanager
 def _stop_signals(run: Run) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a stop after the step at hand; a second one is obeyed at once."""
+    """SIGTERM and SIGINT ask for a stop after the step at hand. Launchers and batch systems repeat themselves, so only
+    a second Ctrl-C, some seconds after the first, is obeyed at once."""
+    asked_at = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if run.stop_requested:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        run.stop_requested = True
+        nonlocal asked_at
+        if not run.stop_requested:
+            run.stop_requested, asked_at = True, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - asked_at > _PATIENCE_SECONDS:
+            raise KeyboardInterrupt
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 
-from llmtrain.console import complain, say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line
 
@@ -53,18 +53,24 @@ class Metrics:
             self._open(plain, init)
         except Exception as error:  # a tracker's trouble is not the run's
             if init.get("wandb", {}).get("mode") == "offline" or "wandb" not in names:
-                complain(f"tracking is off: {first_line(error)}; metrics.jsonl has everything.")
+                note(f"tracking is off: {first_line(error)}; metrics.jsonl has everything.")
                 self.broken = True
                 return
-            complain(f"W&B does not answer ({first_line(error)}); logging offline.")
+            note(f"W&B does not answer ({first_line(error)}); logging offline.")
             init["wandb"]["mode"] = "offline"
-            self._open(plain, init)
+            try:
+                _forget_wandb()
+                self._open(plain, init)
+            except Exception as again:
+                note(f"tracking is off: {first_line(again)}; metrics.jsonl has everything.")
+                self.broken = True
+                return
         if "wandb" in names:
             self._say_where(init["wandb"]["mode"])
 
     def _open(self, settings: dict[str, Any], init: dict[str, Any]) -> None:
         self.accelerator.trackers = []
-        self.accelerator.init_trackers("llmtrain", config=settings, init_kwargs=init)
+        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "llmtrain"), config=settings, init_kwargs=init)
 
     def _say_where(self, mode: str | None) -> None:
         run = self.accelerator.get_tracker("wandb", unwrap=True)
@@ -72,7 +78,8 @@ class Metrics:
             where = Path(run.settings.sync_dir)
             with contextlib.suppress(ValueError):
                 where = where.relative_to(Path.cwd())
-            say("wandb", f"not logged in, so logging offline; later: wandb login && wandb sync {where}")
+            why = "offline" if os.environ.get("WANDB_MODE") or _logged_in() else "not logged in, so logging offline"
+            say("wandb", f"{why}; later: wandb login && wandb sync {where}")
         elif run.url:
             say("wandb", run.url)
 
@@ -86,7 +93,7 @@ class Metrics:
                 self.accelerator.log(reading, step=reading["step"])
             except Exception as error:
                 self.broken = True
-                complain(f"tracking stopped: {first_line(error)}; metrics.jsonl goes on.")
+                note(f"tracking stopped: {first_line(error)}; metrics.jsonl goes on.")
 
     def close(self, exit_code: int) -> None:
         """Finish the trackers' runs, so that none is left open when the process ends."""
@@ -97,7 +104,7 @@ class Metrics:
                 else:
                     tracker.finish()
             except Exception as error:
-                complain(f"closing {tracker.name}: {first_line(error)}.")
+                note(f"closing {tracker.name}: {first_line(error)}.")
         self.accelerator.trackers = []
 
 
@@ -110,14 +117,23 @@ def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
         "id": run_id,
         "resume": "allow",
         "mode": os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline"),
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=120),
     }
+
+
+def _forget_wandb() -> None:
+    """End W&B's own service process, which still holds the run id of an init that failed."""
+    import wandb
+
+    wandb.teardown()
 
 
 def _logged_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    import wandb
+
+    host = urlparse(wandb.setup().settings.base_url).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

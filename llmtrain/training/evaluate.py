@@ -21,9 +21,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoaderShard
     total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
     for window in loader:
         for batch in window.batches:
-            total += torch.stack([model(**batch).double(), count_targets(batch["labels"]).double()]).cpu()
+            total[0] += model(**batch).item()
+            total[1] += count_targets(batch["labels"]).item()
     model.train()
-    nll, tokens = accelerator.reduce(total.to(accelerator.device), reduction="sum").tolist()
+    if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
+        total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
+    nll, tokens = total.tolist()
     loss = nll / max(tokens, 1)
     return {
         "eval/loss": loss,

@@ -35,7 +35,7 @@ class Layout:
             fits = " or ".join(str(n) for n in (lower, lower + processes) if n)
             raise UserError(
                 f"--global_batch_size {rows} does not divide among {processes} processes; {fits} would, "
-                f"or {_largest_divisor(rows, processes)} processes."
+                f"or --num_processes {_largest_divisor(rows, processes)}."
             )
         share = rows // processes
         micro = min(data.per_device_train_batch_size, share)

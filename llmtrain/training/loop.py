@@ -97,6 +97,7 @@ def train(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
         )
+    _check_can_train(model, record, optim)
     gradients = BitwiseGradients(model) if run.bitwise else None
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
@@ -151,3 +152,8 @@ def train(
         record.finish(model)
     else:
         record.preempted()
+
+
+def _check_can_train(model: nn.Module, record: Run, optim: OptimConfig) -> None:
+    if record.step > optim.max_steps:
+        raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")

@@ -19,7 +19,7 @@ class OptimConfig:
     max_steps: int = flag(400, "updates in the run")
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
-        "cosine", "how the learning rate falls to zero after the warm-up"
+        "cosine", "the learning rate after the warm-up; all but constant end at zero"
     )
     warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")

@@ -5,15 +5,25 @@ import shutil
 import sys
 from pathlib import Path
 
+from llmtrain.console import note
+from llmtrain.errors import first_line
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.observe.curve import loss_curve
 
 
 def show_result(folder: Path, sampling: Sampling | None = None) -> None:
-    """Print the loss curve of a finished run, a text by its model, and the command for more."""
+    """Print the loss curve of a finished run, a text by its model, and the command for more. The run is over and kept:
+    whatever fails here is a note."""
+    try:
+        _show(folder, sampling or Sampling())
+    except Exception as error:
+        note(f"the run is finished; showing it failed: {first_line(error)}")
+
+
+def _show(folder: Path, sampling: Sampling) -> None:
     print(loss_curve(folder))
     print(f"\n--- a sample of {folder / 'model'} " + "-" * 40)
-    for piece in TextModel(str(folder / "model")).stream("", sampling or Sampling()):
+    for piece in TextModel(str(folder / "model")).stream("", sampling):
         print(piece, end="", flush=True)
     print("\n" + "-" * 60)
     print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")

@@ -235,12 +235,22 @@ def test_a_document_and_its_copy_are_on_the_same_side(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
-def test_where_no_document_falls_under_the_fraction_exactly_one_is_held_out(tmp_path, count):
-    texts = some_documents(count)
-    train, held_out = split_of(tmp_path, texts, 1e-9)
-    assert len(held_out) == 1
-    assert sorted(train + held_out) == sorted(texts)
-    assert split_of(tmp_path, texts[::-1], 1e-9)[1] == held_out
+def test_where_no_document_falls_under_the_fraction_the_last_part_of_the_longest_is_held_out(tmp_path, count):
+    longest = "the longest document of all: " + "words and words " * 10
+    texts = [*some_documents(count - 1), longest]
+    train, (held_out,) = split_of(tmp_path, texts, 1e-3)
+    assert longest.endswith(held_out)
+    assert train == [*texts[:-1], longest.removesuffix(held_out)]
+    assert split_of(tmp_path, texts[::-1], 1e-3)[1] == [held_out]
+
+
+def test_one_large_document_and_an_empty_or_a_small_one_leave_text_to_train_on(tmp_path):
+    large = "some words, and more of them\n" * 300
+    for other in ("", "small"):
+        for texts in ([large, other], [other, large]):
+            train, held_out = split_of(tmp_path, texts, 0.05)
+            assert sum(map(len, train)) > 0.9 * len(large)
+            assert 0 < sum(map(len, held_out)) < 0.1 * len(large)
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.001])
@@ -453,7 +463,7 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_p
         return write_rows(*arguments)
 
     monkeypatch.setattr(preparation, "_write_rows", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left on device; set LLMTRAIN_CACHE"):
         prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert left_behind(cache) == []
     assert prepare_texts(tmp_path, TEXTS, eval_fraction=0.3).facts.documents == len(TEXTS)

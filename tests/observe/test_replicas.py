@@ -10,6 +10,8 @@ from llmtrain.observe.replicas import check_replicas, fingerprint
 class TwoRanks:
     """An accelerator whose other rank holds ``other``."""
 
+    num_processes = 2
+
     def __init__(self, other: nn.Module) -> None:
         self.other = other
 

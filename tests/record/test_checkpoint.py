@@ -69,6 +69,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert newest_valid(tmp_path) == newer
     DAMAGE[damage](newer)
     assert newest_valid(tmp_path) == older
+    assert checkpoints(tmp_path) == [older, newer], "what is not ours is left alone"
+    assert newest_valid(tmp_path, set_aside=True) == older
     assert checkpoints(tmp_path) == [older]
     assert (tmp_path / "damaged-step-00000020").is_dir()
     assert "step-00000020 is damaged" in capsys.readouterr().out
@@ -76,8 +78,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
 
 def test_where_all_are_damaged_the_run_stops_rather_than_start_afresh(tmp_path: Path) -> None:
     flip(save(tmp_path, 10) / "model/model.safetensors")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
-        newest_valid(tmp_path)
+    for _ in range(2):  # the second time too, when the damaged one has been set aside
+        with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+            newest_valid(tmp_path, set_aside=True)
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_every_layout_that_is_accepted_computes_the_whole_batch(processes, micro
 @pytest.mark.parametrize(("rows", "processes"), [(64, 3), (7, 2), (2, 4), (1, 8), (100, 7), (17, 16)])
 def test_rows_that_do_not_divide_among_processes_are_answered_with_values_that_do(rows, processes):
     message = refusal(rows, 1, processes)
-    named = re.search(r"; ([\d or]+) would, or (\d+) processes\.", message)
+    named = re.search(r"; ([\d or]+) would, or --num_processes (\d+)\.", message)
     assert named
     assert f"--global_batch_size {rows}" in message
     for other in map(int, named[1].split(" or ")):
