@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def series(folder: Path, key: str) -> dict[int, float]:
     """step -> value of one key of metrics.jsonl."""
     return {line["step"]: line[key] for line in metrics(folder) if key in line}
+
+
+def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def read_json(path: Path) -> Any:

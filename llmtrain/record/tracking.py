@@ -16,6 +16,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line
 
 TRACKERS = ("wandb", "tensorboard")
+_INIT_SECONDS = 30
 
 
 def tracker_names(report_to: list[str]) -> list[str]:
@@ -117,7 +118,7 @@ def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
         "id": run_id,
         "resume": "allow",
         "mode": os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline"),
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=120),
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=_INIT_SECONDS, finish_timeout=120),
     }
 
 

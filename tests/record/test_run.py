@@ -7,10 +7,12 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
+from llmtrain.record import tracking
 from llmtrain.record.run import RunConfig, open_run
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from tests.launching import read_json
 from tests.record.test_checkpoint import Files
+from tests.wandb_file import read_history
 
 IDENTITY = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
 
@@ -163,3 +165,44 @@ def test_tensorboard_holds_what_the_file_holds(accelerator: Accelerator, tmp_pat
 def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         RunConfig(report_to=trackers)
+
+
+def test_weights_that_are_not_finite_are_never_saved(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    with torch.no_grad():
+        model.weight[1, 1] = float("inf")
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    with (
+        pytest.raises(UserError, match="weight has values that are not finite; nothing was saved"),
+        open_run(accelerator, config, IDENTITY, Files(), {}) as run,
+    ):
+        run.save(model, optimizer)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert read_json(tmp_path / "run/status.json")["state"] == "failed"
+
+
+def test_a_number_that_json_has_no_word_for_is_null(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.log({"train/loss": float("nan"), "train/grad_norm": 1.0})
+        run.finish(torch.nn.Linear(2, 2))
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["train/loss"] is None
+
+
+def test_where_wandb_does_not_answer_the_run_is_logged_offline(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(tracking, "_INIT_SECONDS", 2)
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb"])
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.step = 1
+        run.log({"train/loss": 0.5})
+        run.finish(torch.nn.Linear(2, 2))
+    said = capsys.readouterr()
+    assert "W&B does not answer" in said.err
+    assert "offline; later: wandb login && wandb sync" in said.out
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    assert [line["train/loss"] for line in read_history(file)] == [0.5]

@@ -1,8 +1,8 @@
 """A run that was cut off goes on as if nothing had happened."""
 
+import contextlib
+import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -17,13 +17,13 @@ from tests.launching import (
     Ended,
     accelerate,
     begin,
-    metrics,
     read_json,
     run,
     series,
     stop_group,
     torchrun,
     wait,
+    wait_for_readings,
 )
 
 LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1"]
@@ -34,14 +34,6 @@ def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("straight") / "run"
     run([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
     return folder
-
-
-def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 90
-    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def interrupt(command: list[str], folder: Path, number: int, readings: int = 25) -> Ended:
@@ -127,3 +119,24 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_p
         assert read_json(folder / "status.json")["state"] == "preempted"
     finally:
         wait(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_at_once_and_again_still_saves(number: int, text_file: Path, tmp_path: Path) -> None:
+    """As systemd, a batch system or a terminal's Ctrl-C send it: to the launcher and to the workers."""
+    folder = tmp_path / "run"
+    flags = [*LONG, "--max_steps", "100000", "--save_steps", "100000", "--dataset", str(text_file)]
+    process = begin([*accelerate("cpu"), GPT, *flags, "--output_dir", str(folder)])
+    try:
+        wait_for_readings(process, folder, 3)
+        (worker,) = psutil.Process(process.pid).children(recursive=True)
+        for _ in range(2):
+            for target in (process.pid, worker.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(target, number)
+        psutil.wait_procs([worker], timeout=30)
+    finally:
+        wait(process)
+    status = read_json(folder / "status.json")
+    assert status["state"] == "preempted"
+    assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()

@@ -1,39 +1,61 @@
 """The batch script, with stand-ins for Slurm's own commands that start the real processes."""
 
+import signal
 import subprocess
 from pathlib import Path
 
-from tests.launching import BIN, ROOT, TINY, read_json, run
+import pytest
+
+from tests.launching import BIN, ROOT, TINY, begin, read_json, wait, wait_for_readings
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+trap 'kill -TERM "${pids[@]}"' TERM
 status=0
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done
+done
 exit $status
 """
 SCONTROL = """#!/bin/bash
-[[ "$1 $2" == "show hostnames" ]] || exit 2
-printf '127.0.0.1\\nsecond\\n'
+case "$1" in
+show) printf '127.0.0.1\\nsecond\\n' ;;
+requeue) echo "requeued $2" ;;
+esac
 """
 
 
-def test_the_batch_script_starts_a_launcher_on_every_node(text_file: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{BIN}:/usr/bin:/bin"
-    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_JOB_ID": "4321", "PATH": path}
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    run(["bash", "accelerate_configs/multi_node.slurm", *flags], env=slurm).assert_ok()
-    assert read_json(tmp_path / "run" / "run.json")["processes"] == 2
-    assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
+    return {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_JOB_ID": "4321", "PATH": path}
 
 
-def test_the_batch_script_asks_to_be_told_before_the_end_and_to_be_requeued() -> None:
+def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
+    slurm: dict[str, str], text_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = ["bash", "accelerate_configs/multi_node.slurm", *TINY, "--dataset", str(text_file)]
+    command += ["--max_steps", "3000", "--save_steps", "3000", "--output_dir", str(folder)]
+    process = begin(command, env=slurm)
+    try:
+        wait_for_readings(process, folder, 3)
+        process.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B: does
+    finally:
+        ended = wait(process)
+    assert "requeued 4321" in ended.out
+    status = read_json(folder / "status.json")
+    assert (read_json(folder / "run.json")["processes"], status["state"]) == (2, "preempted")
+    assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+
+def test_the_batch_script_asks_to_be_told_before_the_end() -> None:
     script = ROOT / "accelerate_configs" / "multi_node.slurm"
     subprocess.run(["bash", "-n", script], check=True, timeout=10)
     directives = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert "#SBATCH --requeue" in directives
-    assert any(line.startswith("#SBATCH --signal=TERM@") for line in directives)
+    assert any(line.startswith("#SBATCH --signal=B:TERM@") for line in directives)
