@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 
+from tqdm import tqdm
+
 
 def rank() -> int:
     """This process's global rank, as its launcher told it; known before any process group exists."""
@@ -25,4 +27,5 @@ def note(message: str) -> None:
 def complain(message: str) -> None:
     """One line on stderr. Says who speaks where it is not rank 0."""
     who = f"rank {rank()}: " if rank() else ""
-    print(f"error: {who}{message}", file=sys.stderr, flush=True)
+    tqdm.write(f"error: {who}{message}", file=sys.stderr)  # on a line of its own, below a bar that is being drawn
+    sys.stderr.flush()

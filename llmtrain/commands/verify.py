@@ -55,14 +55,16 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
     bitwise = "--bitwise" in arguments.flags
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
-        runs = []
-        for i, layout in enumerate(layouts):
-            folder = Path(scratch) / f"{i}"
-            runs.append(_run(layout, arguments, folder))
-        reference, *others = runs
+        reference = _run(layouts[0], arguments, Path(scratch) / "0")
+        others, failures = [], []
+        for i, layout in enumerate(layouts[1:], start=1):
+            try:
+                others.append(_run(layout, arguments, Path(scratch) / f"{i}"))
+            except UserError as error:  # it works on the first layout and not on this one
+                failures.append(str(error))
         print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
         print(f"{reference.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{reference.digest[:7]:>8}")
-        failures = [fault for other in others for fault in _compare(reference, other, bitwise)]
+        failures += [fault for other in others for fault in _compare(reference, other, bitwise)]
     for fault in failures:
         print(fault)
     print("FAILED: not the same run" if failures else f"passed: {len(others)} of {len(others)} are the same run")
@@ -156,8 +158,8 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
     command = [*launcher, *recipe, *arguments.flags, *layout.flags, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        raise UserError(f"{layout}: {said[0].removeprefix('error: ') if said else done.stderr[-2000:]}")
+        said = re.findall(r"error: (.*)", done.stderr)
+        raise UserError(f"{layout}: {said[0] if said else done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     series = {
         key: {line["step"]: line[key] for line in lines if key in line}
