@@ -1,6 +1,7 @@
 """Check on this machine that a recipe is the same run on another layout."""
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -19,10 +20,13 @@ _TOLERANCE = {
     "fp16": (1e-2, 5e-2, 1e-2),
 }
 
+_TRAIN = ("loss", "grad_norm", "learning_rate", "gradient_syncs")
+
 _IN_FLOAT64 = """
-import runpy, sys, torch
+import pathlib, runpy, sys, torch
 torch.set_default_dtype(torch.float64)
 sys.argv = sys.argv[1:]
+sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)  # as if Python had started it
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -33,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="P[xAxM],...",
-        help="processes to compare with one process; or processes x accumulation x micro-batch, all to compare with "
-        "the first (default: the processes of the accelerate config, else as many as there are GPUs, at least 2)",
+        help="processes to compare with one that computes row by row; or processes x accumulation x micro-batch, all "
+        "to compare with the first (default: as many processes as the accelerate config says or there are GPUs, or 2)",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="updates of each run (%(default)s)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
@@ -48,7 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     text = arguments.layouts or str(_processes_at_hand(arguments.config_file))
     layouts = [_Layout.parse(part) for part in text.split(",")]
     if layouts[0].micro_batch is None:
-        layouts.insert(0, _Layout(1, None, None))
+        # other micro-batches too, or a mean of their means would look right; --bitwise keeps them
+        layouts.insert(0, _Layout(1, None, None if "--bitwise" in arguments.flags else 1))
     if len({layout.rows for layout in layouts}) > 1:
         raise UserError(f"--layouts {text}: these are not layouts of one global batch.")
     if not Path(arguments.recipe).is_file():
@@ -64,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
                 failures.append(str(error))
         print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
         print(f"{reference.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{reference.digest[:7]:>8}")
+        failures += _miscounted(reference)
         failures += [fault for other in others for fault in _compare(reference, other, bitwise)]
     for fault in failures:
         print(fault)
@@ -99,8 +105,9 @@ class _Layout(NamedTuple):
         return cls(int(match[1]), int(match[2]) if match[2] else None, int(match[3]) if match[3] else None)
 
     def __str__(self) -> str:
-        if self.micro_batch is None:
-            return f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        if self.accumulation is None:
+            alone = "1 process" if self.micro_batch is None else "1 row at a time"
+            return alone if self.processes == 1 else f"{self.processes} processes"
         return f"{self.processes}x{self.accumulation}x{self.micro_batch}"
 
     @property
@@ -112,15 +119,15 @@ class _Layout(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        if self.rows is None:
-            return []
-        return ["--global_batch_size", str(self.rows), "--per_device_train_batch_size", str(self.micro_batch)]
+        sizes = {"global_batch_size": self.rows, "per_device_train_batch_size": self.micro_batch}
+        return [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
 
 
 class _Outcome(NamedTuple):
     name: str
     precision: str
     rows: dict[int, list[int]]
+    targets: dict[int, int]  # trained tokens up to each step, by the data's own count
     series: dict[str, dict[int, float]]
     weights: dict[str, Any]
     digest: str
@@ -163,7 +170,7 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     series = {
         key: {line["step"]: line[key] for line in lines if key in line}
-        for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens", "eval/loss", "eval/bits_per_byte")
+        for key in ("tokens", *(f"train/{k}" for k in _TRAIN), "eval/loss", "eval/bits_per_byte")
     }
     start = json.loads((folder / "run.json").read_text())["starts"][0]
     unmixed = "float64" if arguments.float64 else "float32"
@@ -172,7 +179,17 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
     ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     checkpoint = folder / "checkpoints" / f"step-{arguments.steps:08d}"
     rows = {line["step"]: line["rows"] for line in ledger}
-    return _Outcome(str(layout), precision, rows, series, weights, digest_of(checkpoint))
+    totals = itertools.accumulate(sum(line["targets"]) for line in ledger)
+    targets = dict(zip(rows, totals, strict=True))
+    return _Outcome(str(layout), precision, rows, targets, series, weights, digest_of(checkpoint))
+
+
+def _miscounted(run: _Outcome) -> list[str]:
+    """Whether the update counted the tokens that its rows hold; a wrong count is the same on every layout."""
+    for step, tokens in run.series["tokens"].items():
+        if step in run.targets and tokens != run.targets[step]:
+            return [f"{run.name}: {tokens:.0f} tokens are counted up to step {step}; its rows hold {run.targets[step]}"]
+    return []
 
 
 def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
@@ -180,6 +197,7 @@ def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
     loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
     same_rows = one.rows == other.rows
     deviations = {key: _deviation(one.series[key], other.series[key]) for key in one.series}
+    syncs = max(other.series["train/gradient_syncs"].values(), default=0)
     moved = sum(float((other.weights[name] - weight).square().sum()) for name, weight in one.weights.items())
     weights = (moved / sum(float(weight.square().sum()) for weight in one.weights.values())) ** 0.5
     loss = max(deviations[key] for key in ("train/loss", "eval/loss", "eval/bits_per_byte"))
@@ -193,14 +211,16 @@ def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
         step = min(step for step in one.rows if one.rows.get(step) != other.rows.get(step))
         wrong.append(f"{other.name}: other rows from step {step} on")
     for what, value, limit in (
-        ("loss", loss, loss_limit),
-        ("gradient norm", norm, norm_limit),
-        ("weights", weights, weight_limit),
-        ("learning rate", deviations["train/learning_rate"], 0.0),
-        ("token counts", deviations["tokens"], 0.0),
+        ("loss differs", loss, loss_limit),
+        ("gradient norm differs", norm, norm_limit),
+        ("weights differ", weights, weight_limit),
+        ("learning rate differs", deviations["train/learning_rate"], 0.0),
+        ("token counts differ", deviations["tokens"], 0.0),
     ):
         if not value <= limit:
-            wrong.append(f"{other.name}: {what} differ by {value:.1e}, more than {limit:.0e}")
+            wrong.append(f"{other.name}: {what} by {value:.1e}, more than {limit:.0e}")
+    if syncs > 1:
+        wrong.append(f"{other.name}: gradients are reduced {syncs} times an update, where once is enough")
     if bitwise and one.digest != other.digest:
         wrong.append(f"{other.name}: other bits of weights or optimizer")
     return wrong

@@ -27,6 +27,7 @@ class Window(NamedTuple):
 
     batches: list[Batch]  # micro-batches
     rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
+    targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
 
 
 class Slot(NamedTuple):
@@ -95,7 +96,7 @@ class Collate:
         pieces = {name: column.split(self.micro_batch) for name, column in columns.items()}
         batches = [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
         rows = torch.tensor([-1 if slot.row is None else slot.row for slot, _ in items])
-        return Window(batches, rows)
+        return Window(batches, rows, (labels[:, 1:] != IGNORED).sum(dim=1))
 
 
 def train_loader(

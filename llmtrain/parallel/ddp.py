@@ -1,7 +1,11 @@
 """Distributed data parallel: every process holds the same weights and averages its gradients with the others'."""
 
+from typing import Any
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
 
 
 def data_parallel_size(accelerator: Accelerator) -> int:
@@ -12,3 +16,23 @@ def data_parallel_size(accelerator: Accelerator) -> int:
 def ddp_settings() -> DistributedDataParallelKwargs:
     """Gradients live in the buckets that are reduced: no second copy of them."""
     return DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+
+
+class GradientSyncs:
+    """Counts the backward passes whose gradients DDP reduces: one an update, however many micro-batches it has.
+
+    Losses and weights agree even when every micro-batch is reduced; only the time does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+        model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", False):
+            self.count += 1
+
+    def read(self) -> int:
+        """Since the last reading."""
+        count, self.count = self.count, 0
+        return count

@@ -81,10 +81,12 @@ class Run:
         """One line of ``metrics.jsonl``, and the same to the trackers."""
         self.metrics.write({"step": self.step, "tokens": self.tokens, **reading})
 
-    def log_rows(self, rows: list[int]) -> None:
-        """One line of ``rows.jsonl``: the row of each slot of the last update, -1 for an empty slot."""
+    def log_rows(self, rows: torch.Tensor, targets: torch.Tensor) -> None:
+        """One line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and its trained tokens,
+        as the data has them: a second count beside the loop's."""
         if self.accelerator.is_main_process:
-            append_json_line(self.folder / "rows.jsonl", {"step": self.step, "rows": rows})
+            line = {"step": self.step, "rows": rows.tolist(), "targets": targets.tolist()}
+            append_json_line(self.folder / "rows.jsonl", line)
 
     def save(self, model: nn.Module, optimizer: Any) -> None:
         """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""

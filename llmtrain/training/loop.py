@@ -16,7 +16,7 @@ from llmtrain.observe.progress import Progress
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import data_parallel_size
+from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.optim import OptimConfig, lr_at
@@ -99,6 +99,7 @@ def train(
         )
     _check_can_train(model, record, optim)
     gradients = BitwiseGradients(model) if run.bitwise else None
+    syncs = GradientSyncs(model)
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
 
@@ -119,9 +120,10 @@ def train(
         update = train_step(
             accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
         )
+        gradient_syncs = syncs.read()
         record.step += 1
         if run.log_rows:
-            record.log_rows(accelerator.gather(window.rows).tolist())
+            record.log_rows(*accelerator.gather((window.rows, window.targets)))
         record.tokens += int(update.tokens)
         throughput.add(int(update.tokens))
         finished = record.step == optim.max_steps
@@ -135,6 +137,7 @@ def train(
                 "train/loss": float(nll / update.tokens.clamp(min=1)),
                 "train/grad_norm": update.grad_norm,
                 "train/learning_rate": lr,
+                "train/gradient_syncs": gradient_syncs,
                 **throughput.read(),
             }
             record.log(metrics)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, GPT, ROOT, TINY, read_json, run, torchrun
+from tests.launching import BIN, GPT, ROOT, TINY, read_json, run, torchrun, write_text
 
 VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify", "layout"]
 
@@ -23,9 +23,9 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-def test_the_same_bits_on_1_and_2_processes_with_dropout(text_file: Path) -> None:
-    flags = [*TINY, "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--steps", "4", GPT, *flags]).assert_ok()
+def test_the_same_bits_on_1_2_and_8_processes_with_dropout(text_file: Path) -> None:
+    flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
+    ended = run([*VERIFY, "--layouts", "2,8", "--steps", "3", GPT, *flags]).assert_ok()
     table = [line.split() for line in ended.out.splitlines()]
     assert table[-1][0] == "passed:"
     digests = {line[-1] for line in table[1:-1]}
@@ -57,22 +57,31 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
     assert 0 < float(weights) < limit
 
 
-def test_without_it_the_layouts_agree_but_for_rounding_and_a_planted_bug_fails(text_file: Path, tmp_path: Path) -> None:
-    flags = [*TINY, "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *flags]).assert_ok()
-    assert "passed: 1 of 1" in ended.out
+def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
+    command = [*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *TINY, "--dataset", str(text_file)]
+    assert "passed: 1 of 1" in run(command).assert_ok().out
 
-    planted = tmp_path / "planted.py"
-    planted.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r})\n"
-        "import gpt\nfrom llmtrain import launch\nfrom llmtrain.training import loop\n"
-        "loop.data_parallel_size = lambda accelerator: 1\n"
-        "if __name__ == '__main__': launch(gpt.main)\n"
-    )
-    ended = run([*VERIFY, "--layouts", "2", "--steps", "4", str(planted), *flags])
-    assert ended.status == 1
-    assert "FAILED" in ended.out
-    assert "2 processes: gradient norm differ" in ended.out.replace("differs", "differ")
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        ("a mean of means", "2 processes: gradient norm differs by"),
+        ("a forgotten data-parallel factor", "2 processes: gradient norm differs by"),
+        ("a missing sync", "2 processes: replicas drifted: transformer.wte.weight of rank 1"),
+        ("a sync in every micro-batch", "2 processes: gradients are reduced 2 times an update"),
+        ("a scheduler stepped per rank", "2 processes: learning rate differs by"),
+        ("unshifted token counts", "264 tokens are counted up to step 1; its rows hold 256"),
+        ("a rank reading another's rows", "2 processes: other rows from step 2 on"),
+        ("one weight perturbed on rank 1", "2 processes: replicas drifted: transformer.wte.weight of rank 1"),
+    ],
+)
+def test_a_planted_bug_fails_the_verification_which_names_it(bug: str, says: str, tmp_path: Path) -> None:
+    short = write_text(tmp_path / "text.txt", sentences=12)  # 17 rows: the third batch is one row and padding
+    flags = [*TINY, "--dataset", str(short)]
+    ended = run([*VERIFY, "--layouts", "2", "--steps", "3", "tests/system/planted.py", *flags], env={"PLANTED": bug})
+    assert ended.status == 1, ended.out + ended.err
+    assert says in ended.out
+    assert ended.out.splitlines()[-1] == "FAILED: not the same run"
 
 
 def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
