@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import os
+import shlex
 import signal
 import sys
 import time
@@ -90,8 +91,8 @@ def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
 _UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "accelerate_configs/multi_gpu.yaml"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "accelerate_configs/multi_gpu.yaml"),
-    "ACCELERATE_USE_FSDP": ("FSDP", "accelerate_configs/multi_gpu.yaml (DDP)"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "accelerate_configs/multi_gpu.yaml (DDP)"),
+    "ACCELERATE_USE_FSDP": ("FSDP", "accelerate_configs/multi_gpu.yaml"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "accelerate_configs/multi_gpu.yaml"),
 }
 
 
@@ -103,13 +104,21 @@ def check_launch() -> None:
             ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
             raise UserError(
                 f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
-                f"accelerate launch --config_file {instead} {' '.join(sys.argv)}"
+                f"accelerate launch --config_file {instead} {shlex.join(sys.argv)}"
             )
-    asked = int(launcher.said("num_processes") or 1)
-    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and asked > 1:
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    if "WORLD_SIZE" not in os.environ and by_accelerate:
+        # accelerate names an address where it was asked for more than one; its command line may be hidden from us
+        asked = int(launcher.said("num_processes") or 1) if launcher.words else None
+        if asked != 1:
+            raise UserError(
+                f"{asked or 'several'} processes were asked for and accelerate started one (it does so for CPU "
+                f"configs); use: accelerate launch --multi_gpu --num_processes {asked or 2} {shlex.join(sys.argv)}"
+            )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise UserError(
-            f"{asked} processes were asked for and accelerate started one (it does so for CPU configs); use: "
-            f"accelerate launch --multi_gpu --num_processes {asked} {' '.join(sys.argv)}"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and no launcher says which rank this is; unset WORLD_SIZE, or "
+            f"use: accelerate launch --multi_gpu --num_processes {os.environ['WORLD_SIZE']} {shlex.join(sys.argv)}"
         )
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("1", ""):
@@ -128,7 +137,10 @@ def start_accelerator(bitwise: bool = False) -> Accelerator:
     """
     check_launch()
     launcher = Launcher.find()
-    cpu = not torch.accelerator.is_available() or launcher.wants_cpu()
+    cpu = _use_cpu(launcher)
+    if bitwise and not cpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+        torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
     accelerator = _make_accelerator(cpu, precision)
@@ -147,6 +159,21 @@ def start_accelerator(bitwise: bool = False) -> Accelerator:
     said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
     say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
     return accelerator
+
+
+def _use_cpu(launcher: Launcher) -> bool:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None or launcher.wants_cpu():
+        return True
+    if device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return True  # Macs' GPUs form no group
+    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if here > devices:
+        raise UserError(
+            f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
+            "(--num_processes), or use accelerate_configs/cpu_ddp.yaml."
+        )
+    return False
 
 
 def _count(n: int, word: str) -> str:
@@ -177,6 +204,8 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
 def _make_accelerator(cpu: bool, precision: str) -> Accelerator:
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    if cpu and precision == "fp16":  # which accelerate would take, and compute in float32
+        raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
     return Accelerator(
         cpu=cpu,
         mixed_precision=precision,

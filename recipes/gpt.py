@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         "block_size": gpt.block_size,
         "global_batch_size": data.global_batch_size,
         "seed": run.seed,
-        "bits": layout.bits if run.bitwise else None,
+        "bits": layout.bits(accelerator) if run.bitwise else None,
         "update": asdict(optim),
     }
     settings = resolved(gpt, data, optim, run)

@@ -69,11 +69,51 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
 def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(launcher, monkeypatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     launcher(["accelerate", "launch"], {"num_processes": 2}, {})
     with pytest.raises(UserError, match=r"accelerate launch --multi_gpu --num_processes 2 "):
         check_launch()
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launcher([], {}, {})  # a launcher that is hidden from us: behind a wrapper script, or python -u
+    with pytest.raises(UserError, match=r"several processes were asked for and accelerate started one"):
+        check_launch()
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     check_launch()
+
+
+def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) -> None:
+    launcher([], {}, {})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE is 2 and no launcher says which rank this is; unset"):
+        check_launch()
+
+
+def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> None:
+    launcher([], {}, {})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(start.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
+    with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
+        check_launch()
+
+
+@pytest.mark.parametrize(("processes", "devices", "kind"), [(2, 1, "cuda"), (2, 2, "cuda"), (2, 1, "mps")])
+def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(processes, devices, kind, monkeypatch) -> None:
+    monkeypatch.setattr(start.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(start.torch.accelerator, "current_accelerator", lambda: start.torch.device(kind))
+    monkeypatch.setattr(start.torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    if (kind, devices) == ("cuda", 1):
+        with pytest.raises(UserError, match=r"2 processes were started on a machine with 1 GPU; start one a GPU"):
+            start._use_cpu(Launcher())
+    else:
+        assert start._use_cpu(Launcher()) is (kind == "mps")
+    assert start._use_cpu(Launcher(["accelerate", "launch", "--cpu"]))
+
+
+def test_fp16_on_a_cpu_is_refused() -> None:
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        start._make_accelerator(True, "fp16")
 
 
 def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch) -> None:
@@ -99,6 +139,7 @@ def test_a_group_of_another_size_than_the_launcher_started_is_refused(launcher, 
     AcceleratorState._reset_state(reset_partial_state=True)
     launcher([], {}, {})
     monkeypatch.setattr(start, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="each would train alone"):
         start.start_accelerator()

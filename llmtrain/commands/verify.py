@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,45 +50,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    text = arguments.layouts or str(_processes_at_hand(arguments.config_file))
+    config = _read_config(arguments.config_file) if arguments.config_file else {}
+    text = arguments.layouts or str(_processes_at_hand(config))
     layouts = [_Layout.parse(part) for part in text.split(",")]
     if layouts[0].micro_batch is None:
-        # other micro-batches too, or a mean of their means would look right; --bitwise keeps them
-        layouts.insert(0, _Layout(1, None, None if "--bitwise" in arguments.flags else 1))
+        layouts.insert(0, _Layout(1, None, 1))  # other micro-batches too, or a mean of their means would look right
     if len({layout.rows for layout in layouts}) > 1:
         raise UserError(f"--layouts {text}: these are not layouts of one global batch.")
     if not Path(arguments.recipe).is_file():
         raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
-    bitwise = "--bitwise" in arguments.flags
+    if len(layouts) < 2:
+        raise UserError(f"--layouts {text}: name two of them or more; the others are compared with the first.")
+    most = max(layout.processes for layout in layouts)
+    if most > 1 and config.get("distributed_type") in ("NO", "MULTI_CPU"):
+        raise UserError(
+            f"--config_file {arguments.config_file} starts one process, distributed_type being "
+            f"{config['distributed_type']}; use accelerate_configs/cpu_ddp.yaml or multi_gpu.yaml."
+        )
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
-        reference = _run(layouts[0], arguments, Path(scratch) / "0")
+        reference = _run(layouts[0], arguments, Path(scratch) / "0", most)
+        if reference.bitwise and layouts[0].accumulation is None:  # which keeps the micro-batch
+            reference = _run(_Layout(1, None, None), arguments, Path(scratch) / "again", most)
         others, failures = [], []
         for i, layout in enumerate(layouts[1:], start=1):
             try:
-                others.append(_run(layout, arguments, Path(scratch) / f"{i}"))
+                others.append(_run(layout, arguments, Path(scratch) / f"{i}", most))
             except UserError as error:  # it works on the first layout and not on this one
                 failures.append(str(error))
         print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
         print(f"{reference.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{reference.digest[:7]:>8}")
         failures += _miscounted(reference)
-        failures += [fault for other in others for fault in _compare(reference, other, bitwise)]
+        failures += [fault for other in others for fault in _compare(reference, other)]
     for fault in failures:
         print(fault)
     print("FAILED: not the same run" if failures else f"passed: {len(others)} of {len(others)} are the same run")
     sys.exit(1 if failures else 0)
 
 
-def _processes_at_hand(config_file: str | None) -> int:
-    import torch
+def _read_config(config_file: str) -> dict[str, Any]:
     import yaml
 
-    if config_file is None:
-        return max(2, torch.cuda.device_count())
     try:
         config = yaml.safe_load(Path(config_file).read_text())
-        return max(2, int(config["num_processes"]))
+        return config | {"num_processes": int(config["num_processes"])}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
+
+
+def _processes_at_hand(config: dict[str, Any]) -> int:
+    import torch
+
+    return max(2, config.get("num_processes", torch.cuda.device_count()))
 
 
 class _Layout(NamedTuple):
@@ -126,6 +139,7 @@ class _Layout(NamedTuple):
 class _Outcome(NamedTuple):
     name: str
     precision: str
+    bitwise: bool
     rows: dict[int, list[int]]
     targets: dict[int, int]  # trained tokens up to each step, by the data's own count
     series: dict[str, dict[int, float]]
@@ -133,8 +147,9 @@ class _Outcome(NamedTuple):
     digest: str
 
 
-def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outcome:
-    """Start the recipe on ``layout`` and read what it left."""
+def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path, most: int) -> _Outcome:
+    """Start the recipe on ``layout`` and read what it left. All layouts compute on the CPU where one of them has more
+    processes (``most``) than there are GPUs."""
     import torch
     from safetensors.torch import load_file
 
@@ -163,7 +178,10 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
     flags = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
     flags += ["--report_to", "none", "--resume_from_checkpoint", "never", "--log_rows"]
     command = [*launcher, *recipe, *arguments.flags, *layout.flags, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = dict(os.environ)
+    if not arguments.config_file and most > torch.cuda.device_count():
+        env["ACCELERATE_USE_CPU"] = "true"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         said = re.findall(r"error: (.*)", done.stderr)
         raise UserError(f"{layout}: {said[0] if said else done.stderr[-2000:]}")
@@ -172,16 +190,17 @@ def _run(layout: _Layout, arguments: argparse.Namespace, folder: Path) -> _Outco
         key: {line["step"]: line[key] for line in lines if key in line}
         for key in ("tokens", *(f"train/{k}" for k in _TRAIN), "eval/loss", "eval/bits_per_byte")
     }
-    start = json.loads((folder / "run.json").read_text())["starts"][0]
-    unmixed = "float64" if arguments.float64 else "float32"
-    precision = {"no": unmixed}.get(start["mixed_precision"], start["mixed_precision"])
+    record = json.loads((folder / "run.json").read_text())
+    mixed = record["starts"][0]["mixed_precision"]
+    precision = "float64" if arguments.float64 else {"no": "float32"}.get(mixed, mixed)
+    bitwise = bool(record["settings"].get("bitwise", {}).get("value"))
     weights = {name: tensor.to(torch.float64) for name, tensor in load_file(folder / "model/model.safetensors").items()}
     ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     checkpoint = folder / "checkpoints" / f"step-{arguments.steps:08d}"
     rows = {line["step"]: line["rows"] for line in ledger}
     totals = itertools.accumulate(sum(line["targets"]) for line in ledger)
     targets = dict(zip(rows, totals, strict=True))
-    return _Outcome(str(layout), precision, rows, targets, series, weights, digest_of(checkpoint))
+    return _Outcome(str(layout), precision, bitwise, rows, targets, series, weights, digest_of(checkpoint))
 
 
 def _miscounted(run: _Outcome) -> list[str]:
@@ -192,7 +211,7 @@ def _miscounted(run: _Outcome) -> list[str]:
     return []
 
 
-def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
+def _compare(one: _Outcome, other: _Outcome) -> list[str]:
     """Print a line of the table; return what is wrong with it."""
     loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
     same_rows = one.rows == other.rows
@@ -221,7 +240,7 @@ def _compare(one: _Outcome, other: _Outcome, bitwise: bool) -> list[str]:
             wrong.append(f"{other.name}: {what} by {value:.1e}, more than {limit:.0e}")
     if syncs > 1:
         wrong.append(f"{other.name}: gradients are reduced {syncs} times an update, where once is enough")
-    if bitwise and one.digest != other.digest:
+    if one.bitwise and one.digest != other.digest:
         wrong.append(f"{other.name}: other bits of weights or optimizer")
     return wrong
 
@@ -230,4 +249,10 @@ def _deviation(one: dict[int, float], other: dict[int, float]) -> float:
     """The largest relative difference; infinite where a step is missing on one side."""
     if one.keys() != other.keys():
         return float("inf")
-    return max((abs(other[step] - value) / max(abs(value), 1e-30) for step, value in one.items()), default=0.0)
+    return max((_relative(value, other[step]) for step, value in one.items()), default=0.0)
+
+
+def _relative(one: float | None, other: float | None) -> float:
+    if one is None or other is None:  # not finite, for which JSON has no word
+        return 0.0 if one is other else float("inf")
+    return abs(other - one) / max(abs(one), 1e-30)

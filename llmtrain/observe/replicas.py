@@ -17,6 +17,7 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
         value = parameter.detach().contiguous()
         bits = value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
         bits = bits.flatten().to(torch.int64)
+        bits = bits ^ (bits >> 32)  # or two flipped signs of float64 would cancel out
         weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
         sums.append((bits * weights).sum())
     return torch.stack(sums)
@@ -27,7 +28,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     first tensor and the ranks."""
     if accelerator.num_processes == 1:
         return
-    plain = accelerator.unwrap_model(model)
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     mine = fingerprint(plain)
     everyone = accelerator.gather(mine[None])
     different = everyone != everyone[0]

@@ -187,7 +187,7 @@ def open_run(
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         details: what else belongs into ``run.json``: facts of the data, the layout.
     """
-    _check_same_everywhere(accelerator, identity)
+    _check_same_everywhere(accelerator, identity, settings)
     choice = on_main(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
     run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
@@ -276,12 +276,21 @@ def _stop_signals(run: Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _check_same_everywhere(accelerator: Accelerator, identity: dict[str, Any]) -> None:
+# Flags that may differ between machines: where things are, and what only the main process does.
+_LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
+
+
+def _check_same_everywhere(
+    accelerator: Accelerator, identity: dict[str, Any], settings: dict[str, dict[str, Any]]
+) -> None:
     """Stop, on all processes, where one of them is about to train something else or with something else: each machine
-    may have its own data, packages and code. Raises :class:`UserError` naming the rank and both values."""
+    may have its own command, data, packages and code. Raises :class:`UserError` naming the rank and both values."""
     if accelerator.num_processes == 1:
         return
-    everyone = gather_object([{**identity, "versions": versions(), "code": code_digest()}])
+    flags = {name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS}
+    precision = accelerator.mixed_precision
+    mine = {"flags": flags, **identity, "precision": precision, "versions": versions(), "code": code_digest()}
+    everyone = gather_object([mine])
     for other, theirs in enumerate(everyone):
         for key, value in everyone[0].items():
             if theirs.get(key) != value:

@@ -1,8 +1,10 @@
 """How a global batch is computed: processes x micro-batches x rows of a micro-batch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
@@ -18,10 +20,11 @@ class Layout:
     def global_batch_size(self) -> int:
         return self.processes * self.accumulation * self.micro_batch
 
-    @property
-    def bits(self) -> dict[str, int]:
+    def bits(self, accelerator: Accelerator) -> dict[str, Any]:
         """What the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
-        return {"slot": self.micro_batch, "threads": torch.get_num_threads()}
+        device = accelerator.device.type
+        threads = torch.get_num_threads() if device == "cpu" else None
+        return {"slot": self.micro_batch, "device": device, "threads": threads, "dtype": accelerator.mixed_precision}
 
     @classmethod
     def of(cls, data: DataConfig, processes: int, bitwise: bool = False) -> "Layout":

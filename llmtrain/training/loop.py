@@ -92,7 +92,7 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
-    if isinstance(model, nn.DataParallel):
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."

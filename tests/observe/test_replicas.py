@@ -15,7 +15,7 @@ class TwoRanks:
     def __init__(self, other: nn.Module) -> None:
         self.other = other
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,15 @@ def test_two_weights_that_change_places_are_noticed() -> None:
         other[0].bias[:2] = other[0].bias[:2].flip(0)
     with pytest.raises(UserError, match=r"0\.bias"):
         check_replicas(TwoRanks(other), model())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_two_flipped_signs_do_not_cancel_out(dtype: torch.dtype) -> None:
+    other = model(dtype)
+    with torch.no_grad():
+        other[0].bias[:2] *= -1
+    with pytest.raises(UserError, match=r"0\.bias"):
+        check_replicas(TwoRanks(other), model(dtype))
 
 
 def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:

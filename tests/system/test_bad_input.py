@@ -61,37 +61,31 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     assert ended.err.count("error: rank 1: the disk of this machine is missing") == 1
 
 
-def test_ranks_that_prepared_other_data_stop_before_anything_is_written(text_file: Path, tmp_path: Path) -> None:
-    """As two machines that share no disk could."""
+@pytest.mark.parametrize(
+    ("on_rank_1", "says"),
+    [
+        ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
+        ("run.versions = lambda: {'torch': '1.0'}", "versions: "),
+        ("argv += ['--per_device_train_batch_size', '4']", "flags: per_device_train_batch_size 4 there, 2 here"),
+    ],
+)
+def test_ranks_that_are_apart_stop_before_anything_is_written(
+    on_rank_1: str, says: str, text_file: Path, tmp_path: Path
+) -> None:
     other = write_text(tmp_path / "other.txt", seed=1)
     out = tmp_path / "run"
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        f"data = ({str(text_file)!r}, {str(other)!r})[int(os.environ['RANK'])]\n"
-        f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', data]\n"
-        "if __name__ == '__main__': launch(lambda: gpt.main(argv))\n"
-    )
-    ended = run([*accelerate("cpu_ddp"), str(script)])
-    assert ended.status != 0
-    assert ended.err.count("error: rank 1 differs from rank 0 in data: ") == 1
-    assert not out.exists()
-
-
-def test_ranks_with_other_packages_stop_before_anything_is_written(text_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    script = tmp_path / "apart.py"
-    script.write_text(
-        "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
         "from llmtrain.record import run\n"
-        "ours = run.versions()\n"
-        "run.versions = lambda: {**ours, 'torch': '1.0'} if os.environ['RANK'] == '1' else ours\n"
+        f"OTHER = {str(other)!r}\n"
         f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', {str(text_file)!r}]\n"
+        f"if os.environ['RANK'] == '1':\n    {on_rank_1}\n"
         "if __name__ == '__main__': launch(lambda: gpt.main(argv))\n"
     )
     ended = run([*accelerate("cpu_ddp"), str(script)])
     assert ended.status != 0
-    assert ended.err.count("error: rank 1 differs from rank 0 in versions: torch 1.0 there, ") == 1
+    assert ended.err.count(f"error: rank 1 differs from rank 0 in {says}") == 1
     assert not out.exists()
 
 

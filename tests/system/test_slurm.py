@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, TINY, begin, read_json, wait, wait_for_readings
+from tests.launching import BIN, ROOT, TINY, begin, read_json, run, wait, wait_for_readings
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -39,23 +39,29 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     slurm: dict[str, str], text_file: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    command = ["bash", "accelerate_configs/multi_node.slurm", *TINY, "--dataset", str(text_file)]
-    command += ["--max_steps", "3000", "--save_steps", "3000", "--output_dir", str(folder)]
+    command = ["bash", "-c", f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm", "batch", *TINY]
+    command += ["--dataset", str(text_file), "--max_steps", "150", "--save_steps", "150"]
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    folder = tmp_path / "runs" / "job-4321"
     process = begin(command, env=slurm)
     try:
         wait_for_readings(process, folder, 3)
-        process.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B: does
+        process.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B: does
     finally:
         ended = wait(process)
     assert "requeued 4321" in ended.out
     status = read_json(folder / "status.json")
     assert (read_json(folder / "run.json")["processes"], status["state"]) == (2, "preempted")
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+    ended = run(command, env=slurm).assert_ok()
+    assert "requeued" not in ended.out
+    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [0, status["step"]]
+    assert read_json(folder / "status.json")["state"] == "finished"
 
 
 def test_the_batch_script_asks_to_be_told_before_the_end() -> None:
     script = ROOT / "accelerate_configs" / "multi_node.slurm"
     subprocess.run(["bash", "-n", script], check=True, timeout=10)
     directives = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert any(line.startswith("#SBATCH --signal=B:TERM@") for line in directives)
+    assert any(line.startswith("#SBATCH --signal=B:USR1@") for line in directives)

@@ -89,6 +89,8 @@ def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
         (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),
         (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
         (["--config_file", "README.md", GPT], "README.md is no accelerate config"),
+        (["--layouts", "2x2x2", GPT], "name two of them or more"),
+        (["--config_file", "accelerate_configs/cpu.yaml", GPT], "starts one process, distributed_type being NO"),
         (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
         ([GPT, *TINY, "--n_head", "3", "--dataset", str(text_file)], "--n_head 3 does not divide"),
     ):

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
-from llmtrain.training.loop import accumulate, count_tokens, train_step
+from llmtrain.training.loop import accumulate, count_tokens, train, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 VOCABULARY = 40
@@ -125,3 +126,11 @@ def test_a_batch_without_any_target_changes_nothing_but_decay(accelerator: Accel
     empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
     assert int(train_step(accelerator, model, optimizer, [empty], 1.0).tokens) == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential])
+def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> None:
+    """Also within DDP, which `prepare` would put around it."""
+    model = wrap(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
+        train(accelerator, model, None, None, None, None, None, None)
