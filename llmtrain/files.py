@@ -1,25 +1,34 @@
 """Files that are whole or absent: written beside their place, forced to the disk, then renamed into it."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llmtrain.errors import UserError
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace ``path`` by the content, atomically."""
+    with _replacing(path) as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    """A file to fill, which takes the place of ``path`` when the block ends."""
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+            yield file
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(0o666 & ~_umask())  # mkstemp ignores the umask
@@ -28,6 +37,37 @@ def write_json(path: Path, content: Any) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+_BLOCK = 1 << 24  # bytes that are written while the ones before are hashed
+
+
+def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, force it to the disk, and return its ``bytes`` and ``sha256``, taken on the way: what a disk
+    gives back later is compared with what was meant, not with what it held."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for piece in pieces:
+            whole = memoryview(piece).cast("B")
+            for start in range(0, len(whole), _BLOCK):
+                block = whole[start : start + _BLOCK]
+                hashing = hasher.submit(digest.update, block)
+                written = file.write(block)
+                while written < len(block):  # a signal, or the last bytes of a full disk
+                    written += file.write(block[written:])
+                hashing.result()
+            size += len(whole)
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def read_hashed(path: Path) -> dict[str, Any]:
+    """``bytes`` and ``sha256`` of a file as it stands."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def append_json_line(path: Path, content: dict[str, Any]) -> None:
@@ -49,9 +89,8 @@ def forget_after(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError, KeyError):  # a line cut off by a crash
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-    working = path.with_suffix(".tmp")
-    working.write_text("".join(f"{line}\n" for line in kept))
-    working.replace(path)
+    with _replacing(path) as file:
+        file.write("".join(f"{line}\n" for line in kept))
 
 
 @contextlib.contextmanager
@@ -64,14 +103,16 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield working
         for path in [working, *working.rglob("*")]:
-            sync_folder(path) if path.is_dir() else _sync_file(path)
+            sync_folder(path) if path.is_dir() else sync_file(path)
+        replaced = target.parent / f".tmp-replaced-{target.name}-{os.getpid()}"
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(replaced)
         working.rename(target)
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
     sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -84,7 +125,8 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Force to the disk what others wrote."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -20,21 +17,18 @@ class ModelFiles:
     tokenizer: "PreTrainedTokenizerFast"
     trained_on: str = "unknown data"
 
-    def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Write a complete model folder; ``weights`` are keyed by Hugging Face's names."""
+    def write(self, folder: Path, parameters: int) -> None:
+        """Write all of a model folder but ``model.safetensors``."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(self.card(weights))
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "README.md").write_text(self.card(parameters))
 
-    def card(self, weights: dict[str, torch.Tensor]) -> str:
+    def card(self, parameters: int) -> str:
         """The model card, in the form that the hub reads."""
-        count = sum(tensor.numel() for tensor in weights.values())
         return (
             "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [llmtrain]\n---\n\n"
-            f"# A {self.config['model_type']} of {count:,} parameters\n\n"
+            f"# A {self.config['model_type']} of {parameters:,} parameters\n\n"
             f"Trained with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"

@@ -9,30 +9,36 @@
 A folder is filled under another name and renamed when all of it is on the disk: the rename is the commit.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.errors import UserError
-from llmtrain.files import new_folder, write_json
+from llmtrain.errors import UserError, first_line
+from llmtrain.files import new_folder, read_hashed, write_hashed
+from llmtrain.record.tensors import write_tensors
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_WEIGHTS = "model/model.safetensors"
+_OPTIMIZER = "optimizer/state.safetensors"
 _KEPT_AT_LEAST = 2
+_SPARE_BYTES = 1 << 24  # for everything that is no tensor
 
 
 class ModelWriter(Protocol):
-    def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Write a complete model folder."""
+    def write(self, folder: Path, parameters: int) -> None:
+        """Write all of a model folder but its weights, of which there are ``parameters``."""
 
 
 def write_checkpoint(
@@ -46,18 +52,28 @@ def write_checkpoint(
     """Commit ``folder/step-N``; only one process of a run calls this. Raises :class:`UserError` where it cannot be
     written, and then leaves what was there untouched."""
     target = folder / f"step-{step:08d}"
+    needed = sum(t.numel() * t.element_size() for part in (weights, optimizer_state) for t in part.values())
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed + _SPARE_BYTES:
+            raise OSError(f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk")
         with new_folder(target) as working:
-            files.write(working / "model", weights)
+            manifest = {_WEIGHTS: write_model(working / "model", files, weights)}
             (working / "optimizer").mkdir()
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_state.items()}
-            save_file(tensors, working / "optimizer" / "state.safetensors")
-            write_json(working / "state.json", state)
-            paths = sorted(path for path in working.rglob("*") if path.is_file())
-            write_json(working / MANIFEST, {str(path.relative_to(working)): _describe(path) for path in paths})
-    except (OSError, SafetensorError) as error:
+            manifest[_OPTIMIZER] = write_tensors(working / _OPTIMIZER, optimizer_state)
+            manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
+            manifest |= {name: read_hashed(working / name) for name in _files(working) - manifest.keys()}
+            write_hashed(working / MANIFEST, [_as_json(manifest)])
+    except OSError as error:
         raise UserError(f"{target} could not be written ({error}); older checkpoints are untouched.") from None
     return target
+
+
+def write_model(folder: Path, files: ModelWriter, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a complete model folder; returns ``bytes`` and ``sha256`` of the weights' file."""
+    files.write(folder, sum(tensor.numel() for tensor in weights.values()))
+    return write_tensors(folder / "model.safetensors", weights)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -66,15 +82,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in found if _NAME.fullmatch(p.name)), key=lambda p: int(p.name.removeprefix("step-")))
 
 
-def newest_valid(folder: Path, set_aside: bool = False) -> Path | None:
-    """The newest checkpoint that verifies; those that do not are named, and set aside in a folder that is ours.
-    ``None`` where there never was one.
+def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = None) -> Path | None:
+    """The newest checkpoint that verifies, and is of the run with this identity's sha256; those that do not are named,
+    and set aside in a folder that is ours. ``None`` where there never was one.
 
     Raises :class:`UserError` where there are checkpoints and none is whole: starting afresh would hide the loss.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
         fault = find_fault(path)
+        if fault is None and identity not in (None, read_state(path).get("identity_sha256")):
+            fault = "it belongs to another run"
         if fault is None:
             return path
         say("resume", f"{path.name} is damaged: {fault}")
@@ -88,30 +106,41 @@ def newest_valid(folder: Path, set_aside: bool = False) -> Path | None:
 
 
 def find_fault(path: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, or ``None``: every file of the manifest is there, with its bytes."""
+    """Why a checkpoint cannot be trusted, or ``None``: exactly the files of its manifest are there, with their bytes,
+    and it is of the step that its name says. No name in a manifest is followed, nor is a link."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name, described in manifest.items():
-            file = path / name
-            if file.is_symlink() or not file.is_file():
-                return f"{name} is missing"
-            if _describe(file) != described:
-                return f"{name} differs from its hash"
-        present = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
-        if extra := present - set(manifest):
-            return f"{min(extra)} is not in the manifest"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{MANIFEST}: {error}"
-    return None
+        return next(_faults(path), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} or state.json: {first_line(error)}"
+
+
+def _faults(path: Path) -> Iterator[str]:
+    if path.is_symlink():
+        yield "it is a link"
+    manifest = json.loads((path / MANIFEST).read_text())
+    present = _files(path) - {MANIFEST}
+    yield from (f"{name} is missing" for name in sorted({_WEIGHTS, _OPTIMIZER, "state.json", *manifest} - present))
+    yield from (f"{name} is not in the manifest" for name in sorted(present - manifest.keys()))
+    with ThreadPoolExecutor() as readers:
+        for name, found in zip(manifest, readers.map(lambda name: read_hashed(path / name), manifest), strict=True):
+            if found != manifest[name]:
+                yield f"{name} differs from its hash"
+    if read_state(path)["step"] != int(path.name.removeprefix("step-")):
+        yield f"it is of step {read_state(path)['step']}"
 
 
 def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text())
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete the oldest, after a newer one was committed; two always stay."""
-    for path in checkpoints(folder)[: -max(keep, _KEPT_AT_LEAST)]:
+def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
+    """Delete the oldest, after a newer one was committed. The newest ``keep`` stay, and so do the newest two of those
+    that this process has written or read whole, and the one with the lowest held-out loss."""
+    every = checkpoints(folder)
+    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-_KEPT_AT_LEAST:], _best(every)}
+    for path in every:
+        if path in staying:
+            continue
         doomed = path.with_name(f".tmp-doomed-{path.name}")  # a half-deleted one must not look committed
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -135,11 +164,11 @@ def digest_of(path: Path) -> str:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model" / "model.safetensors")
+    return load_file(path / _WEIGHTS)
 
 
 def load_optimizer_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "optimizer" / "state.safetensors")
+    return load_file(path / _OPTIMIZER)
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
@@ -154,9 +183,19 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def _files(folder: Path) -> set[str]:
+    """Relative names of all files; a link is none of them."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+
+
+def _as_json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _best(every: list[Path]) -> Path | None:
+    losses = {}
+    for path in every:
+        with contextlib.suppress(OSError, ValueError):
+            losses[path] = read_state(path).get("eval_loss")
+    known = {path: loss for path, loss in losses.items() if loss is not None}
+    return min(known, key=lambda path: known[path], default=None)

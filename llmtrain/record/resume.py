@@ -15,7 +15,8 @@ from llmtrain.record.provenance import difference, digest
 
 def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dict[str, Any]:
     """Where this run lives and what it goes on from; makes the folder."""
-    fresh = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
+    fresh: dict[str, Any] = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
+    fresh["incarnation"] = secrets.token_hex(8)
     if resume not in ("auto", "never"):
         source = _named_checkpoint(Path(resume), identity)
         folder = next(path for path in _names(output_dir) if _is_free(path))
@@ -27,7 +28,7 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
             why = "new" if folder.name == Path(output_dir).resolve().name else f"new; {output_dir} is taken"
             return fresh | {"folder": str(folder), "why": why}
         if resume == "auto" and (previous := _unfinished(folder, identity)) is not None:
-            found = checkpoint.newest_valid(folder / "checkpoints", set_aside=True)
+            found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
             kept = {"folder": str(folder), "run_id": previous["run_id"]}
             if found is None:
                 return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}

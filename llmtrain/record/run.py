@@ -1,7 +1,9 @@
 """A run's folder: what it is, how it stands, what it measured, and the checkpoints it can go on from."""
 
 import contextlib
+import json
 import os
+import platform
 import shutil
 import signal
 import time
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import filelock
 import torch
@@ -20,13 +22,17 @@ from torch import nn
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import append_json_line, forget_after, new_folder, write_json
+from llmtrain.files import append_json_line, forget_after, new_folder, sync_file, write_json
 from llmtrain.record import checkpoint
+from llmtrain.record.deadline import Deadline
 from llmtrain.record.provenance import code_digest, difference, digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
+from llmtrain.record.saver import Saver
 from llmtrain.record.tracking import Metrics, tracker_names
 
-_PATIENCE_SECONDS = 3.0  # between a first Ctrl-C, which saves, and one that does not wait
+_LEDGERS = ("metrics.jsonl", "rows.jsonl")
+_PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass
@@ -39,7 +45,10 @@ class RunConfig:
     logging_steps: int = flag(10, "updates between two readings of the training loss")
     eval_steps: int = flag(100, "updates between two evaluations; there is one before the first update and at the end")
     save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
-    save_total_limit: int = flag(2, "checkpoints that are kept, at least 2")
+    save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
+    async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
+    max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
+    skip_nonfinite: int = flag(0, "updates with a gradient that is not finite that are skipped before the run stops")
     resume_from_checkpoint: str = flag(
         "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
     )
@@ -56,6 +65,8 @@ class RunConfig:
         require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
         require_at_least(self, 2, "save_total_limit")
         require_at_least(self, 0, "check_replicas_steps")
+        require_at_least(self, 0, "skip_nonfinite")
+        require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
         tracker_names(self.report_to)
@@ -71,15 +82,34 @@ class Run:
     identity: dict[str, Any]
     files: checkpoint.ModelWriter
     metrics: Metrics
+    saver: Saver
+    incarnation: str
     resumed_from: Path | None = None
     step: int = 0
     tokens: int = 0
-    stop_requested: bool = False
+    skipped: int = 0
+    stop_reason: str = ""
+    deadline: Deadline = field(default_factory=Deadline)
+    _evaluated: tuple[int, float] | None = None
     _outcome: dict[str, str] = field(default_factory=lambda: {"state": "failed", "reason": "ended without a word"})
+
+    def updated(self, tokens: int) -> None:
+        """One more update, on so many trained tokens."""
+        self.step += 1
+        self.tokens += tokens
 
     def log(self, reading: dict[str, float]) -> None:
         """One line of ``metrics.jsonl``, and the same to the trackers."""
         self.metrics.write({"step": self.step, "tokens": self.tokens, **reading})
+        if "eval/loss" in reading:
+            self._evaluated = self.step, reading["eval/loss"]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process wants all of them to save and stop after the step at hand."""
+        if not self.stop_reason and self.deadline.is_near():
+            self.stop_reason = self.deadline.why
+        return bool(self.stop_reason) or self.saver.failed
 
     def log_rows(self, rows: torch.Tensor, targets: torch.Tensor) -> None:
         """One line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and its trained tokens,
@@ -93,11 +123,17 @@ class Run:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         _check_finite(plain)
         scaler = self.accelerator.scaler
+        began = time.monotonic()
 
         def write() -> None:
+            self.saver.wait()
+            self._check_still_mine()
+            at_step, loss = self._evaluated or (None, None)
             state = {
                 "step": self.step,
                 "tokens": self.tokens,
+                "skipped": self.skipped,
+                "eval_loss": loss if at_step == self.step else None,
                 "identity": self.identity,
                 "identity_sha256": digest(self.identity),
                 "processes": self.accelerator.num_processes,
@@ -107,11 +143,13 @@ class Run:
                 "versions": versions(),
             }
             tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer)
-            checkpoint.write_checkpoint(self._checkpoints, self.step, self.files, plain.state_dict(), tensors, state)
-            checkpoint.prune(self._checkpoints, self.config.save_total_limit)
-            self._write_status("running")
+            for name in _LEDGERS:  # what is logged of the updates before a checkpoint is as durable as it
+                if (self.folder / name).exists():
+                    sync_file(self.folder / name)
+            self.saver.save(self.step, plain.state_dict(), tensors, state, self._status("running").write)
 
         on_main(self.accelerator, write)
+        self.deadline.saving_took(time.monotonic() - began)
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
         """Load the checkpoint that this run goes on from, where there is one. The main process reads it and sends it
@@ -126,6 +164,7 @@ class Run:
         tensors = self._from_main_process(checkpoint.load_optimizer_tensors(path) if here else None)
         checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
         state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
+        self.skipped = state.get("skipped", 0)
         if self.accelerator.scaler is not None and state["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(state["loss_scaler"])
 
@@ -136,27 +175,33 @@ class Run:
         _check_finite(plain)
 
         def write() -> None:
+            self.saver.wait()
             with new_folder(self.folder / "model") as working:
-                self.files.write(working, plain.state_dict())
+                checkpoint.write_model(working, self.files, plain.state_dict())
 
         on_main(self.accelerator, write)
         self._outcome = {"state": "finished", "reason": "all updates were made"}
 
     def preempted(self) -> None:
         """The run stops before its last update, with a checkpoint of where it stands."""
-        self._outcome = {"state": "preempted", "reason": f"asked to stop; step {self.step} is saved"}
+        on_main(self.accelerator, self.saver.wait)
+        why = self.stop_reason or "asked to stop"
+        self._outcome = {"state": "preempted", "reason": f"{why}; step {self.step} is saved"}
         how = "" if self.config.resume_from_checkpoint == "auto" else " without --resume_from_checkpoint"
-        say("stopped", f"step {self.step} is saved in {self.folder}; the same command{how} goes on from there")
+        say("stopped", f"{why}: step {self.step} is saved in {self.folder}; the same command{how} goes on from there")
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+    def _status(self, state: str, reason: str = "") -> "_Status":
+        return _Status(self.folder, state, self.step, reason, self.incarnation)
 
     def _write_status(self, state: str, reason: str = "") -> None:
         if self.accelerator.is_main_process:
-            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            status = {"state": state, "step": self.step, "reason": reason, "pid": os.getpid(), "time": now}
-            write_json(self.folder / "status.json", status)
+            self._status(state, reason).write()
+
+    def _check_still_mine(self) -> None:
+        """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices."""
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((self.folder / "status.json").read_text())["incarnation"] != self.incarnation:
+                raise UserError(f"{self.folder}: another run has taken over this folder; nothing was saved here.")
 
     def _from_main_process(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         if self.accelerator.num_processes == 1:
@@ -169,6 +214,22 @@ class Run:
             tensor = tensors[name] if tensors is not None else torch.empty(shape, dtype=dtype)
             received[name] = broadcast(tensor.to(self.accelerator.device)).cpu()
         return received
+
+
+class _Status(NamedTuple):
+    """What ``status.json`` says."""
+
+    folder: Path
+    state: str
+    step: int
+    reason: str
+    incarnation: str
+
+    def write(self) -> None:
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        content = self._asdict() | {"pid": os.getpid(), "host": platform.node(), "time": now}
+        del content["folder"]
+        write_json(self.folder / "status.json", content)
 
 
 @contextlib.contextmanager
@@ -190,10 +251,13 @@ def open_run(
     _check_same_everywhere(accelerator, identity, settings)
     choice = on_main(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
-    run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder))
+    saver = Saver(folder / "checkpoints", files, config.save_total_limit, config.async_save)
+    run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder), saver, choice["incarnation"])
+    run.deadline = Deadline.of(config.max_hours)
     if choice["checkpoint"]:
         run.resumed_from = Path(choice["checkpoint"])
         run.step, run.tokens = choice["step"], choice["tokens"]
+        saver.verified.append(run.resumed_from)
     say("run", f"{folder} ({choice['why']})")
     with contextlib.ExitStack() as cleanup:
 
@@ -205,7 +269,7 @@ def open_run(
             # what a process that was killed left half-written
             for leftover in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            for name in ("metrics.jsonl", "rows.jsonl"):
+            for name in _LEDGERS:
                 forget_after(folder / name, run.step)
             record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
@@ -219,9 +283,12 @@ def open_run(
             run.metrics.start(tracker_names(config.report_to), values, run_name, choice["run_id"])
             yield run
         except BaseException as error:
+            with contextlib.suppress(Exception):  # the error at hand is the one to tell
+                saver.wait()
             with contextlib.suppress(OSError):
                 run._write_status("failed", first_line(error))
-            run.metrics.close(exit_code=1)
+            if not isinstance(error, KeyboardInterrupt):  # who cannot wait does not wait for trackers
+                run.metrics.close(exit_code=1)
             raise
         run.metrics.close(exit_code=0)
         run._write_status(**run._outcome)
@@ -253,19 +320,20 @@ def on_main(accelerator: Accelerator, action: Any) -> Any:
 
 @contextlib.contextmanager
 def _stop_signals(run: Run) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a stop after the step at hand. Launchers and batch systems repeat themselves, so only
-    a second Ctrl-C, some seconds after the first, is obeyed at once."""
-    asked_at = 0.0
+    """SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step at hand. A second one is obeyed at once, but launchers
+    and batch systems repeat themselves: only where it comes some seconds after the first."""
+    asked_at: float | None = None
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
-        if not run.stop_requested:
-            run.stop_requested, asked_at = True, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - asked_at > _PATIENCE_SECONDS:
+        now = time.monotonic()
+        if asked_at is None:
+            asked_at, run.stop_reason = now, f"asked to stop by {signal.Signals(number).name}"
+        elif now - asked_at > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
 
     try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, ask) for number in _STOP_SIGNALS}
     except ValueError:  # not the main thread, as in a notebook's helper: signals stay the host's
         yield
         return

@@ -1,6 +1,7 @@
 """The loop: windows of micro-batches in, updates, metrics and checkpoints out. The step is its only state."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -10,13 +11,16 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.console import say
+from llmtrain.data.loader import Window
+from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
 from llmtrain.observe.progress import Progress
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size
+from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size, settle_buckets
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.optim import OptimConfig, lr_at
@@ -41,7 +45,8 @@ def train_step(
     stop_requested: bool = False,
     forward_backward: ForwardBackward | None = None,
 ) -> Update:
-    """One update with the gradient of the mean loss over all trained tokens of the global batch.
+    """One update with the gradient of the mean loss over all trained tokens of the global batch; none, and the same
+    on every rank, where that gradient is not finite.
 
     However the batch is split over micro-batches and processes: each backward pass adds the gradient of its *sum*,
     divided by the token count of the whole. Gradients are reduced once, in the last micro-batch. A parallel method
@@ -50,12 +55,10 @@ def train_step(
     tokens, stop = count_tokens(accelerator, batches, stop_requested)
     nll = (forward_backward or accumulate)(accelerator, model, batches, tokens)
     grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
-    if grad_norm - grad_norm != 0 and accelerator.scaler is None:  # NaN or Inf, on every rank alike
-        raise UserError(
-            f"the gradient norm is {grad_norm}; no update was made. Lower --learning_rate, or look at the rows of "
-            "this step. The newest checkpoint is untouched."
-        )
-    optimizer.step()
+    if (
+        math.isfinite(grad_norm) or accelerator.scaler is not None
+    ):  # fp16's scaler skips by itself, and lowers its scale
+        optimizer.step()
     optimizer.zero_grad()
     return Update(nll, tokens, grad_norm, stop)
 
@@ -113,19 +116,19 @@ def train(
         evaluate_now()
     model.train()
     throughput.restart()
-    for window in train_batches:
+    for window in _windows(accelerator, model, train_batches, run.seed, record.step):
         lr = lr_at(record.step, optim)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        syncs.restart()
         update = train_step(
             accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
         )
-        gradient_syncs = syncs.read()
-        record.step += 1
+        _count_skipped(accelerator, window, update, run, record)
+        record.updated(int(update.tokens))
+        throughput.add(int(update.tokens))
         if run.log_rows:
             record.log_rows(*accelerator.gather((window.rows, window.targets)))
-        record.tokens += int(update.tokens)
-        throughput.add(int(update.tokens))
         finished = record.step == optim.max_steps
         saving = finished or update.stop or record.step % run.save_steps == 0
         if run.check_replicas_steps and (saving or record.step % run.check_replicas_steps == 0):
@@ -137,7 +140,7 @@ def train(
                 "train/loss": float(nll / update.tokens.clamp(min=1)),
                 "train/grad_norm": update.grad_norm,
                 "train/learning_rate": lr,
-                "train/gradient_syncs": gradient_syncs,
+                "train/gradient_syncs": syncs.count,
                 **throughput.read(),
             }
             record.log(metrics)
@@ -155,6 +158,32 @@ def train(
         record.finish(model)
     else:
         record.preempted()
+
+
+def _windows(
+    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, seed: int, step: int
+) -> Iterator[Window]:
+    """The windows from ``step`` on. Before each, torch's generator is set for the update and the process, so that the
+    dropout of models that take no keys is a function of these as well."""
+    for number, window in enumerate(train_batches, start=step):
+        if number == step > 0:
+            settle_buckets(accelerator, model, window.batches[-1])
+        torch.manual_seed(key_of(seed, number * accelerator.num_processes + accelerator.process_index) >> 1)
+        yield window
+
+
+def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run: RunConfig, record: Run) -> None:
+    """Where the update was not made: raise :class:`UserError` on every rank, or count it if some may be skipped."""
+    if math.isfinite(update.grad_norm) or accelerator.scaler is not None:
+        return
+    rows = [row for row in accelerator.gather(window.rows).tolist() if row >= 0]
+    what = f"update {record.step + 1} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
+    if record.skipped == run.skip_nonfinite:
+        raise UserError(
+            f"{what}. Lower --learning_rate, or allow some with --skip_nonfinite. The newest checkpoint is untouched."
+        )
+    record.skipped += 1
+    say("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
 
 
 def _check_can_train(model: nn.Module, record: Run, optim: OptimConfig) -> None:

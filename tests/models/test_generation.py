@@ -8,6 +8,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel, model_folder
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.record.checkpoint import write_model
 from tests.models.test_gpt import jolted
 
 CONTEXT = 24
@@ -18,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONTEXT)
     model = jolted(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words)))
     path = tmp_path_factory.mktemp("model")
-    ModelFiles(model.hf_config(words.eos_token_id), words).write(path, model.state_dict())
+    write_model(path, ModelFiles(model.hf_config(words.eos_token_id), words), model.state_dict())
     return path
 
 

@@ -1,6 +1,7 @@
 """The update itself: the gradient of one big batch, however it is split."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -105,16 +106,13 @@ def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(
-    accelerator: Accelerator, model: GPT, poison: float
-) -> None:
+def test_a_gradient_that_is_not_finite_makes_no_update(accelerator: Accelerator, model: GPT, poison: float) -> None:
     optimizer = make_optimizer(model, OptimConfig())
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = poison
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(UserError, match="gradient norm is"):
-        train_step(accelerator, model, optimizer, [ragged_batch()], 1.0)
+    assert not math.isfinite(train_step(accelerator, model, optimizer, [ragged_batch()], 1.0).grad_norm)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if name != "transformer.ln_f.bias")
 

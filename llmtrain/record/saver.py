@@ -1,0 +1,70 @@
+"""Checkpoints of one run, one after the other: at once, or from a copy in the background."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.record.checkpoint import ModelWriter, prune, write_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Saver:
+    """Writes checkpoints of a run into its folder and deletes old ones; used by the process that writes.
+
+    In the background there is one save at a time; what fails there is raised by the next :meth:`wait`.
+    """
+
+    def __init__(self, folder: Path, files: ModelWriter, keep: int, in_background: bool = False) -> None:
+        self.folder, self.files, self.keep = folder, files, keep
+        self.verified: list[Path] = []  # what this process has written, or read whole
+        self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
+        self._under_way: Future[None] | None = None
+        self._copies: Tensors = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has ended with an error, which :meth:`wait` will raise."""
+        pending = self._under_way
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def save(
+        self, step: int, weights: Tensors, optimizer: Tensors, state: dict[str, Any], done: Callable[[], None]
+    ) -> None:
+        """Commit a checkpoint, then call ``done``. In the background it is a checkpoint of the tensors as they are
+        now."""
+        self.wait()
+        if self._pool is None:
+            self._write(step, weights, optimizer, state, done)
+            return
+        weights, optimizer = self._copy("weights", weights), self._copy("optimizer", optimizer)
+        self._under_way = self._pool.submit(self._write, step, weights, optimizer, state, done)
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises what the last one raised."""
+        pending, self._under_way = self._under_way, None
+        if pending is not None:
+            pending.result()
+
+    def _copy(self, part: str, tensors: Tensors) -> Tensors:
+        """On the host, into memory that is kept from save to save: new pages cost more than the copying."""
+        copies = {}
+        for name, tensor in tensors.items():
+            place = self._copies.get(f"{part} {name}")
+            if place is None:
+                place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._copies[f"{part} {name}"] = place
+            copies[name] = place.copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return copies
+
+    def _write(
+        self, step: int, weights: Tensors, optimizer: Tensors, state: dict[str, Any], done: Callable[[], None]
+    ) -> None:
+        self.verified.append(write_checkpoint(self.folder, step, self.files, weights, optimizer, state))
+        prune(self.folder, self.keep, self.verified)
+        done()
