@@ -11,7 +11,7 @@ from llmtrain.errors import UserError
 
 COMMANDS = {
     "generate": "write text with a trained model",
-    "verify": "check that a recipe is the same run on another layout",
+    "verify": "check that a recipe is the same run on another layout, or when it is killed",
 }
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
 

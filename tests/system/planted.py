@@ -51,6 +51,7 @@ PLANT = {
     "a scheduler stepped per rank": (loop, "lr_at", lambda step, config: optim.lr_at(step * WORLD, config)),
     "unshifted token counts": (loop, "count_targets", controls.unshifted),
     "a rank reading another's rows": (Collate, "__call__", rows_of_rank_0),
+    "buckets that are not settled": (loop, "settle_buckets", lambda accelerator, model, batch: None),
     "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
 

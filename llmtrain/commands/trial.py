@@ -1,0 +1,268 @@
+"""Short runs of a user's own recipe, in real processes, to compare with each other."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmtrain.errors import UserError, first_line
+
+# What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
+_TOLERANCE = {
+    "float64": (1e-12, 1e-12, 1e-12),
+    "float32": (1e-5, 1e-4, 1e-5),
+    "bf16": (1e-2, 5e-2, 1e-2),
+    "fp16": (1e-2, 5e-2, 1e-2),
+}
+_TRAIN = ("loss", "grad_norm", "learning_rate", "gradient_syncs")
+_POLL_SECONDS = 0.005
+_IN_FLOAT64 = """
+import pathlib, runpy, sys, torch
+torch.set_default_dtype(torch.float64)
+sys.argv = sys.argv[1:]
+sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)  # as if Python had started it
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Asked(NamedTuple):
+    """A layout as it is written on the command line; what is ``None`` is left to the recipe."""
+
+    processes: int
+    accumulation: int | None = None
+    micro_batch: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Asked":
+        match = re.fullmatch(r"(\d+)(?:x(\d+)x(\d+))?", text.strip())
+        if match is None or int(match[1]) < 1:
+            raise UserError(
+                f"--layouts {text}: write processes, such as 2, or 2x1x4 (processes x accumulation x rows)."
+            )
+        return cls(int(match[1]), int(match[2]) if match[2] else None, int(match[3]) if match[3] else None)
+
+    def __str__(self) -> str:
+        if self.accumulation is None:
+            alone = "1 process" if self.micro_batch is None else "1 row at a time"
+            return alone if self.processes == 1 else f"{self.processes} processes"
+        return f"{self.processes}x{self.accumulation}x{self.micro_batch}"
+
+    @property
+    def rows(self) -> int | None:
+        """Of the global batch, where it is said."""
+        if self.micro_batch is None or self.accumulation is None:
+            return None
+        return self.processes * self.accumulation * self.micro_batch
+
+    @property
+    def flags(self) -> list[str]:
+        sizes = {"global_batch_size": self.rows, "per_device_train_batch_size": self.micro_batch}
+        return [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
+
+
+class Trial:
+    """Starts the recipe as often as it takes, always with the same flags but for the layout and the folder."""
+
+    def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
+        if not Path(arguments.recipe).is_file():
+            raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
+        self.arguments, self.steps = arguments, steps
+        self.config = _read_config(arguments.config_file) if arguments.config_file else {}
+        self.layouts = [Asked.parse(part) for part in (arguments.layouts or str(self._at_hand())).split(",")]
+        if len({layout.rows for layout in self.layouts}) > 1:
+            raise UserError(f"--layouts {arguments.layouts}: these are not layouts of one global batch.")
+        most = max(layout.processes for layout in self.layouts)
+        if most > 1 and self.config.get("distributed_type") in ("NO", "MULTI_CPU"):
+            raise UserError(
+                f"--config_file {arguments.config_file} starts one process, distributed_type being "
+                f"{self.config['distributed_type']}; use accelerate_configs/cpu_ddp.yaml or multi_gpu.yaml."
+            )
+        self.on_cpu = not arguments.config_file and most > _gpus()  # all layouts, where one needs it
+        forced = {"max_steps": steps, "logging_steps": 1, "save_steps": save_steps, "report_to": "none"}
+        forced["resume_from_checkpoint"] = "auto"
+        self.flags = [word for name, value in forced.items() for word in (f"--{name}", str(value))] + ["--log_rows"]
+
+    def _at_hand(self) -> int:
+        return max(2, self.config.get("num_processes", _gpus()))
+
+    def begin(self, layout: Asked, folder: Path) -> subprocess.Popen:
+        """The recipe's first process, which leads a process group of its own."""
+        launcher = [sys.executable]
+        if self.arguments.config_file:
+            launcher += ["-m", "accelerate.commands.launch", "--config_file", self.arguments.config_file]
+            launcher += ["--num_processes", str(layout.processes)]
+        elif layout.processes > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.processes)]
+        recipe = [self.arguments.recipe]
+        if self.arguments.float64:
+            script = folder.parent / "in_float64.py"
+            script.write_text(_IN_FLOAT64)
+            recipe.insert(0, str(script))
+        command = [*launcher, *recipe, *self.arguments.flags, *layout.flags, *self.flags, "--output_dir", str(folder)]
+        env = dict(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if self.on_cpu else {})
+        with (folder.parent / f"{folder.name}.err").open("wb") as err:
+            return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
+
+    def finish(self, process: subprocess.Popen, layout: Asked, folder: Path) -> "Outcome":
+        """Wait for the end. Raises :class:`UserError` with what the recipe said, where it failed."""
+        try:
+            process.wait()
+        finally:
+            kill(process)
+        if process.returncode:
+            said = (folder.parent / f"{folder.name}.err").read_text(errors="replace")
+            lines = re.findall(r"error: (.*)", said)
+            raise UserError(f"{layout}: {lines[0] if lines else said[-2000:]}")
+        return Outcome.read(str(layout), folder, "float64" if self.arguments.float64 else None)
+
+    def run(self, layout: Asked, folder: Path) -> "Outcome":
+        return self.finish(self.begin(layout, folder), layout, folder)
+
+    def kill_after(self, process: subprocess.Popen, folder: Path, step: int) -> int:
+        """SIGKILL every process of a run that has made ``step`` updates; returns how many it has made by then. Raises
+        :class:`UserError` where it ends before."""
+        while last_step(folder) < step:
+            if process.poll() is not None:
+                said = (folder.parent / f"{folder.name}.err").read_text(errors="replace")
+                lines = re.findall(r"error: (.*)", said)
+                raise UserError(lines[0] if lines else said[-2000:])
+            time.sleep(_POLL_SECONDS)
+        kill(process)
+        return last_step(folder)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process and all that it started; a launcher's workers lead groups of their own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()
+
+
+def last_step(folder: Path) -> int:
+    """Of the newest whole line of ``metrics.jsonl``; -1 where there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        return json.loads((folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()[-1])["step"]
+    return -1
+
+
+def _read_config(config_file: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(config_file).read_text())
+        return config | {"num_processes": int(config["num_processes"])}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+class Outcome(NamedTuple):
+    """What a run left."""
+
+    name: str
+    precision: str
+    bitwise: bool
+    rows: dict[int, list[int]]
+    targets: dict[int, int]  # trained tokens up to each step, by the data's own count
+    series: dict[str, dict[int, float]]
+    weights: dict[str, Any]
+    digest: str
+
+    @classmethod
+    def read(cls, name: str, folder: Path, precision: str | None = None) -> "Outcome":
+        import torch
+        from safetensors.torch import load_file
+
+        from llmtrain.record.checkpoint import checkpoints, digest_of
+
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        keys = ("tokens", *(f"train/{key}" for key in _TRAIN), "eval/loss", "eval/bits_per_byte")
+        series = {key: {line["step"]: line[key] for line in lines if key in line} for key in keys}
+        record = json.loads((folder / "run.json").read_text())
+        mixed = record["starts"][0]["mixed_precision"]
+        bitwise = bool(record["settings"].get("bitwise", {}).get("value"))
+        final = load_file(folder / "model/model.safetensors")
+        weights = {name: tensor.to(torch.float64) for name, tensor in final.items()}
+        ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        rows = {line["step"]: line["rows"] for line in ledger}
+        targets = dict(zip(rows, itertools.accumulate(sum(line["targets"]) for line in ledger), strict=True))
+        digest = digest_of(checkpoints(folder / "checkpoints")[-1])
+        known = precision or {"no": "float32"}.get(mixed, mixed)
+        return cls(name, known, bitwise, rows, targets, series, weights, digest)
+
+    def miscounted(self) -> list[str]:
+        """Whether the update counted the tokens that its rows hold; a wrong count is the same on every layout."""
+        for step, tokens in self.series["tokens"].items():
+            if step in self.targets and tokens != self.targets[step]:
+                return [
+                    f"{self.name}: {tokens} tokens are counted up to step {step}; its rows hold {self.targets[step]}"
+                ]
+        return []
+
+    def print_headings(self) -> None:
+        print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
+        print(f"{self.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{self.digest[:7]:>8}")
+
+    def compare(self, other: "Outcome", same_bits: bool) -> list[str]:
+        """Print a line of the table; return what is wrong with ``other``."""
+        loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
+        same_rows = self.rows == other.rows
+        deviations = {key: _deviation(self.series[key], other.series[key]) for key in self.series}
+        syncs = max(other.series["train/gradient_syncs"].values(), default=0)
+        moved = sum(float((other.weights[name] - weight).square().sum()) for name, weight in self.weights.items())
+        weights = (moved / sum(float(weight.square().sum()) for weight in self.weights.values())) ** 0.5
+        loss = max(deviations[key] for key in ("train/loss", "eval/loss", "eval/bits_per_byte"))
+        norm = deviations["train/grad_norm"]
+        print(
+            f"{other.name:<18}{'same' if same_rows else 'OTHER':>8}{loss:>11.1e}{norm:>11.1e}{weights:>11.1e}"
+            f"{other.digest[:7]:>8}"
+        )
+        wrong = []
+        if not same_rows:
+            step = min(step for step in self.rows if self.rows.get(step) != other.rows.get(step))
+            wrong.append(f"{other.name}: other rows from step {step} on")
+        for what, value, limit in (
+            ("loss differs", loss, loss_limit),
+            ("gradient norm differs", norm, norm_limit),
+            ("weights differ", weights, weight_limit),
+            ("learning rate differs", deviations["train/learning_rate"], 0.0),
+            ("token counts differ", deviations["tokens"], 0.0),
+        ):
+            if not value <= limit:
+                wrong.append(f"{other.name}: {what} by {value:.1e}, more than {limit:.0e}")
+        if syncs > 1:
+            wrong.append(f"{other.name}: gradients are reduced {syncs} times an update, where once is enough")
+        if same_bits and self.digest != other.digest:
+            wrong.append(f"{other.name}: other bits of weights or optimizer")
+        return wrong
+
+
+def _deviation(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest relative difference; infinite where a step is missing on one side."""
+    if one.keys() != other.keys():
+        return float("inf")
+    return max((_relative(value, other[step]) for step, value in one.items()), default=0.0)
+
+
+def _relative(one: float | None, other: float | None) -> float:
+    if one is None or other is None:  # not finite, for which JSON has no word
+        return 0.0 if one is other else float("inf")
+    return abs(other - one) / max(abs(one), 1e-30)
