@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import psutil
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
 from llmtrain.errors import UserError
@@ -128,12 +130,13 @@ def check_launch() -> None:
         )
 
 
-def start_accelerator(bitwise: bool = False) -> Accelerator:
+def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerator:
     """Join the process group and make the one Accelerator of this run.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
     GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
-    was asked for: sums over more threads round differently.
+    was asked for: sums over more threads round differently. A collective that is not joined within ``timeout``
+    seconds, and a minute in which the heartbeat says who is missing, fails.
     """
     check_launch()
     launcher = Launcher.find()
@@ -143,7 +146,7 @@ def start_accelerator(bitwise: bool = False) -> Accelerator:
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
-    accelerator = _make_accelerator(cpu, precision)
+    accelerator = _make_accelerator(cpu, precision, timeout + 60)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         raise UserError(
@@ -201,7 +204,7 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
-def _make_accelerator(cpu: bool, precision: str) -> Accelerator:
+def _make_accelerator(cpu: bool, precision: str, timeout: float) -> Accelerator:
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
     if cpu and precision == "fp16":  # which accelerate would take, and compute in float32
@@ -213,7 +216,7 @@ def _make_accelerator(cpu: bool, precision: str) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(
             split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
         ),
-        kwargs_handlers=[ddp_settings()],
+        kwargs_handlers=[ddp_settings(), InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
     )
 

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     gpt, data, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
 
-    accelerator = start_accelerator(run.bitwise)
+    accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
     model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)

@@ -113,7 +113,7 @@ def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(processes, devic
 
 def test_fp16_on_a_cpu_is_refused() -> None:
     with pytest.raises(UserError, match="fp16 needs a GPU"):
-        start._make_accelerator(True, "fp16")
+        start._make_accelerator(True, "fp16", 60)
 
 
 def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch) -> None:

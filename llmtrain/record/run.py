@@ -48,6 +48,7 @@ class RunConfig:
     save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
     async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
     max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
+    ddp_timeout: int = flag(1800, "seconds that processes wait for each other before one that is missing is named")
     skip_nonfinite: int = flag(0, "updates with a gradient that is not finite that are skipped before the run stops")
     resume_from_checkpoint: str = flag(
         "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
@@ -62,7 +63,7 @@ class RunConfig:
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
+        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps", "ddp_timeout")
         require_at_least(self, 2, "save_total_limit")
         require_at_least(self, 0, "check_replicas_steps")
         require_at_least(self, 0, "skip_nonfinite")
@@ -189,6 +190,10 @@ class Run:
         self._outcome = {"state": "preempted", "reason": f"{why}; step {self.step} is saved"}
         how = "" if self.config.resume_from_checkpoint == "auto" else " without --resume_from_checkpoint"
         say("stopped", f"{why}: step {self.step} is saved in {self.folder}; the same command{how} goes on from there")
+
+    def failed(self, reason: str) -> None:
+        """Note in ``status.json`` why this process is about to end without a word to its caller."""
+        self._write_status("failed", reason)
 
     def _status(self, state: str, reason: str = "") -> "_Status":
         return _Status(self.folder, state, self.step, reason, self.incarnation)

@@ -1,8 +1,8 @@
 """The loop: windows of micro-batches in, updates, metrics and checkpoints out. The step is its only state."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from llmtrain.data.loader import Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
+from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import Progress
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
@@ -76,7 +77,7 @@ def accumulate(accelerator: Accelerator, model: nn.Module, batches: Batches, tok
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         sync = i == len(batches) - 1
-        with nullcontext() if sync else accelerator.no_sync(model):
+        with contextlib.nullcontext() if sync else accelerator.no_sync(model):
             nll = model(**batch)  # a sum, not a mean
             accelerator.backward(nll * replicas / tokens.clamp(min=1))
         total += nll.detach()
@@ -95,12 +96,31 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise UserError(
-            "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
-            "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
-        )
     _check_can_train(model, record, optim)
+    heartbeat = Heartbeat(accelerator, record.folder, run.ddp_timeout, record.failed)
+    with heartbeat.beating(), _memory_explained(train_batches):
+        _make_updates(
+            accelerator, model, optimizer, train_batches, eval_batches, optim, run, record, eval_bytes, heartbeat
+        )
+        heartbeat.at("the last save", record.step)
+        if record.step == optim.max_steps:
+            record.finish(model)
+        else:
+            record.preempted()
+
+
+def _make_updates(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    train_batches: DataLoaderShard,
+    eval_batches: DataLoaderShard | None,
+    optim: OptimConfig,
+    run: RunConfig,
+    record: Run,
+    eval_bytes: int,
+    heartbeat: Heartbeat,
+) -> None:
     gradients = BitwiseGradients(model) if run.bitwise else None
     syncs = GradientSyncs(model)
     throughput = Throughput(accelerator, model)
@@ -108,6 +128,7 @@ def train(
 
     def evaluate_now() -> None:
         if eval_batches is not None:
+            heartbeat.at("an evaluation", record.step)
             results = evaluate(accelerator, model, eval_batches, eval_bytes)
             record.log(results)
             progress.evaluated(record.step, results)
@@ -117,6 +138,7 @@ def train(
     model.train()
     throughput.restart()
     for window in _windows(accelerator, model, train_batches, run.seed, record.step):
+        heartbeat.at("an update", record.step)
         lr = lr_at(record.step, optim)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -150,14 +172,11 @@ def train(
             if finished or (record.step % run.eval_steps == 0 and not update.stop):
                 evaluate_now()
             if saving:
+                heartbeat.at("a save", record.step)
                 record.save(model, optimizer)
         if update.stop:
             break
     progress.close()
-    if record.step == optim.max_steps:
-        record.finish(model)
-    else:
-        record.preempted()
 
 
 def _windows(
@@ -186,6 +205,28 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
     say("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
 
 
+@contextlib.contextmanager
+def _memory_explained(train_batches: DataLoaderShard) -> Iterator[None]:
+    """Say how to do with less memory, where there was too little: the global batch need not change."""
+    try:
+        yield
+    except RuntimeError as error:  # which torch.OutOfMemoryError is; a CPU's allocator raises a plain one
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        rows = train_batches.collate_fn.micro_batch
+        smaller = (
+            f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
+            if rows > 1
+            else "one row at a time is too much; lower --block_size, or make the model smaller."
+        )
+        raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
+
+
 def _check_can_train(model: nn.Module, record: Run, optim: OptimConfig) -> None:
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UserError(
+            "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
+            "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
+        )
     if record.step > optim.max_steps:
         raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")

@@ -40,7 +40,7 @@ class SummingLlama(LlamaForCausalLM):
 def main(argv: list[str] | None = None) -> None:
     data, optim, run = parse(*DEFAULTS, argv=argv)
     rows = prepare(data, 32)
-    accelerator = start_accelerator(run.bitwise)
+    accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=len(rows.tokenizer), max_position_embeddings=32, num_key_value_heads=2, **sizes)

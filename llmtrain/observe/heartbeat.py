@@ -1,0 +1,121 @@
+"""Who is missing, when processes wait for each other.
+
+A collective that one process never joins blocks the others without a word. Here every process keeps telling, through
+the store that the launcher set up, that it lives and where it is; one that has waited too long in one place compares
+these beats, names who is silent or behind, leaves the stacks of its threads in a file, and ends.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from llmtrain.console import complain
+from llmtrain.errors import UserError
+
+_BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
+_LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+class Beat(NamedTuple):
+    number: int  # grows while the process runs at all
+    step: int  # updates made
+    phase: str
+
+
+class Heartbeat:
+    """Use as a context around the loop, and call :meth:`at` where it goes from one phase to the next."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path, timeout: float, failed: Callable[[str], None]) -> None:
+        """``timeout`` is in seconds; ``failed`` is told the reason before the process ends with status 1."""
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.folder, self.timeout, self.failed = folder, timeout, failed
+        self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS)
+        self.number, self.step, self.phase = 0, 0, "the start"
+        self.since = time.monotonic()
+        self.over = threading.Event()
+
+    def at(self, phase: str, step: int) -> None:
+        """The main thread begins ``phase`` after ``step`` updates."""
+        self.phase, self.step, self.since = phase, step, time.monotonic()
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator["Heartbeat"]:
+        """Beat while the block runs. An error by which a process lost contact becomes a :class:`UserError` that names
+        who is missing."""
+        if self.size == 1:
+            yield self
+            return
+        store = dist.distributed_c10d._get_default_store()
+        self.store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
+        self.store.set_timeout(timedelta(seconds=2 * self.interval + 5))
+        self._beat()
+        thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield self
+        except RuntimeError as error:
+            if not any(word in str(error) for word in _LOST):
+                raise
+            raise UserError(f"lost contact with another process: {self._who_is_missing()}") from None
+        finally:
+            self.over.set()
+
+    def _beat(self) -> None:
+        self.number += 1
+        self.store.set(f"llmtrain/beat/{self.rank}", json.dumps(Beat(self.number, self.step, self.phase)))
+
+    def _watch(self) -> None:
+        while not self.over.wait(self.interval):
+            with contextlib.suppress(RuntimeError):  # a store that has gone is seen by the collectives as well
+                self._beat()
+            if time.monotonic() - self.since > self.timeout:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        reason = (
+            f"waited {self.timeout:g} s (--ddp_timeout) in {self.phase} after update {self.step}: "
+            f"{self._who_is_missing()}"
+        )
+        path = self.folder / f"stacks-rank{self.rank}.txt"
+        with contextlib.suppress(OSError):  # machines other than the first may not have the folder
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            reason += f" The stacks of rank {self.rank} are in {path}."
+        if not self.over.is_set():
+            with contextlib.suppress(Exception):
+                self.failed(reason)
+            complain(reason)
+            os._exit(1)
+
+    def _who_is_missing(self) -> str:
+        """Compare two looks at everyone's beats: who is silent in between, else who is behind."""
+        before = self._beats()
+        time.sleep(2 * self.interval + 1)
+        now = self._beats()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [r for r in others if r not in now or (r in before and before[r].number == now[r].number)]
+        behind = [r for r in others if r in now and (now[r].step, now[r].phase) != (self.step, self.phase)]
+        named = []
+        for rank in silent or behind:
+            where = f"{now[rank].phase} after update {now[rank].step}" if rank in now else "the start"
+            state = "is silent (stopped, cut off or gone), last heard of" if rank in silent else "is still"
+            named.append(f"rank {rank} {state} in {where}")
+        return "; ".join(named or ["all ranks are alive and in the same place"]) + "."
+
+    def _beats(self) -> dict[int, Beat]:
+        found = {}
+        for rank in range(self.size):
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self.store.check([f"llmtrain/beat/{rank}"]):
+                    found[rank] = Beat(*json.loads(self.store.get(f"llmtrain/beat/{rank}")))
+        return found

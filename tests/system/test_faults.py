@@ -1,0 +1,246 @@
+"""What a run does when its processes, its disk or its numbers fail. docs/reliability.md is the table of these."""
+
+import contextlib
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmtrain.record.checkpoint import checkpoints, find_fault
+from tests.launching import (
+    GPT,
+    PYTHON,
+    TINY,
+    Ended,
+    accelerate,
+    begin,
+    metrics,
+    read_json,
+    run,
+    series,
+    stop_group,
+    torchrun,
+    wait,
+    wait_for_readings,
+)
+
+TIMES = int(os.environ.get("LLMTRAIN_FAULT_TIMES", "1"))
+ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
+
+
+def ranks_of(process: psutil.Process | int) -> list[psutil.Process]:
+    """The workers below a launcher, by rank."""
+    pid = process if isinstance(process, int) else process.pid
+    workers = [p for p in psutil.Process(pid).children(recursive=True) if p.environ().get("RANK")]
+    return sorted(workers, key=lambda worker: int(worker.environ()["RANK"]))
+
+
+def errors(ended: Ended) -> list[str]:
+    return [line for line in ended.err.splitlines() if "error: " in line and "torch" not in line]
+
+
+def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[Ended, float]:
+    """Send a signal to rank 1 of a two-rank run; how it ended, and seconds until `status.json` said why."""
+    command = [*accelerate("cpu_ddp"), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder), *flags]
+    process = begin(command)
+    try:
+        wait_for_readings(process, folder, 3)
+        victim = ranks_of(process.pid)[1].pid
+        os.kill(victim, number)
+        began = time.monotonic()
+        while read_json(folder / "status.json")["state"] == "running":
+            time.sleep(0.01)
+            assert time.monotonic() - began < 100
+        seconds = time.monotonic() - began
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)  # or the launcher waits half a minute before it kills it
+    finally:
+        ended = wait(process)
+    return ended, seconds
+
+
+def report(what: str, seconds: list[float], more: str = "") -> None:
+    print(f"{what}: median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}{more}")
+
+
+@pytest.mark.timeout(120 + 60 * TIMES)
+def test_a_process_that_hangs_is_named_after_a_finite_time(text_file: Path, tmp_path: Path) -> None:
+    seconds = []
+    for i in range(TIMES):
+        folder = tmp_path / str(i)
+        ended, took = disturb(folder, text_file, signal.SIGSTOP, "--ddp_timeout", "6")
+        status = read_json(folder / "status.json")
+        assert ended.status != 0
+        assert status["state"] == "failed"
+        assert "waited 6 s (--ddp_timeout) in an update after update" in status["reason"]
+        assert "rank 1 is silent (stopped, cut off or gone), last heard of in" in status["reason"]
+        assert "train_step" in (folder / "stacks-rank0.txt").read_text()
+        seconds.append(took)
+    report("hang: SIGSTOP of a peer to its name", seconds, ", --ddp_timeout 6")
+
+
+@pytest.mark.timeout(120 + 60 * TIMES)
+def test_a_process_that_is_killed_is_named_by_the_others(text_file: Path, tmp_path: Path) -> None:
+    seconds = []
+    for i in range(TIMES):
+        ended, took = disturb(tmp_path / str(i), text_file, signal.SIGKILL, "--ddp_timeout", "6")
+        assert ended.status != 0
+        reason = read_json(tmp_path / str(i) / "status.json")["reason"]
+        assert "lost contact with another process: rank 1 is silent (stopped, cut off or gone)" in reason
+        assert 'Traceback (most recent call last):\n  File "recipes' not in ended.err
+        seconds.append(took)
+    report("peer: SIGKILL of a peer to an error that names it", seconds)
+
+
+@pytest.mark.timeout(120 + 30 * TIMES)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_a_rank_makes_a_durable_checkpoint(number: int, text_file: Path, tmp_path: Path) -> None:
+    seconds = []
+    for i in range(TIMES):
+        folder = tmp_path / str(i)
+        process = begin([*torchrun(2), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
+        try:
+            wait_for_readings(process, folder, 3)
+            os.kill(ranks_of(process.pid)[i % 2].pid, number)
+            began = time.monotonic()
+            while not checkpoints(folder / "checkpoints"):
+                time.sleep(0.001)
+                assert time.monotonic() - began < 60
+            seconds.append(time.monotonic() - began)
+        finally:
+            ended = wait(process)
+        ended.assert_ok()
+        status = read_json(folder / "status.json")
+        assert (status["state"], status["step"]) == ("preempted", checkpoint_step(folder))
+        assert metrics(folder)[-1]["step"] == status["step"]
+    report(f"signal: {signal.Signals(number).name} to a durable checkpoint", seconds)
+
+
+def checkpoint_step(folder: Path) -> int:
+    (path,) = checkpoints(folder / "checkpoints")
+    assert find_fault(path) is None
+    return int(path.name.removeprefix("step-"))
+
+
+def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
+        "from llmtrain.training import loop\nhonest = loop.accumulate\n"
+        "def slow(accelerator, model, batches, tokens):\n"
+        "    if not hasattr(loop, 'begun'): loop.begun = True\n"
+        "    else: time.sleep(60)\n"
+        "    return honest(accelerator, model, batches, tokens)\n"
+        "loop.accumulate = slow\nif __name__ == '__main__': launch(gpt.main)\n"
+    )
+    folder = tmp_path / "run"
+    process = begin([*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
+    try:
+        wait_for_readings(process, folder, 2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(3.5)  # repeats within 3 s are the launcher's
+        assert process.poll() is None, "the first one waits for the step"
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+    finally:
+        ended = wait(process)
+    assert ended.status == 130
+    assert read_json(folder / "status.json")["state"] == "failed"
+
+
+def test_the_wall_clock_budget_ends_the_run_with_a_checkpoint(text_file: Path, tmp_path: Path) -> None:
+    flags = [*ENDLESS, "--dataset", str(text_file), "--output_dir"]
+    run([*PYTHON, GPT, *flags, str(tmp_path / "a"), "--max_hours", "0.001"]).assert_ok()
+    assert "--max_hours 0.001 are over" in read_json(tmp_path / "a" / "status.json")["reason"]
+    assert checkpoint_step(tmp_path / "a") > 0
+    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 9)}
+    run([*PYTHON, GPT, *flags, str(tmp_path / "b")], env=soon).assert_ok()
+    assert "the Slurm job is about to end" in read_json(tmp_path / "b" / "status.json")["reason"]
+
+
+def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), GPT, *TINY, "--max_steps", "300", "--save_steps", "5"]
+    process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
+    try:
+        wait_for_readings(process, folder, 12)
+        ranks_of(process.pid)[1].kill()
+    finally:
+        ended = wait(process)
+    ended.assert_ok()
+    first, second = read_json(folder / "run.json")["starts"]
+    assert first["step"] == 0 < second["step"]
+    assert (first["restart"], second["restart"]) == (0, 1)
+    assert sorted(series(folder, "train/loss")) == list(range(1, 301))
+
+
+POISONED = """
+import os, sys; sys.path.insert(0, 'recipes')
+import gpt
+from llmtrain import launch
+from llmtrain.training import loop
+honest, calls = loop.accumulate, []
+def poisoned(accelerator, model, batches, tokens):
+    calls.append(1)
+    if len(calls) in (3, 5) and os.environ['RANK'] == '1':
+        batches = [{**batch, 'input_ids': batch['input_ids']} for batch in batches]
+        tokens = tokens * float('nan')
+    return honest(accelerator, model, batches, tokens)
+loop.accumulate = poisoned
+if __name__ == '__main__': launch(gpt.main)
+"""
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(text_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "poisoned.py").write_text(POISONED)
+    command = [*torchrun(2), str(tmp_path / "poisoned.py"), *TINY, "--save_steps", "2", "--dataset", str(text_file)]
+    ended = run([*command, "--output_dir", str(tmp_path / "a"), "--log_rows"])
+    assert ended.status != 0
+    reason = read_json(tmp_path / "a" / "status.json")["reason"]
+    assert "update 3 has a gradient norm of nan and was not made; its rows are [" in reason
+    assert checkpoint_step(tmp_path / "a") == 2
+    ended = run([*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]).assert_ok()
+    assert ended.out.count("was not made; its rows are [") == 2
+    assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
+
+
+def test_too_little_memory_is_one_line_with_what_to_try(text_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(
+        "import sys, torch; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
+        "def full(self, **batch): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+        "gpt.GPT.forward = full\nif __name__ == '__main__': launch(gpt.main)\n"
+    )
+    flags = [*TINY, "--eval_fraction", "0.1", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+    ended = run([*PYTHON, str(tmp_path / "full.py"), *flags])
+    assert ended.status == 2
+    assert "error: out of memory with 2 rows at a time: --per_device_train_batch_size 1 computes the same" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_full_disk_stops_with_one_line_and_loses_nothing(text_file: Path, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: a write past it fails in the middle, as on a full disk."""
+    folder = tmp_path / "run"
+    command = [*PYTHON, GPT, *TINY, "--max_steps", "40", "--save_steps", "10", "--dataset", str(text_file)]
+    command += ["--output_dir", str(folder)]
+    process = begin([*command, "--max_steps", "1000000"])
+    try:
+        wait_for_readings(process, folder, 15)
+    finally:
+        stop_group(process)
+        wait(process)
+    saved = folder / "checkpoints"
+    kept = {
+        p.relative_to(saved): p.stat().st_mtime_ns for p in saved.rglob("*") if p.is_file() and ".tmp" not in str(p)
+    }
+    assert kept
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command, "--max_steps", "1000000"]
+    ended = run(limited)
+    assert ended.status == 2
+    assert "could not be written ([Errno 27] File too large); older checkpoints are untouched." in ended.err
+    for name, when in kept.items():
+        assert (folder / "checkpoints" / name).stat().st_mtime_ns == when
+    assert not list((folder / "checkpoints").glob(".tmp-*"))

@@ -1,0 +1,106 @@
+"""SIGKILL at random instants over whole runs, again and again: the end is the same, to the bit."""
+
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
+from tests.launching import GPT, PYTHON, TINY, accelerate, begin, metrics, read_json, run, stop_group, torchrun
+from tests.system.test_faults import ranks_of
+
+KILLS = int(os.environ.get("LLMTRAIN_KILLS", "2"))
+STEPS, INTERVAL = 150, 5
+FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--bitwise", "--log_rows", "--dropout", "0.1"]
+FLAGS += ["--ddp_timeout", "8"]
+
+
+def end_of(folder: Path) -> tuple[str, str]:
+    """The hash of weights and optimizer, and the ledger of rows, of a finished run."""
+    return digest_of(folder / "checkpoints" / f"step-{STEPS:08d}"), (folder / "rows.jsonl").read_text()
+
+
+def readings(folder: Path) -> int:
+    return len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def wait_for_some_instant(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
+    """While it starts, or some seconds into its training."""
+    if draw.random() < 0.2:
+        time.sleep(draw.uniform(0.5, 6))
+        return
+    before = readings(folder)
+    while process.poll() is None and readings(folder) <= before:
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0, 2.5))
+
+
+def kill(process: subprocess.Popen, draw: random.Random) -> str:
+    """SIGKILL a rank, the launcher or all; wait until nothing of the run is left. Says what was killed."""
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    ranks = ranks_of(process.pid)
+    victim = draw.choice(["all", "the launcher", *[f"rank {i}" for i in range(len(ranks))]])
+    if victim == "all":
+        stop_group(process)
+    elif victim == "the launcher" or not ranks:
+        process.kill()
+    else:
+        ranks[int(victim.split()[1])].kill()
+    try:
+        process.wait(timeout=90)
+        _, alive = psutil.wait_procs(everyone, timeout=60)
+        assert not alive, f"{alive} outlived the run"
+    finally:
+        stop_group(process)
+        process.communicate()
+    return victim
+
+
+@pytest.mark.timeout(200 + 60 * KILLS)
+def test_runs_that_are_killed_end_in_the_same_bits_and_rows(text_file: Path, tmp_path: Path) -> None:
+    flags = [GPT, *FLAGS, "--dataset", str(text_file), "--output_dir"]
+    run([*PYTHON, *flags, str(tmp_path / "straight")]).assert_ok()
+    expected = end_of(tmp_path / "straight")
+    launchers = [accelerate("cpu_ddp")] * 3 + [torchrun(4), accelerate("cpu_ddp"), [*PYTHON]]
+    draw, kills, starts, inside, redone, finished = random.Random(KILLS), [], 0, 0, [], 0
+    folder = tmp_path / "run-0"
+    while len(kills) < KILLS or not (folder / "status.json").exists() or not is_finished(folder):
+        process = begin([*launchers[starts % len(launchers)], *flags, str(folder)])
+        starts += 1
+        try:
+            if len(kills) < KILLS:
+                wait_for_some_instant(process, folder, draw)
+            else:
+                process.communicate(timeout=200)
+            if process.poll() is None:
+                kills.append(kill(process, draw))
+                inside += bool(list(folder.glob("checkpoints/.tmp-step-*")))
+        finally:
+            stop_group(process)
+            process.communicate()
+        whole = {path: find_fault(path) for path in checkpoints(folder / "checkpoints")}
+        assert not any(whole.values()), whole
+        reached = metrics(folder)[-1]["step"] if readings(folder) else 0
+        newest = max((int(path.name.removeprefix("step-")) for path in whole), default=0)
+        redone.append(reached - newest)
+        assert redone[-1] <= INTERVAL, (reached, newest)
+        if (folder / "status.json").exists():
+            assert newest >= read_json(folder / "status.json")["step"] // INTERVAL * INTERVAL
+            if is_finished(folder):
+                assert end_of(folder) == expected
+                finished += 1
+                if len(kills) < KILLS:
+                    folder = tmp_path / f"run-{finished}"
+    kinds = ", ".join(f"{kills.count(kind)} of {kind}" for kind in sorted(set(kills)))
+    print(
+        f"kills: {len(kills)} ({kinds}), {inside} inside a write, {starts} starts, {finished} runs finished with the "
+        f"same hash and rows, 0 checkpoints lost, at most {max(redone)} updates redone of an interval of {INTERVAL}"
+    )
+
+
+def is_finished(folder: Path) -> bool:
+    return read_json(folder / "status.json")["state"] == "finished"
