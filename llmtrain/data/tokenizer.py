@@ -84,7 +84,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.models.pretrained import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class TextModel:
 
         if not Path(name).joinpath("config.json").exists() and Path(name).is_dir():
             raise UserError(f"{name} holds no model (no config.json).")
+        refuse_pickles(name)
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(name).eval()
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.model = AutoModelForCausalLM.from_pretrained(name, **WEIGHTS_ONLY).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(name, **DATA_ONLY)
         except Exception as error:  # each library has its own ways to refuse a folder
             raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
         if torch.cuda.is_available():

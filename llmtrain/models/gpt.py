@@ -15,6 +15,7 @@ from torch import nn
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, summed_nll, targets_of
+from llmtrain.models.pretrained import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 _INIT_STD = 0.02
 
@@ -202,7 +203,7 @@ class GPT(nn.Module):
         from transformers import AutoConfig, GPT2LMHeadModel
 
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, **DATA_ONLY)
         except (OSError, ValueError) as error:
             raise UserError(f"{name} is no model folder or hub name: {first_line(error)}") from None
         expected = {
@@ -223,6 +224,7 @@ class GPT(nn.Module):
             GPTConfig(config.n_layer, config.n_head, config.n_embd, config.n_positions, config.resid_pdrop),
             config.vocab_size,
         )
-        weights = GPT2LMHeadModel.from_pretrained(name).state_dict()
+        refuse_pickles(name)
+        weights = GPT2LMHeadModel.from_pretrained(name, **WEIGHTS_ONLY).state_dict()
         model.load_state_dict({key: weights[key] for key in model.state_dict()})
         return model

@@ -14,8 +14,8 @@ from tests.launching import GPT, PYTHON, TINY, accelerate, begin, metrics, read_
 from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "2"))
-STEPS, INTERVAL = 150, 5
-FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--bitwise", "--log_rows", "--dropout", "0.1"]
+STEPS, INTERVAL = 150, 3
+FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--bitwise", "--log_rows", "--n_embd", "128"]
 FLAGS += ["--ddp_timeout", "8"]
 
 
