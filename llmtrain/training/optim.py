@@ -1,8 +1,8 @@
-"""AdamW, and the learning rate as a pure function of the step."""
+"""AdamW, Muon beside it, and the learning rate as a pure function of the step."""
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 
 class OptimConfig:
     _argument_group_name: ClassVar[str] = "optimization"
 
+    optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")
     max_steps: int = flag(400, "updates in the run")
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
@@ -53,12 +54,55 @@ def lr_at(step: int, config: OptimConfig) -> float:
             return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone."""
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone; with ``--optim muon``, Muon for
+    the matrices of hidden layers."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden = _hidden_matrices(model) if config.optim == "muon" else []
+    rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    return MuonBesideAdamW(hidden, adamw, config) if hidden else adamw
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices between the embedding and the head."""
+    outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
+    return [p for name, p in named if id(p) not in outer and not name.startswith("lm_head")]
+
+
+class MuonBesideAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for some matrices and AdamW for the rest, as
+    one optimizer.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so one learning rate and one
+    weight decay serve both.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimConfig) -> None:
+        muon = torch.optim.Muon(
+            matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self.parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The parts work on this optimizer's groups and state."""
+        muon, adamw = self.parts
+        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        muon.state = adamw.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # how load_state_dict replaces groups and state
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()

@@ -9,6 +9,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
+from llmtrain.training.optim import OptimConfig, make_optimizer
 
 
 class Files:
@@ -110,12 +111,12 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_an_optimizer_goes_on_bit_for_bit_by_name() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (2, 1)]
-        return model, torch.optim.AdamW(groups, lr=0.1, fused=True)
+        return model, make_optimizer(model, OptimConfig(optim=kind, learning_rate=0.1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int) -> None:
         for i in range(times):
@@ -126,7 +127,9 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name() -> None:
     straight, optimizer = make()
     step(straight, optimizer, 3)
     tensors = checkpoint.optimizer_tensors(straight, optimizer)
-    assert {"0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step"} < set(tensors)
+    of_matrices = {"adamw": {"exp_avg", "exp_avg_sq", "step"}, "muon": {"momentum_buffer"}}[kind]
+    assert {f"0.weight.{key}" for key in of_matrices} < set(tensors)
+    assert {"0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.step"} < set(tensors)
     other, restored = make()
     other.load_state_dict(straight.state_dict())
     checkpoint.restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()})

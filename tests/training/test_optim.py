@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
@@ -109,3 +110,26 @@ def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
 def test_the_optimizer_has_the_configured_moments():
     optimizer = make_optimizer(Parts(), OptimConfig(adam_beta1=0.8, adam_beta2=0.7))
     assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
+
+
+def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30)
+    optimizer = make_optimizer(model, OptimConfig(optim="muon", learning_rate=0.01))
+    muon, *adamw = (
+        {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
+        for group in optimizer.param_groups
+    )
+    assert muon == {name for name, p in model.named_parameters() if ".h." in name and p.dim() == 2}
+    assert set().union(*adamw) == {name for name, _ in model.named_parameters()} - muon
+    ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for step in range(30):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, OptimConfig(max_steps=30, warmup_steps=1, learning_rate=0.01))
+        loss = model(ids, ids) / 32
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+    assert muon == {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
