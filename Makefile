@@ -10,7 +10,7 @@ train: $(READY)
 	$(BIN)/accelerate launch --config_file $(CONFIG) recipes/gpt.py $(FLAGS)
 
 test: $(READY)
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -36,7 +36,13 @@ verify: $(READY)
 	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
 .PHONY: verify
 
-# Long campaigns. 100 two-rank launches on a busy machine: about 15 minutes on two cores.
+# Long campaigns, each the long form of tests that `make test` runs; they end with a scoreboard.
+# 100 two-rank launches on a busy machine: about 15 minutes on two cores.
 launches: $(READY)
-	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py -s
-.PHONY: launches
+	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py
+# Kills, crashes, corruption, hangs and signals: about half an hour on two cores.
+torture: $(READY)
+	LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 LLMTRAIN_FAULT_TIMES=10 \
+	$(BIN)/pytest --timeout 3600 tests/record/test_crashes.py tests/record/test_untrusted.py \
+	tests/system/test_faults.py tests/system/test_kills.py
+.PHONY: launches torture

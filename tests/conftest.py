@@ -1,6 +1,7 @@
 """Everything offline, nothing written outside temporary folders, no process left behind."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 30 kB of text with some structure to learn."""
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture
+def score(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Say what a campaign counted; the lines stand together at the end of the tests."""
+    return lambda line: record_property("score", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    lines = [line for report in reports for name, line in report.user_properties if name == "score"]
+    if lines:
+        terminalreporter.section("scoreboard")
+        for line in sorted(lines):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture

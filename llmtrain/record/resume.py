@@ -16,6 +16,7 @@ from llmtrain.record.provenance import difference, digest
 def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dict[str, Any]:
     """Where this run lives and what it goes on from; makes the folder."""
     fresh: dict[str, Any] = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
+    fresh["before"] = None  # the identity of a named checkpoint, which may have other settings of the update
     fresh["incarnation"] = secrets.token_hex(8)
     if resume not in ("auto", "never"):
         source = _named_checkpoint(Path(resume), identity)
@@ -96,4 +97,4 @@ def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         before = state["identity"].get(key)
         if before != value and key != "update":
             raise UserError(f"{flag_name} has another {key}: {difference(before, value)}.")
-    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
+    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"], "before": state["identity"]}

@@ -86,6 +86,7 @@ class Run:
     saver: Saver
     incarnation: str
     resumed_from: Path | None = None
+    update_before: dict[str, Any] | None = None  # settings of the update under which a named checkpoint was made
     step: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -263,6 +264,7 @@ def open_run(
         run.resumed_from = Path(choice["checkpoint"])
         run.step, run.tokens = choice["step"], choice["tokens"]
         saver.verified.append(run.resumed_from)
+        run.update_before = (choice["before"] or {}).get("update")
     say("run", f"{folder} ({choice['why']})")
     with contextlib.ExitStack() as cleanup:
 

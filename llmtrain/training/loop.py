@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ def train(
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
     _check_can_train(model, record, optim)
+    _say_what_changed(record, optim)
     heartbeat = Heartbeat(accelerator, record.folder, run.ddp_timeout, record.failed)
     with heartbeat.beating(), _memory_explained(train_batches):
         _make_updates(
@@ -220,6 +222,16 @@ def _memory_explained(train_batches: DataLoaderShard) -> Iterator[None]:
             else "one row at a time is too much; lower --block_size, or make the model smaller."
         )
         raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
+
+
+def _say_what_changed(record: Run, optim: OptimConfig) -> None:
+    """Where a named checkpoint goes on under other settings, say them, and what becomes of the learning rate."""
+    before, now = record.update_before, asdict(optim)
+    if before is None or before == now:
+        return
+    changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value)
+    last, following = lr_at(record.step - 1, OptimConfig(**before)), lr_at(record.step, optim)
+    say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {record.step} to {following:.3g} next")
 
 
 def _check_can_train(model: nn.Module, record: Run, optim: OptimConfig) -> None:

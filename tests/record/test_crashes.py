@@ -18,7 +18,7 @@ from llmtrain import files
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
-from tests.launching import ROOT
+from tests.launching import ROOT, bound
 from tests.record.power import Disk, watched
 from tests.record.test_checkpoint import Files
 
@@ -66,11 +66,11 @@ def power_cuts(tmp_path: Path) -> tuple[int, list[str]]:
 
 
 @linux
-def test_the_power_may_go_at_any_operation(tmp_path: Path) -> None:
+def test_the_power_may_go_at_any_operation(tmp_path: Path, score: Callable[[str], None]) -> None:
     cuts, found = power_cuts(tmp_path)
     assert not found
     assert cuts > 60
-    print(f"power: {cuts} cuts, {len(found)} checkpoints lost or broken")
+    score(f"power: checkpoints lost or broken in cuts at every operation: {bound(len(found), cuts)}")
 
 
 @linux
@@ -131,11 +131,11 @@ def crash_at_each_operation(tmp_path: Path) -> tuple[int, list[str]]:
 shutil_rmtree = shutil.rmtree
 
 
-def test_the_process_may_end_at_any_operation(tmp_path: Path) -> None:
+def test_the_process_may_end_at_any_operation(tmp_path: Path, score: Callable[[str], None]) -> None:
     operations, found = crash_at_each_operation(tmp_path)
     assert not found
     assert operations > 20
-    print(f"crash: {operations} operations, {len(found)} checkpoints lost or broken")
+    score(f"crash: checkpoints lost or broken by an end at each operation of a save: {len(found)} of {operations}")
 
 
 class Writers:
@@ -190,7 +190,7 @@ def writers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Writers]
 
 @pytest.mark.timeout(120 + KILLS)
 @pytest.mark.parametrize("writers", ["ours"], indirect=True)
-def test_a_writer_may_be_killed_at_any_instant(writers: Writers) -> None:
+def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable[[str], None]) -> None:
     draw, saved, inside, found = random.Random(KILLS), 0, 0, []
     for _ in range(KILLS):
         saved = writers.kill_one(saved + 1, draw.uniform(0, 0.03))
@@ -200,7 +200,7 @@ def test_a_writer_may_be_killed_at_any_instant(writers: Writers) -> None:
         assert newest is not None
         saved = checkpoint.read_state(newest)["step"]
         assert float(load_file(newest / "model/model.safetensors")["w"][0]) == saved
-    print(f"writer: {KILLS} kills, {inside} inside a write, {len(found)} checkpoints lost or broken")
+    score(f"writer: checkpoints lost or broken by kills: {bound(len(found), KILLS)}; {inside} were inside a write")
     assert not found
     assert inside, "no kill fell into a write: the test is too slow to mean anything"
 
@@ -219,14 +219,14 @@ def save_state_faults(folder: Path, at_least: int) -> list[str]:
 
 
 @pytest.mark.parametrize("writers", ["plain"], indirect=True)
-def test_the_same_kills_break_what_save_state_writes(writers: Writers) -> None:
+def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Callable[[str], None]) -> None:
     """So the harness can fail."""
     draw, kills, broken, said = random.Random(1), max(KILLS // 3, 10), 0, 0
     for _ in range(kills):
         shutil.rmtree(writers.folder, ignore_errors=True)
         said = writers.kill_one(1, draw.uniform(0, 0.03))
         broken += bool(save_state_faults(writers.folder, said))
-    print(f"save_state: {kills} kills, {broken} that left a broken checkpoint or lost one")
+    score(f"writer: the same with accelerator.save_state: {bound(broken, kills)}")
     assert broken
 
 

@@ -23,6 +23,7 @@ from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver
+from tests.launching import bound
 from tests.record.test_checkpoint import Files
 
 CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "60"))
@@ -120,7 +121,9 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [
 ]
 
 
-def test_every_corruption_is_detected_and_the_run_falls_back_or_stops(tmp_path: Path) -> None:
+def test_every_corruption_is_detected_and_the_run_falls_back_or_stops(
+    tmp_path: Path, score: Callable[[str], None]
+) -> None:
     draw, fell_back, stopped = random.Random(CORRUPTIONS), 0, 0
     for i in range(CORRUPTIONS):
         folder = tmp_path / str(i)
@@ -137,7 +140,8 @@ def test_every_corruption_is_detected_and_the_run_falls_back_or_stops(tmp_path: 
         assert float(load_file(older / "model/model.safetensors")["w"][0]) == 10
         fell_back += 1
         shutil.rmtree(folder)
-    print(f"corruptions: {CORRUPTIONS} of {len(DAMAGES)} kinds, {fell_back} fell back, {stopped} stopped, 0 unnoticed")
+    kinds = f"{len(DAMAGES)} kinds; {fell_back} fell back, {stopped} stopped with a line"
+    score(f"corruption: unnoticed: {bound(0, fell_back + stopped)} of {kinds}")
 
 
 class Payload:
@@ -160,7 +164,9 @@ def model_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_no_payload_in_a_file_that_is_read_is_run(model_folder: Path, tmp_path: Path) -> None:
+def test_no_payload_in_a_file_that_is_read_is_run(
+    model_folder: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     mark, planted = tmp_path / "executed", 0
     run = tmp_path / "run"
     save(run / "checkpoints", 10, digest({}))
@@ -203,7 +209,7 @@ def test_no_payload_in_a_file_that_is_read_is_run(model_folder: Path, tmp_path: 
     (model_folder / "config.json").write_text(json.dumps(config))
     read_everything()
     assert not mark.exists()
-    print(f"payloads: {planted + 1} planted, 0 executed")
+    score(f"payloads: executed: {bound(0, planted + 1)} that were planted")
 
     pickle.loads(malice)  # it is one
     assert mark.exists()

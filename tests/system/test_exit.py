@@ -6,11 +6,12 @@ campaign is ``make launches``; here are a few.
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, TINY, accelerate, run
+from tests.launching import GPT, TINY, accelerate, bound, run
 
 LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "2"))
 
@@ -24,7 +25,9 @@ def spin(seconds: float) -> None:
 
 
 @pytest.mark.timeout(60 + 60 * LAUNCHES)
-def test_finished_runs_end_with_status_0_while_the_machine_is_busy(text_file: Path, tmp_path: Path) -> None:
+def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
+    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     context = multiprocessing.get_context("spawn")
     load = [context.Process(target=spin, args=(60.0 * LAUNCHES,), daemon=True) for _ in range(os.cpu_count() or 1)]
     for process in load:
@@ -40,4 +43,4 @@ def test_finished_runs_end_with_status_0_while_the_machine_is_busy(text_file: Pa
         for process in load:
             process.kill()
             process.join()
-    print(f"{len(statuses)} launches, {sum(map(bool, statuses))} with a status that is not 0")
+    score(f"launches: with a status that is not 0: {bound(sum(map(bool, statuses)), len(statuses))}")

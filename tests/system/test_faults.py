@@ -5,6 +5,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -63,12 +64,14 @@ def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[En
     return ended, seconds
 
 
-def report(what: str, seconds: list[float], more: str = "") -> None:
-    print(f"{what}: median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}{more}")
+def spread(seconds: list[float]) -> str:
+    return f"median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}"
 
 
 @pytest.mark.timeout(120 + 60 * TIMES)
-def test_a_process_that_hangs_is_named_after_a_finite_time(text_file: Path, tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_named_after_a_finite_time(
+    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
@@ -80,11 +83,13 @@ def test_a_process_that_hangs_is_named_after_a_finite_time(text_file: Path, tmp_
         assert "rank 1 is silent (stopped, cut off or gone), last heard of in" in status["reason"]
         assert "train_step" in (folder / "stacks-rank0.txt").read_text()
         seconds.append(took)
-    report("hang: SIGSTOP of a peer to its name", seconds, ", --ddp_timeout 6")
+    score(f"faults: SIGSTOP of a peer until it is named, --ddp_timeout 6: {spread(seconds)}")
 
 
 @pytest.mark.timeout(120 + 60 * TIMES)
-def test_a_process_that_is_killed_is_named_by_the_others(text_file: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_named_by_the_others(
+    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     seconds = []
     for i in range(TIMES):
         ended, took = disturb(tmp_path / str(i), text_file, signal.SIGKILL, "--ddp_timeout", "6")
@@ -93,12 +98,14 @@ def test_a_process_that_is_killed_is_named_by_the_others(text_file: Path, tmp_pa
         assert "lost contact with another process: rank 1 is silent (stopped, cut off or gone)" in reason
         assert 'Traceback (most recent call last):\n  File "recipes' not in ended.err
         seconds.append(took)
-    report("peer: SIGKILL of a peer to an error that names it", seconds)
+    score(f"faults: SIGKILL of a peer until it is named: {spread(seconds)}")
 
 
 @pytest.mark.timeout(120 + 30 * TIMES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_a_rank_makes_a_durable_checkpoint(number: int, text_file: Path, tmp_path: Path) -> None:
+def test_a_signal_to_a_rank_makes_a_durable_checkpoint(
+    number: int, text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
@@ -117,7 +124,7 @@ def test_a_signal_to_a_rank_makes_a_durable_checkpoint(number: int, text_file: P
         status = read_json(folder / "status.json")
         assert (status["state"], status["step"]) == ("preempted", checkpoint_step(folder))
         assert metrics(folder)[-1]["step"] == status["step"]
-    report(f"signal: {signal.Signals(number).name} to a durable checkpoint", seconds)
+    score(f"faults: {signal.Signals(number).name} to a durable checkpoint: {spread(seconds)}")
 
 
 def checkpoint_step(folder: Path) -> int:

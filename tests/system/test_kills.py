@@ -4,13 +4,14 @@ import os
 import random
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
-from tests.launching import GPT, PYTHON, TINY, accelerate, begin, metrics, read_json, run, stop_group, torchrun
+from tests.launching import GPT, PYTHON, TINY, accelerate, begin, bound, metrics, read_json, run, stop_group, torchrun
 from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "2"))
@@ -61,7 +62,9 @@ def kill(process: subprocess.Popen, draw: random.Random) -> str:
 
 
 @pytest.mark.timeout(200 + 60 * KILLS)
-def test_runs_that_are_killed_end_in_the_same_bits_and_rows(text_file: Path, tmp_path: Path) -> None:
+def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
+    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
     flags = [GPT, *FLAGS, "--dataset", str(text_file), "--output_dir"]
     run([*PYTHON, *flags, str(tmp_path / "straight")]).assert_ok()
     expected = end_of(tmp_path / "straight")
@@ -96,10 +99,11 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(text_file: Path, tmp
                 if len(kills) < KILLS:
                     folder = tmp_path / f"run-{finished}"
     kinds = ", ".join(f"{kills.count(kind)} of {kind}" for kind in sorted(set(kills)))
-    print(
-        f"kills: {len(kills)} ({kinds}), {inside} inside a write, {starts} starts, {finished} runs finished with the "
-        f"same hash and rows, 0 checkpoints lost, at most {max(redone)} updates redone of an interval of {INTERVAL}"
+    score(
+        f"kills: checkpoints lost: {bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
     )
+    score(f"kills: at most {max(redone)} updates redone, of an interval of {INTERVAL}")
+    score(f"kills: runs that ended in another hash or other rows: {bound(0, finished)}")
 
 
 def is_finished(folder: Path) -> bool:

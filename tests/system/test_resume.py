@@ -17,6 +17,7 @@ from tests.launching import (
     Ended,
     accelerate,
     begin,
+    metrics,
     read_json,
     run,
     series,
@@ -140,3 +141,15 @@ def test_a_signal_to_every_process_at_once_and_again_still_saves(number: int, te
     status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
+
+
+def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning_rate(
+    text_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    flags = [*LONG, "--max_steps", "80", "--dataset", str(text_file), "--output_dir", str(tmp_path / "longer")]
+    ended = run([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]).assert_ok()
+    assert "changed   max_steps 60 -> 80; the learning rate goes from 2.93e-06 in update 60 to " in ended.out
+    assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(range(61, 81))
+    ended = run([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted), "--seed", "1"])
+    assert ended.status == 2
+    assert "has another seed: 0 there, 1 here" in ended.err
