@@ -11,6 +11,7 @@ from llmtrain.errors import UserError
 
 COMMANDS = {
     "generate": "write text with a trained model",
+    "runs": "say how a run stands and whether its checkpoints are whole",
     "verify": "check that a recipe is the same run on another layout, or when it is killed",
 }
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"

@@ -6,6 +6,8 @@ import sys
 
 from tqdm import tqdm
 
+from llmtrain.secrets import redacted
+
 
 def rank() -> int:
     """This process's global rank, as its launcher told it; known before any process group exists."""
@@ -21,11 +23,13 @@ def say(label: str, text: str) -> None:
 
 def note(message: str) -> None:
     """One line on stderr about something that the run goes on without."""
-    print(f"note: {message}", file=sys.stderr, flush=True)
+    print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def complain(message: str) -> None:
     """One line on stderr. Says who speaks where it is not rank 0."""
     who = f"rank {rank()}: " if rank() else ""
-    tqdm.write(f"error: {who}{message}", file=sys.stderr)  # on a line of its own, below a bar that is being drawn
+    tqdm.write(
+        f"error: {who}{redacted(message)}", file=sys.stderr
+    )  # on a line of its own, below a bar that is being drawn
     sys.stderr.flush()

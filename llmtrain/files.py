@@ -132,6 +132,9 @@ def sync_file(path: Path) -> None:
 
 
 def _umask() -> int:
+    with contextlib.suppress(OSError, StopIteration):  # Linux tells it; asking os means setting it, for all threads
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
     mask = os.umask(0)
     os.umask(mask)
     return mask

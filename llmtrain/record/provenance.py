@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain._version import __version__
+from llmtrain.secrets import redacted
 
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 
@@ -67,7 +69,9 @@ def run_record(
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": choice["step"],
         "from": choice["checkpoint"],
-        "command": sys.argv,
+        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # by the launcher (--max_restarts)
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "command": redacted(sys.argv),
         "host": platform.node(),
         "processes": accelerator.num_processes,
         "device": str(accelerator.device.type),
@@ -81,8 +85,8 @@ def run_record(
         "identity": identity,
         "identity_sha256": digest(identity),
         "processes": accelerator.num_processes,
-        "settings": settings,
-        **details,
+        "settings": {k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()},
+        **redacted(details),
         "starts": [*starts, start],
     }
 

@@ -29,6 +29,7 @@ from llmtrain.record.provenance import code_digest, difference, digest, run_reco
 from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.saver import Saver
 from llmtrain.record.tracking import Metrics, tracker_names
+from llmtrain.secrets import redacted
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl")
 _PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
@@ -293,7 +294,7 @@ def open_run(
             with contextlib.suppress(Exception):  # the error at hand is the one to tell
                 saver.wait()
             with contextlib.suppress(OSError):
-                run._write_status("failed", first_line(error))
+                run._write_status("failed", redacted(first_line(error)))
             if not isinstance(error, KeyboardInterrupt):  # who cannot wait does not wait for trackers
                 run.metrics.close(exit_code=1)
             raise

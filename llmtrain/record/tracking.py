@@ -1,22 +1,36 @@
 """Metrics: ``metrics.jsonl`` is the truth, Accelerate's trackers (Weights & Biases, TensorBoard) mirror it."""
 
 import contextlib
+import json
 import logging
+import math
 import netrc
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 from accelerate import Accelerator
-from accelerate.tracking import filter_trackers
+from accelerate.tracking import GeneralTracker, filter_trackers
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line
+from llmtrain.secrets import redacted
 
 TRACKERS = ("wandb", "tensorboard")
-_INIT_SECONDS = 30
+T = TypeVar("T")
+
+_INIT_SECONDS = 30  # W&B's own, of one attempt
+_START_SECONDS = 120  # a tracker with all its attempts
+_CLOSE_SECONDS = 60  # all trackers
+_OFFLINE = {"mode": "offline", "resume": None}  # holds the whole history: synced, it replaces what is there
+_HAS_EVERYTHING = "metrics.jsonl has everything."
 
 
 def tracker_names(report_to: list[str]) -> list[str]:
@@ -33,97 +47,190 @@ def tracker_names(report_to: list[str]) -> list[str]:
 
 
 class Metrics:
-    """Writes a line of ``metrics.jsonl`` a reading and passes it on to the trackers; used on every process."""
+    """Writes a line of ``metrics.jsonl`` a reading; the trackers follow at their own pace. Used on every process."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
-        self.broken = False
+        self.mirrors: list[_Mirror] = []
 
     def start(self, names: list[str], settings: dict[str, Any], run_name: str, run_id: str) -> None:
         """Open the trackers, on the main process; one that cannot be opened is left out, with one line."""
-        self.accelerator.log_with = filter_trackers(names, str(self.path.parent))
         self.accelerator.project_configuration.set_directories(str(self.path.parent))
-        if not names or not self.accelerator.is_main_process:
+        if not self.accelerator.is_main_process:
             return
-        init: dict[str, Any] = {}
-        if "wandb" in names:
-            init["wandb"] = _wandb_settings(self.path.parent, run_name, run_id)
         logging.getLogger("accelerate.tracking").setLevel(logging.ERROR)
-        plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
-        try:
-            self._open(plain, init)
-        except Exception as error:  # a tracker's trouble is not the run's
-            if init.get("wandb", {}).get("mode") == "offline" or "wandb" not in names:
-                note(f"tracking is off: {first_line(error)}; metrics.jsonl has everything.")
-                self.broken = True
-                return
-            note(f"W&B does not answer ({first_line(error)}); logging offline.")
-            init["wandb"]["mode"] = "offline"
+        plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in redacted(settings).items()}
+        opening = {
+            "wandb": lambda: self._open_wandb(plain, run_name, run_id),
+            "tensorboard": lambda: self._open("tensorboard", plain, {}),
+        }
+        for name in names:
             try:
+                self.mirrors.append(_Mirror(_within(_START_SECONDS, opening[name]), self.path))
+            except Exception as error:  # a tracker's trouble is not the run's
+                _note(f"{name}: tracking is off: {first_line(error)}; {_HAS_EVERYTHING}")
+        self.accelerator.trackers = [mirror.tracker for mirror in self.mirrors]
+
+    def _open(self, name: str, settings: dict[str, Any], init: dict[str, Any]) -> GeneralTracker:
+        self.accelerator.log_with, self.accelerator.trackers = filter_trackers([name], str(self.path.parent)), []
+        project = os.environ.get("WANDB_PROJECT", "llmtrain")
+        self.accelerator.init_trackers(project, config=settings, init_kwargs={name: init})
+        return self.accelerator.trackers[0]
+
+    def _open_wandb(self, settings: dict[str, Any], run_name: str, run_id: str) -> GeneralTracker:
+        init = _wandb_settings(self.path.parent, run_name, run_id)
+        with _command_line(redacted(sys.argv)):  # W&B sends it
+            try:
+                tracker = self._open("wandb", settings, init)
+            except Exception as error:
+                if init["mode"] == "offline":
+                    raise
+                _note(f"W&B does not answer ({first_line(error)}); logging offline.")
+                init |= _OFFLINE
                 _forget_wandb()
-                self._open(plain, init)
-            except Exception as again:
-                note(f"tracking is off: {first_line(again)}; metrics.jsonl has everything.")
-                self.broken = True
-                return
-        if "wandb" in names:
-            self._say_where(init["wandb"]["mode"])
-
-    def _open(self, settings: dict[str, Any], init: dict[str, Any]) -> None:
-        self.accelerator.trackers = []
-        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "llmtrain"), config=settings, init_kwargs=init)
-
-    def _say_where(self, mode: str | None) -> None:
-        run = self.accelerator.get_tracker("wandb", unwrap=True)
-        if mode == "offline":
-            where = Path(run.settings.sync_dir)
-            with contextlib.suppress(ValueError):
-                where = where.relative_to(Path.cwd())
-            why = "offline" if os.environ.get("WANDB_MODE") or _logged_in() else "not logged in, so logging offline"
-            say("wandb", f"{why}; later: wandb login && wandb sync {where}")
-        elif run.url:
-            say("wandb", run.url)
+                tracker = self._open("wandb", settings, init)
+        _say_where(tracker.tracker, init["mode"])
+        return tracker
 
     def write(self, reading: dict[str, Any]) -> None:
-        """One reading; ``step`` is part of it. Only the main process writes."""
+        """One reading; ``step`` is part of it. Only the main process writes. Waits for no tracker."""
         if not self.accelerator.is_main_process:
             return
         append_json_line(self.path, reading)
-        if self.accelerator.trackers and not self.broken:
-            try:
-                self.accelerator.log(reading, step=reading["step"])
-            except Exception as error:
-                self.broken = True
-                note(f"tracking stopped: {first_line(error)}; metrics.jsonl goes on.")
+        for mirror in self.mirrors:
+            mirror.news.set()
 
     def close(self, exit_code: int) -> None:
-        """Finish the trackers' runs, so that none is left open when the process ends."""
-        for tracker in self.accelerator.trackers:
-            try:
-                if tracker.name == "wandb" and self.accelerator.is_main_process:
-                    tracker.tracker.finish(exit_code=exit_code)
-                else:
-                    tracker.finish()
-            except Exception as error:
-                note(f"closing {tracker.name}: {first_line(error)}.")
-        self.accelerator.trackers = []
+        """Send what is left and finish the trackers' runs; one that does not get there in time is left behind."""
+        for mirror in self.mirrors:
+            mirror.end(exit_code)
+        until = time.monotonic() + _CLOSE_SECONDS
+        for mirror in self.mirrors:
+            mirror.thread.join(max(0.0, until - time.monotonic()))
+            if mirror.thread.is_alive():
+                _note(f"{mirror.tracker.name}: no answer in {_CLOSE_SECONDS} s, left behind; {_HAS_EVERYTHING}")
+        self.mirrors, self.accelerator.trackers = [], []
+
+
+class _Mirror:
+    """One tracker and the thread that feeds it. The queue between the run and the tracker is ``metrics.jsonl`` itself:
+    a tracker that stalls costs no memory, and one that comes back to a run is sent what it lacks."""
+
+    def __init__(self, tracker: GeneralTracker, path: Path) -> None:
+        self.tracker, self.path = tracker, path
+        self.at, self.first_step = 0, 0  # the byte to read next; the first step that the tracker does not have
+        if tracker.name == "wandb":
+            self.first_step = tracker.tracker.starting_step  # 0 offline, where every start has a file of its own
+        elif path.exists():
+            self.at = path.stat().st_size  # an earlier start's event files lie in the same folder
+        self.news, self.ending, self.exit_code = threading.Event(), threading.Event(), 0
+        self.news.set()
+        self.thread = threading.Thread(target=self._live, name=f"llmtrain-{tracker.name}", daemon=True)
+        self.thread.start()
+
+    def end(self, exit_code: int) -> None:
+        """Have it send what is left and finish; waits for nothing."""
+        self.exit_code = exit_code
+        self.ending.set()
+        self.news.set()
+
+    def _live(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            _note(f"{self.tracker.name}: tracking stopped: {first_line(error)}; metrics.jsonl goes on.")
+        self.ending.wait()
+        try:
+            if self.tracker.name == "wandb":
+                self.tracker.tracker.finish(exit_code=self.exit_code)
+                _forget_wandb()  # which waits until its file is whole; finish does not
+            else:
+                self.tracker.finish()
+        except Exception as error:
+            _note(f"closing {self.tracker.name}: {first_line(error)}; {_HAS_EVERYTHING}")
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            self.news.wait()
+            self.news.clear()
+            last = self.ending.is_set()  # asked before the file is read: all that was written until then is sent
+            if self.path.exists():
+                self._send_lines()
+
+    def _send_lines(self) -> None:
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self.at += len(line)
+                reading = {k: math.nan if v is None else v for k, v in json.loads(line).items()}
+                if reading["step"] >= self.first_step:
+                    self.tracker.log(reading, step=reading["step"])
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """What ``action`` returns or raises; after so many seconds it is left behind on its thread."""
+    future: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no answer in {seconds} s")
+    return future.result()
+
+
+@contextlib.contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    true, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = true
+
+
+def _note(message: str) -> None:
+    note(redacted(message))  # errors quote URLs
+
+
+def _say_where(run: Any, mode: str | None) -> None:
+    if mode == "offline":
+        where = Path(run.settings.sync_dir)
+        with contextlib.suppress(ValueError):
+            where = where.relative_to(Path.cwd())
+        why = "offline" if os.environ.get("WANDB_MODE") or _logged_in() else "not logged in, so logging offline"
+        say("wandb", f"{why}; later: wandb login && wandb sync {where}")
+    elif run.url:
+        say("wandb", redacted(run.url))
 
 
 def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
     import wandb
 
+    mode = os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline")
     return {
         "dir": str(folder),
         "name": run_name,
         "id": run_id,
-        "resume": "allow",
-        "mode": os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline"),
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=_INIT_SECONDS, finish_timeout=120),
+        **(_OFFLINE if mode == "offline" else {"mode": mode, "resume": "allow"}),
+        "settings": wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=_INIT_SECONDS,
+            finish_timeout=_CLOSE_SECONDS - 10,  # what W&B ends itself says more than what is left behind
+            finish_timeout_raises=True,
+        ),
     }
 
 
 def _forget_wandb() -> None:
-    """End W&B's own service process, which still holds the run id of an init that failed."""
+    """End W&B's own service process, which still holds the run id of an init that failed, and wait for it."""
     import wandb
 
     wandb.teardown()

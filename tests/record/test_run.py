@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
-from llmtrain.record import tracking
+from llmtrain.record import checkpoint, tracking
 from llmtrain.record.run import RunConfig, open_run
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from tests.launching import read_json
@@ -134,7 +134,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
 ) -> None:
     config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["tensorboard"])
     with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
-        monkeypatch.setattr(accelerator, "log", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(accelerator.trackers[0], "log", lambda *_, **__: 1 / 0)
         for step in (1, 2, 3):
             run.step = step
             run.log({"train/loss": 1.0})
@@ -206,3 +206,58 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
     assert "offline; later: wandb login && wandb sync" in said.out
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     assert [line["train/loss"] for line in read_history(file)] == [0.5]
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(accelerator: Accelerator, tmp_path: Path) -> None:
+    """As where a file system does not keep locks between machines."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.step = 1
+        run.save(model, optimizer)
+        status = read_json(tmp_path / "run/status.json")
+        (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
+        run.step = 2
+        with pytest.raises(UserError, match="another run has taken over this folder; nothing was saved here"):
+            run.save(model, optimizer)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, None], start=1):
+            run.step = step
+            if loss is not None:
+                run.log({"eval/loss": loss})
+            run.save(model, optimizer)
+        run.finish(model)
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [2, 5, 6]
+
+
+def test_a_save_in_the_background_that_fails_stops_the_run(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"], async_save=True)
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.step = 1
+        run.save(model, optimizer)
+        run.saver.wait()
+        assert not run.stop_requested
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        run.step = 2
+        run.save(model, optimizer)
+        while not run.stop_requested:
+            pass
+        with pytest.raises(UserError, match=r"could not be written \(.*No space left"):
+            run.save(model, optimizer)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["attention_dropout"] = 0.0 if run.bitwise else 0.1
     config = LlamaConfig(vocab_size=len(rows.tokenizer), max_position_embeddings=32, num_key_value_heads=2, **sizes)
     torch.manual_seed(run.seed)
     model = SummingLlama(config)

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, begin, read_json, run, series, wait
+from tests.launching import (
+    GPT,
+    PYTHON,
+    TINY,
+    Ended,
+    accelerate,
+    begin,
+    read_json,
+    run,
+    series,
+    stop_group,
+    wait,
+    wait_for_readings,
+)
 
 FIRST, SECOND = f"llmtrain-a{os.getpid() % 10000}", f"llmtrain-b{os.getpid() % 10000}"
 ADDRESS = {FIRST: "10.231.0.1", SECOND: "10.231.0.2"}
@@ -39,19 +52,28 @@ def machines() -> Iterator[list[str]]:
         yield [FIRST, SECOND]
 
 
-def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Path, tmp_path: Path) -> None:
-    flags = [*TINY, "--dataset", str(text_file)]
-    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
-
+def start_on(machines: list[str], flags: list[str]) -> list[subprocess.Popen]:
+    """README's command on each machine."""
     processes = []
     for rank, name in enumerate(machines):
         where = ["--machine_rank", str(rank), "--main_process_ip", ADDRESS[FIRST], "--mixed_precision", "no"]
-        command = [*accelerate("multi_node", *where), GPT, *flags, "--output_dir", str(tmp_path / "two")]
-        processes.append(begin(["ip", "netns", "exec", name, *command], env={"GLOO_SOCKET_IFNAME": "cable0"}))
-    ended = []
+        command = ["ip", "netns", "exec", name, *accelerate("multi_node", *where), GPT, *flags]
+        processes.append(begin(command, env={"GLOO_SOCKET_IFNAME": "cable0"}))
+    return processes
+
+
+def wait_for(processes: list[subprocess.Popen]) -> list[Ended]:
+    ended: list[Ended] = []
     with contextlib.ExitStack() as waiting:
-        for process in processes:
+        for process in reversed(processes):
             waiting.callback(lambda process=process: ended.append(wait(process)))
+    return ended
+
+
+def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Path, tmp_path: Path) -> None:
+    flags = [*TINY, "--dataset", str(text_file)]
+    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
+    ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "two")]))
     for machine in ended:
         machine.assert_ok()
     out = "".join(machine.out for machine in ended)
@@ -60,3 +82,21 @@ def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Pa
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-5)
     assert series(tmp_path / "two", "tokens") == series(tmp_path / "one", "tokens")
+
+
+def test_a_machine_that_is_cut_off_is_named(machines: list[str], text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*TINY, "--max_steps", "1000000", "--dataset", str(text_file), "--output_dir", str(folder)]
+    processes = start_on(machines, [*flags, "--ddp_timeout", "6"])
+    try:
+        wait_for_readings(processes[0], folder, 3)
+        ip("-n", SECOND, "link", "set", "cable0", "down")
+        processes[0].wait(timeout=90)
+    finally:
+        for process in reversed(processes):
+            stop_group(process)
+        ip("-n", SECOND, "link", "set", "cable0", "up")
+        wait_for(processes)
+    status = read_json(folder / "status.json")
+    assert status["state"] == "failed"
+    assert "rank 1 is silent (stopped, cut off or gone), last heard of in" in status["reason"]

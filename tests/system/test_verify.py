@@ -57,6 +57,17 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
     assert 0 < float(weights) < limit
 
 
+def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_with_a_llamas_dropout(text_file: Path) -> None:
+    resume = [*VERIFY[:-1], "resume", "--steps", "12", "--layouts"]
+    wide = [*TINY, "--n_embd", "128", "--dataset", str(text_file)]  # more than one bucket
+    ended = run([*resume, "4", GPT, *wide]).assert_ok()
+    assert "passed: the same run" in ended.out
+    ended = run([*resume, "4", "tests/system/planted.py", *wide], env={"PLANTED": "buckets that are not settled"})
+    assert ended.status == 1
+    assert "killed, resumed: other bits of weights or optimizer" in ended.out
+    run([*resume, "1", "tests/system/llama.py", "--dataset", str(text_file)]).assert_ok()
+
+
 def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
     command = [*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *TINY, "--dataset", str(text_file)]
     assert "passed: the same run" in run(command).assert_ok().out

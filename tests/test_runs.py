@@ -1,0 +1,231 @@
+"""`llmtrain runs check` says how a run stands, says what a resume would do, and changes nothing."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.commands import runs
+from llmtrain.record import checkpoint
+from llmtrain.record.checkpoint import newest_valid, write_checkpoint
+from llmtrain.record.resume import lock
+from tests.record.test_checkpoint import DAMAGE, Files, flip
+from tests.test_cli import ended
+
+LOSSES = {10: 2.5, 20: 2.125, 30: 2.25}
+STATUS = {"state": "preempted", "step": 30, "reason": "asked to stop by SIGTERM", "time": "2026-01-01T00:00:00+0000"}
+
+
+def save(folder: Path, step: int, loss: float | None = None, identity: str = "mine") -> Path:
+    weights = {"w": torch.full((64,), float(step))}
+    state = {"step": step, "eval_loss": loss, "identity_sha256": identity}
+    return write_checkpoint(folder, step, Files(), weights, {"w.exp_avg": weights["w"] * 2}, state)
+
+
+def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"identity_sha256": "mine"}))
+    (folder / "status.json").write_text(json.dumps(status))
+    for step, loss in steps.items():
+        save(folder / "checkpoints", step, loss)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make(tmp_path / "run", STATUS, LOSSES)
+
+
+def check(capsys: pytest.CaptureFixture, path: Path) -> tuple[int, str, dict[int, str]]:
+    """Status, all that was said, and the line of each step in the order in which they came."""
+    status, out, err = ended(capsys, "runs", "check", str(path))
+    assert not err
+    return status, out, {int(line.split()[0]): line for line in out.splitlines() if line.split()[0].isdigit()}
+
+
+def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_takes(run: Path, capsys) -> None:
+    status, out, lines = check(capsys, run)
+    assert status == 0
+    assert "preempted at step 30" in out
+    assert "asked to stop by SIGTERM" in out
+    assert [*lines] == [30, 20, 10]
+    assert all("whole" in line and f"{LOSSES[step]:.4f}" in line for step, line in lines.items())
+    assert [step for step, line in lines.items() if "a resume takes this one" in line] == [30]
+    assert [step for step, line in lines.items() if "best held-out loss" in line] == [20]
+    size = sum(path.stat().st_size for path in (run / "checkpoints/step-00000030").rglob("*") if path.is_file())
+    assert f"{size / 1024:.1f} KiB" in lines[30]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(damage: str, run: Path, capsys) -> None:
+    DAMAGE[damage](run / "checkpoints/step-00000030")
+    status, _, lines = check(capsys, run)
+    taken = newest_valid(run / "checkpoints", False, "mine")
+    fault = checkpoint.find_fault(run / "checkpoints/step-00000030")
+    assert status == 1
+    assert fault
+    assert fault in lines[30]
+    assert "whole" not in lines[30]
+    assert taken is not None
+    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume takes" in line] == [taken.name]
+
+
+def test_an_older_one_that_is_damaged_is_status_1(run: Path, capsys) -> None:
+    flip(run / "checkpoints/step-00000010/model/model.safetensors")
+    status, _, lines = check(capsys, run)
+    assert status == 1
+    assert "a resume takes this one" in lines[30]
+    assert "differs from its hash" in lines[10]
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(run: Path, capsys) -> None:
+    save(run / "checkpoints", 40, identity="theirs")
+    status, _, lines = check(capsys, run)
+    assert status == 1
+    assert "it belongs to another run" in lines[40]
+    assert "a resume takes this one" in lines[30]
+
+
+def test_folders_set_aside_and_leftovers_are_named(run: Path, capsys) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-00000010").rename(folder / "damaged-step-00000010")
+    (folder / ".tmp-step-00000040-123").mkdir()
+    (run / ".tmp-abc").write_text("{")
+    status, out, _ = check(capsys, run)
+    assert status == 0, "the newest is whole"
+    for name in ("damaged-step-00000010", ".tmp-step-00000040-123", ".tmp-abc"):
+        assert name in out
+    with lock(run):
+        assert ".tmp-step-00000040-123 is being written" in check(capsys, run)[1]
+    for path in folder.glob("step-*"):
+        shutil.rmtree(path)
+    (run / "status.json").write_text(json.dumps(STATUS | {"state": "failed"}))
+    status, out, _ = check(capsys, run)
+    assert status == 1, "a resume would refuse"
+    assert "no checkpoint is left" in out
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "status", "says"),
+    [
+        ("running", 0, 0, "no checkpoint has been made yet"),
+        ("failed", 3, 0, "no checkpoint has been made yet"),
+        ("running", 10, 1, "no checkpoint is left"),
+        ("preempted", 10, 1, "no checkpoint is left"),
+        ("finished", 10, 1, "no checkpoint is left"),
+    ],
+)
+def test_a_run_without_a_checkpoint_says_whether_one_is_missing(
+    state: str, step: int, status: int, says: str, tmp_path: Path, capsys
+) -> None:
+    found, out, lines = check(capsys, make(tmp_path / "run", {"state": state, "step": step}, {}))
+    assert (found, lines) == (status, {})
+    assert f"{state} at step {step}" in out
+    assert says in out
+
+
+def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not(tmp_path: Path, capsys) -> None:
+    run = make(tmp_path / "run", {"state": "running", "step": 10, "host": os.uname().nodename}, {10: 1.0})
+    assert "was killed" in check(capsys, run)[1]
+    with lock(run):
+        out = check(capsys, run)[1]
+        assert "in progress" in out
+        assert "killed" not in out
+    assert "was killed" in check(capsys, run)[1]
+    with lock(run).acquire(blocking=False):  # the check keeps no lock
+        pass
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_fault(
+    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prune_first(path: Path) -> str | None:
+        if path.name.endswith("10"):
+            shutil.rmtree(path)
+        return find_fault(path)
+
+    find_fault = checkpoint.find_fault
+    monkeypatch.setattr(checkpoint, "find_fault", prune_first)
+    status, _, lines = check(capsys, run)
+    assert (status, [*lines]) == (0, [30, 20])
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    """Of each path its inode, mode and time of change, and what it holds."""
+    found = {}
+    for path in [folder, *folder.rglob("*")]:
+        stat = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = stat.st_ino, stat.st_mode, stat.st_mtime_ns, content
+    return found
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_nothing_is_changed(held: bool, run: Path, capsys) -> None:
+    folder = run / "checkpoints"
+    flip(folder / "step-00000030/model/model.safetensors")
+    (folder / "damaged-step-00000005").mkdir()
+    (folder / ".tmp-step-00000040-123").mkdir()
+    if held:
+        with lock(run):
+            pass
+        os.utime(run / ".lock", (1, 1))
+    before = tree(run)
+    for path in (run, folder, folder / "step-00000030", folder / "step-00000020"):
+        check(capsys, path)
+    assert tree(run) == before
+
+
+def test_the_checkpoints_folder_and_one_checkpoint_may_be_named(
+    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(run / "checkpoints/step-00000010/optimizer/state.safetensors")
+    assert check(capsys, run / "checkpoints") == check(capsys, run)
+    status, out, lines = check(capsys, run / "checkpoints/step-00000020")
+    assert (status, [*lines]) == (0, [20])
+    assert "preempted at step 30" in out
+    assert check(capsys, run / "checkpoints/step-00000010")[0] == 1
+    monkeypatch.chdir(run / "checkpoints")
+    assert check(capsys, Path()) == check(capsys, run)
+    monkeypatch.chdir(run / "checkpoints/step-00000020")
+    assert check(capsys, Path()) == (status, out, lines)
+
+
+def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> None:
+    for name in ("status.json", "run.json", "checkpoints/step-00000030/state.json"):
+        (run / name).write_text("[1]")
+    status, out, lines = check(capsys, run)
+    assert status == 1
+    assert "no status.json can be read" in out
+    assert "state.json differs from its hash" in lines[30]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["check", "no/such/run"], "no/such/run is neither a run's folder nor a checkpoint"),
+        (["check", "{here}"], "is neither a run's folder nor a checkpoint"),
+        (["check", "{here}/file"], "is neither a run's folder nor a checkpoint"),
+        (["check"], "RUN"),
+        (["mend", "{here}"], "invalid choice: 'mend'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    status, out, err = ended(capsys, "runs", *[word.format(here=tmp_path) for word in argv])
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(runs, "_check", denied)
+    status, _, err = ended(capsys, "runs", "check", str(run))
+    assert status == 2
+    assert err == f"error: {run} could not be read: Permission denied.\n"

@@ -1,0 +1,160 @@
+import json
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtrain.record.run import RunConfig, open_run
+from llmtrain.secrets import redacted
+from tests.record.test_checkpoint import Files
+
+LETTERS = string.ascii_letters + string.digits
+HEX = "0123456789abcdef"
+
+
+def word(least: int, most: int, of: str = LETTERS) -> st.SearchStrategy[str]:
+    return st.text(of, min_size=least, max_size=most)
+
+
+NAMES = ["hub_token", "HF_TOKEN", "api_key", "openai-api-key", "password", "db_password", "client_secret", "access_key"]
+ORDINARY = {
+    "tokenizer": "bpe:4096",
+    "tokens": "1000000000000000000000",
+    "eos_token": "<|endoftext|>",
+    "text_key": "content",
+    "dataset": "https://example.org:8080/a@b/data.txt",
+    "checkpoint": "hf://datasets/someone/something@main",
+    "identity_sha256": "0123456789abcdef" * 4,
+    "git_sha": "0123456789abcdef0123456789abcdef01234567",
+    "output_dir": "runs/sk-learn-against-everything-else",
+    "learning_rate": 3e-4,
+    "report_to": ["wandb", "none"],
+    "author": "someone@example.org",
+    "use_auth_token": True,
+    "hub_token": None,
+}
+SECRETS = st.one_of(  # what is a secret wherever it stands
+    st.builds("hf_{}".format, word(30, 40)),
+    st.builds("ghp_{}".format, word(36, 36)),
+    st.builds("github_pat_{}_{}".format, word(22, 22), word(59, 59)),
+    st.builds("sk-proj-A{}".format, word(40, 60, LETTERS + "-_")),
+    st.builds("sk-ant-api03-{}".format, word(40, 60, LETTERS + "-_")),
+    st.builds("AKIA{}".format, word(16, 16, string.ascii_uppercase + string.digits)),
+    st.builds("wandb_v1_{}".format, word(40, 80, LETTERS + "_")),
+)
+AFFIXES = st.sampled_from(["", " ", "/", "=", "'", '"', ":", ",", "\n"])
+
+
+def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(word(1, 8), inner, max_size=3), max_leaves=6
+    )
+
+
+ordinary = (
+    st.sampled_from(list(ORDINARY.items())).map(lambda item: dict([item]))
+    | st.text(HEX, min_size=40, max_size=64)
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.booleans()
+    | st.none()
+    | st.lists(st.sampled_from(["--tokenizer", "bpe:512", "--tokens", "12345678", "--seed=3", "train", "--text_key"]))
+)
+
+
+@given(nested(ordinary))
+def test_ordinary_settings_come_through_unchanged(value: Any) -> None:
+    assert redacted(value) == value
+
+
+@given(st.data(), SECRETS, AFFIXES, AFFIXES)
+def test_a_token_of_a_known_shape_never_does(data: st.DataObject, secret: str, before: str, after: str) -> None:
+    value = data.draw(nested(st.just(f"{before}{secret}{after}")).map(lambda inner: {"a": inner, "b": (1, inner)}))
+    hidden = redacted(value)
+    assert secret not in repr(hidden)
+    assert type(hidden["b"]) is tuple
+    assert redacted(hidden) == hidden
+
+
+@given(st.sampled_from(NAMES), word(1, 40, LETTERS + "+/._-!@,;&").filter(lambda s: not s.startswith("-")))
+def test_what_stands_under_a_secrets_name_never_does(name: str, tail: str) -> None:
+    secret = f"Q9{tail}"
+    for value in (
+        {name: secret},
+        {name: ["x", {"y": secret}]},
+        {"command": ["train.py", f"--{name}", secret, "--seed", "3"]},
+        ["train.py", f"--{name}={secret}"],
+        f"recipes/gpt.py --{name} {secret} --seed 3",
+        f"https://example.org/a?b=c&{name}={secret}",
+        json.dumps({"a": 1, name: secret}),
+        f"cannot log in: {name}='{secret} and more'",
+    ):
+        hidden = redacted(value)
+        assert secret not in repr(hidden)
+        assert "***" in repr(hidden)
+        assert type(hidden) is type(value)
+        assert redacted(hidden) == hidden
+
+
+@given(word(1, 12), word(1, 30, LETTERS + "!$%:@-_."))
+def test_a_url_keeps_its_host_and_loses_its_user(user: str, password: str) -> None:
+    for who in (f"{user}:Q9{password}", f"Q9{user}"):
+        assert redacted(f"see postgres://{who}@host.org:80/a?b=c now") == "see postgres://***@host.org:80/a?b=c now"
+
+
+def test_the_rest_of_a_command_line_stays() -> None:
+    line = ["recipes/gpt.py", "--hub_token", "Q9", "--tokenizer", "byte", "--use_token", "--seed", "3"]
+    assert redacted(line) == ["recipes/gpt.py", "--hub_token", "***", *line[3:]]
+    assert redacted("--hub_token Q9 --seed 3") == "--hub_token *** --seed 3"
+
+
+def test_40_hex_digits_are_a_secret_under_the_name_of_a_key_alone() -> None:
+    digits = "0123456789abcdef0123456789abcdef01234567"
+    assert redacted({"wandb_key": digits, "sha": digits}) == {"wandb_key": "***", "sha": digits}
+    assert redacted(["--wandb_key", digits, "--sha", digits]) == ["--wandb_key", "***", "--sha", digits]
+    assert redacted(f"key={digits} sha={digits}") == f"key=*** sha={digits}"
+
+
+def test_a_secret_of_the_environment_never_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv("WANDB_API_KEY", digits)
+    monkeypatch.setenv("STORE_PASSWORD", "correct horse")
+    monkeypatch.setenv("STORE_SECRET", "correct horse battery")  # holds the other
+    monkeypatch.setenv("SHORT_KEY", "gpt")
+    value = [f"from {digits}", {"the correct horse battery, the correct horse": "gpt"}]
+    assert redacted(value) == ["from ***", {"the ***, the ***": "gpt"}]
+
+
+def test_no_secret_reaches_any_file_of_a_run(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "Q9" * 20)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--hub_token", "Q9word", "--dataset", "https://me:Q9pass@host/x"])
+    settings = {
+        "hub_token": {"value": "Q9word", "from": "command line"},
+        "dataset": {"value": ["https://me:Q9pass@host/x"], "from": "command line"},
+        "seed": {"value": 3, "from": "recipe"},
+    }
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"])
+    with open_run(accelerator, config, {"seed": 3}, Files(), settings, {"data": {"api_key": "Q9word"}}) as run:
+        monkeypatch.setattr(run.accelerator.trackers[1], "log", lambda *_, **__: open("https://me:Q9pass@host/x"))  # noqa: PTH123, SIM115
+        run.log({"train/loss": 1.0})
+        run.finish(torch.nn.Linear(2, 2))
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}
+    assert record["settings"]["seed"] == {"value": 3, "from": "recipe"}
+    assert record["starts"][0]["command"][1:] == ["--hub_token", "***", "--dataset", "https://***@host/x"]
+    assert sys.argv[2] == "Q9word"
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert [path for path in files if b"Q9" in path.read_bytes()] == []
+    said = capsys.readouterr()
+    assert "tensorboard: tracking stopped" in said.err
+    assert "Q9" not in said.out + said.err
