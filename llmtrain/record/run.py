@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -136,7 +137,7 @@ class Run:
                 "step": self.step,
                 "tokens": self.tokens,
                 "skipped": self.skipped,
-                "eval_loss": loss if at_step == self.step else None,
+                "eval_loss": loss if at_step == self.step and loss is not None and math.isfinite(loss) else None,
                 "identity": self.identity,
                 "identity_sha256": digest(self.identity),
                 "processes": self.accelerator.num_processes,

@@ -141,3 +141,16 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str) -> None:
     step(straight, optimizer, 1)
     step(forgetful, fresh, 1)
     assert not all(torch.equal(a, b) for a, b in zip(straight.parameters(), forgetful.parameters(), strict=True))
+
+
+def test_too_little_space_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = save(tmp_path, 10)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**20))
+    monkeypatch.setattr(checkpoint, "new_folder", lambda _: pytest.fail("begun all the same"))
+    with pytest.raises(
+        UserError, match=r"0\.00 GiB are needed and 0\.00 GiB are free on that disk\); older checkpoints"
+    ):
+        save(tmp_path, 20)
+    assert checkpoints(tmp_path) == [kept]

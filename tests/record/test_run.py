@@ -261,3 +261,23 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         with pytest.raises(UserError, match=r"could not be written \(.*No space left"):
             run.save(model, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_the_loss_scale_of_fp16_is_gone_on_with(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7))
+    with pytest.raises(CrashError), open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        accelerator.scaler.scale(torch.ones(1))  # it is made on first use
+        run.updated(10)
+        run.save(model, optimizer)
+        raise CrashError
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.restore(model, optimizer)
+        assert accelerator.scaler.get_scale() == 1024.0
+        assert accelerator.scaler.state_dict()["growth_interval"] == 7
+        run.finish(model)
