@@ -116,8 +116,12 @@ class Run:
         return bool(self.stop_reason) or self.saver.failed
 
     def log_rows(self, rows: torch.Tensor, targets: torch.Tensor) -> None:
-        """One line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and its trained tokens,
-        as the data has them: a second count beside the loop's."""
+        """With ``--log_rows``, one line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and
+        its trained tokens, as the data has them: a second count beside the loop's. All processes call this, each with
+        its own slots."""
+        if not self.config.log_rows:
+            return
+        rows, targets = self.accelerator.gather((rows, targets))
         if self.accelerator.is_main_process:
             line = {"step": self.step, "rows": rows.tolist(), "targets": targets.tolist()}
             append_json_line(self.folder / "rows.jsonl", line)
@@ -171,6 +175,13 @@ class Run:
         self.skipped = state.get("skipped", 0)
         if self.accelerator.scaler is not None and state["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(state["loss_scaler"])
+
+    def end(self, model: nn.Module, finished: bool) -> None:
+        """The updates are over, all of them (``finished``) or because the run was asked to stop."""
+        if finished:
+            self.finish(model)
+        else:
+            self.preempted()
 
     def finish(self, model: nn.Module) -> None:
         """Write ``model/``: the finished model."""

@@ -99,34 +99,11 @@ def train(
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
     _check_can_train(model, record, optim)
     _say_what_changed(record, optim)
-    heartbeat = Heartbeat(accelerator, record.folder, run.ddp_timeout, record.failed)
-    with heartbeat.beating(), _memory_explained(train_batches):
-        _make_updates(
-            accelerator, model, optimizer, train_batches, eval_batches, optim, run, record, eval_bytes, heartbeat
-        )
-        heartbeat.at("the last save", record.step)
-        if record.step == optim.max_steps:
-            record.finish(model)
-        else:
-            record.preempted()
-
-
-def _make_updates(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    train_batches: DataLoaderShard,
-    eval_batches: DataLoaderShard | None,
-    optim: OptimConfig,
-    run: RunConfig,
-    record: Run,
-    eval_bytes: int,
-    heartbeat: Heartbeat,
-) -> None:
     gradients = BitwiseGradients(model) if run.bitwise else None
     syncs = GradientSyncs(model)
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
+    heartbeat = Heartbeat(accelerator, record.folder, run.ddp_timeout, record.failed)
 
     def evaluate_now() -> None:
         if eval_batches is not None:
@@ -135,50 +112,51 @@ def _make_updates(
             record.log(results)
             progress.evaluated(record.step, results)
 
-    if record.step == 0:
-        evaluate_now()
-    model.train()
-    throughput.restart()
-    for window in _windows(accelerator, model, train_batches, run.seed, record.step):
-        heartbeat.at("an update", record.step)
-        lr = lr_at(record.step, optim)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        syncs.restart()
-        update = train_step(
-            accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
-        )
-        _count_skipped(accelerator, window, update, run, record)
-        record.updated(int(update.tokens))
-        throughput.add(int(update.tokens))
-        if run.log_rows:
-            record.log_rows(*accelerator.gather((window.rows, window.targets)))
-        finished = record.step == optim.max_steps
-        saving = finished or update.stop or record.step % run.save_steps == 0
-        if run.check_replicas_steps and (saving or record.step % run.check_replicas_steps == 0):
-            check_replicas(accelerator, model)
+    with heartbeat.beating(), _memory_explained(train_batches):
+        if record.step == 0:
+            evaluate_now()
+        model.train()
+        throughput.restart()
+        for window in _windows(accelerator, model, train_batches, run.seed, record.step):
+            heartbeat.at("an update", record.step)
+            lr = lr_at(record.step, optim)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            syncs.restart()
+            update = train_step(
+                accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
+            )
+            _count_skipped(accelerator, window, update, run, record)
+            record.updated(int(update.tokens))
+            throughput.add(int(update.tokens))
+            record.log_rows(window.rows, window.targets)
+            finished = record.step == optim.max_steps
+            saving = finished or update.stop or record.step % run.save_steps == 0
+            if run.check_replicas_steps and (saving or record.step % run.check_replicas_steps == 0):
+                check_replicas(accelerator, model)
 
-        if record.step % run.logging_steps == 0 or finished or update.stop:
-            nll = accelerator.reduce(update.nll, reduction="sum")
-            metrics = {
-                "train/loss": float(nll / update.tokens.clamp(min=1)),
-                "train/grad_norm": update.grad_norm,
-                "train/learning_rate": lr,
-                "train/gradient_syncs": syncs.count,
-                **throughput.read(),
-            }
-            record.log(metrics)
-            progress.logged(metrics)
-        progress.advance()
-        with throughput.paused():
-            if finished or (record.step % run.eval_steps == 0 and not update.stop):
-                evaluate_now()
-            if saving:
-                heartbeat.at("a save", record.step)
-                record.save(model, optimizer)
-        if update.stop:
-            break
-    progress.close()
+            if record.step % run.logging_steps == 0 or finished or update.stop:
+                nll = accelerator.reduce(update.nll, reduction="sum")
+                metrics = {
+                    "train/loss": float(nll / update.tokens.clamp(min=1)),
+                    "train/grad_norm": update.grad_norm,
+                    "train/learning_rate": lr,
+                    "train/gradient_syncs": syncs.count,
+                    **throughput.read(),
+                }
+                record.log(metrics)
+                progress.logged(metrics)
+            progress.advance()
+            with throughput.paused():
+                if finished or (record.step % run.eval_steps == 0 and not update.stop):
+                    evaluate_now()
+                if saving:
+                    heartbeat.at("a save", record.step)
+                    record.save(model, optimizer)
+            if update.stop:
+                break
+        progress.close()
+        record.end(model, finished=record.step == optim.max_steps)
 
 
 def _windows(
