@@ -42,7 +42,7 @@ launches: $(READY)
 	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py
 # Kills, crashes, corruption, hangs and signals: about half an hour on two cores.
 torture: $(READY)
-	LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 LLMTRAIN_FAULT_TIMES=10 \
-	$(BIN)/pytest --timeout 3600 tests/record/test_crashes.py tests/record/test_untrusted.py \
-	tests/system/test_faults.py tests/system/test_kills.py
+	LLMTRAIN_LONG=1 LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 \
+	LLMTRAIN_FAULT_TIMES=10 $(BIN)/pytest --timeout 3600 tests/record/test_crashes.py tests/record/test_untrusted.py \
+	tests/system/test_faults.py tests/system/test_kills.py tests/system/test_verify.py
 .PHONY: launches torture

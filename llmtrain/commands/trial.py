@@ -135,6 +135,8 @@ class Trial:
                 raise UserError(lines[0] if lines else said[-2000:])
             time.sleep(_POLL_SECONDS)
         kill(process)
+        if last_step(folder) >= self.steps:
+            raise UserError(f"the run ended before it could be killed; use more --steps than {self.steps}.")
         return last_step(folder)
 
 

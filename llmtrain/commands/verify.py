@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmtrain.commands.trial import Asked, Trial
+from llmtrain.commands.trial import Asked, Trial, last_step
 from llmtrain.errors import UserError
 
 
@@ -70,9 +70,10 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> list[str]:
     straight = trial.run(trial.layouts[0], scratch / "straight")
     starts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
     folder = scratch / "killed"
-    kills = sorted(random.SystemRandom().sample(range(1, steps - 1), min(len(starts) - 1, steps - 2)))
-    history = []
-    for layout, step in zip(starts, kills, strict=False):
+    draw, history = random.SystemRandom(), []
+    for i, layout in enumerate(starts[:-1]):
+        share = steps * (i + 1) // len(starts)  # each start has its share of the updates, and is killed within it
+        step = max(draw.randint(max(1, share - steps // len(starts)), max(1, share - 1)), last_step(folder) + 1)
         killed_at = trial.kill_after(trial.begin(layout, folder), folder, step)
         history.append(f"{layout}, killed after update {killed_at}")
     resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")

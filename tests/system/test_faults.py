@@ -19,6 +19,7 @@ from tests.launching import (
     Ended,
     accelerate,
     begin,
+    long_form,
     metrics,
     read_json,
     run,
@@ -102,7 +103,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(
 
 
 @pytest.mark.timeout(120 + 30 * TIMES)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=long_form), signal.SIGUSR1])
 def test_a_signal_to_a_rank_makes_a_durable_checkpoint(
     number: int, text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:

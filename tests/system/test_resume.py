@@ -104,6 +104,12 @@ def test_two_processes_then_one_then_four_end_in_the_same_bits_and_rows(text_fil
     assert digest_of(folder / last) == digest_of(straight / last)
 
 
+def test_four_processes_end_in_the_same_bits_once_their_buckets_are_settled(tmp_path: Path) -> None:
+    """On two, a + b = b + a hides the difference. The whole run is test_verify.py's, in its long form."""
+    run([*torchrun(4), "tests/system/resumed_ranks.py", str(tmp_path / "same.json")]).assert_ok()
+    assert read_json(tmp_path / "same.json") == {"settled": True, "not settled": False}
+
+
 def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*LONG, "--max_steps", "100000", "--dataset", str(text_file), "--output_dir", str(folder)]
