@@ -120,10 +120,11 @@ def find_fault(path: Path) -> str | None:
 def _faults(path: Path) -> Iterator[str]:
     if path.is_symlink():
         yield "it is a link"
-    manifest = json.loads((path / MANIFEST).read_text())
-    present = _files(path) - {MANIFEST}
-    yield from (f"{name} is missing" for name in sorted({_WEIGHTS, _OPTIMIZER, "state.json", *manifest} - present))
-    yield from (f"{name} is not in the manifest" for name in sorted(present - manifest.keys()))
+    present = _files(path)
+    manifest = json.loads((path / MANIFEST).read_text()) if MANIFEST in present else {}
+    needed = {MANIFEST, _WEIGHTS, _OPTIMIZER, "state.json", *manifest}
+    yield from (f"{name} is missing" for name in sorted(needed - present))
+    yield from (f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys()))
     with ThreadPoolExecutor() as readers:
         for name, found in zip(manifest, readers.map(lambda name: read_hashed(path / name), manifest), strict=True):
             if found != manifest[name]:

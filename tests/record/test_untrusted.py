@@ -26,7 +26,7 @@ from llmtrain.record.saver import Saver
 from tests.launching import bound
 from tests.record.test_checkpoint import Files
 
-CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "60"))
+CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 
 
 def save(folder: Path, step: int, identity: str = "ours") -> Path:
