@@ -3,21 +3,17 @@
 import contextlib
 import json
 import math
-import os
-import platform
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import filelock
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list
 from torch import nn
 
 from llmtrain.config import flag, require, require_at_least
@@ -25,16 +21,16 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line, forget_after, new_folder, sync_file, write_json
 from llmtrain.record import checkpoint
-from llmtrain.record.deadline import Deadline
-from llmtrain.record.provenance import code_digest, difference, digest, run_record, versions
+from llmtrain.record.agreement import check_same_everywhere, on_main
+from llmtrain.record.provenance import digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.saver import Saver
+from llmtrain.record.status import Status
+from llmtrain.record.stopping import Deadline, stop_signals
 from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl")
-_PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass
@@ -126,6 +122,10 @@ class Run:
             line = {"step": self.step, "rows": rows.tolist(), "targets": targets.tolist()}
             append_json_line(self.folder / "rows.jsonl", line)
 
+    def ask_to_stop(self, reason: str) -> None:
+        """Save and stop after the step at hand."""
+        self.stop_reason = reason
+
     def save(self, model: nn.Module, optimizer: Any) -> None:
         """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -209,8 +209,8 @@ class Run:
         """Note in ``status.json`` why this process is about to end without a word to its caller."""
         self._write_status("failed", reason)
 
-    def _status(self, state: str, reason: str = "") -> "_Status":
-        return _Status(self.folder, state, self.step, reason, self.incarnation)
+    def _status(self, state: str, reason: str = "") -> Status:
+        return Status(self.folder, state, self.step, reason, self.incarnation)
 
     def _write_status(self, state: str, reason: str = "") -> None:
         if self.accelerator.is_main_process:
@@ -235,22 +235,6 @@ class Run:
         return received
 
 
-class _Status(NamedTuple):
-    """What ``status.json`` says."""
-
-    folder: Path
-    state: str
-    step: int
-    reason: str
-    incarnation: str
-
-    def write(self) -> None:
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        content = self._asdict() | {"pid": os.getpid(), "host": platform.node(), "time": now}
-        del content["folder"]
-        write_json(self.folder / "status.json", content)
-
-
 @contextlib.contextmanager
 def open_run(
     accelerator: Accelerator,
@@ -267,7 +251,7 @@ def open_run(
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         details: what else belongs into ``run.json``: facts of the data, the layout.
     """
-    _check_same_everywhere(accelerator, identity, settings)
+    check_same_everywhere(accelerator, identity, settings)
     choice = on_main(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
     saver = Saver(folder / "checkpoints", files, config.save_total_limit, config.async_save)
@@ -297,7 +281,7 @@ def open_run(
         on_main(accelerator, claim)
         run._write_status("running")
         values = {name: setting["value"] for name, setting in settings.items()}
-        cleanup.enter_context(_stop_signals(run))
+        cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:
             run_name = config.run_name or folder.name
             run.metrics.start(tracker_names(config.report_to), values, run_name, choice["run_id"])
@@ -318,68 +302,3 @@ def _check_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
-
-
-def on_main(accelerator: Accelerator, action: Any) -> Any:
-    """What ``action`` returns on the main process, told to all; its :class:`UserError` becomes everyone's."""
-    told: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            told = [("done", action())]
-        except UserError as error:
-            told = [("failed", str(error))]
-        except (OSError, ValueError) as error:
-            told = [("failed", f"{getattr(error, 'filename', None) or 'the run folder'}: {first_line(error)}.")]
-    if accelerator.num_processes > 1:
-        told = broadcast_object_list(told)
-    outcome, value = told[0]
-    if outcome == "failed":
-        raise UserError(value)
-    return value
-
-
-@contextlib.contextmanager
-def _stop_signals(run: Run) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step at hand. A second one is obeyed at once, but launchers
-    and batch systems repeat themselves: only where it comes some seconds after the first."""
-    asked_at: float | None = None
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        if asked_at is None:
-            asked_at, run.stop_reason = now, f"asked to stop by {signal.Signals(number).name}"
-        elif now - asked_at > _PATIENCE_SECONDS:
-            raise KeyboardInterrupt
-
-    try:
-        before = {number: signal.signal(number, ask) for number in _STOP_SIGNALS}
-    except ValueError:  # not the main thread, as in a notebook's helper: signals stay the host's
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# Flags that may differ between machines: where things are, and what only the main process does.
-_LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
-
-
-def _check_same_everywhere(
-    accelerator: Accelerator, identity: dict[str, Any], settings: dict[str, dict[str, Any]]
-) -> None:
-    """Stop, on all processes, where one of them is about to train something else or with something else: each machine
-    may have its own command, data, packages and code. Raises :class:`UserError` naming the rank and both values."""
-    if accelerator.num_processes == 1:
-        return
-    flags = {name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS}
-    precision = accelerator.mixed_precision
-    mine = {"flags": flags, **identity, "precision": precision, "versions": versions(), "code": code_digest()}
-    everyone = gather_object([mine])
-    for other, theirs in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if theirs.get(key) != value:
-                raise UserError(f"rank {other} differs from rank 0 in {key}: {difference(theirs.get(key), value)}.")

@@ -65,7 +65,7 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     ("on_rank_1", "says"),
     [
         ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
-        ("run.versions = lambda: {'torch': '1.0'}", "versions: "),
+        ("agreement.versions = lambda: {'torch': '1.0'}", "versions: "),
         ("argv += ['--per_device_train_batch_size', '4']", "flags: per_device_train_batch_size 4 there, 2 here"),
     ],
 )
@@ -77,7 +77,7 @@ def test_ranks_that_are_apart_stop_before_anything_is_written(
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "from llmtrain.record import run\n"
+        "from llmtrain.record import agreement\n"
         f"OTHER = {str(other)!r}\n"
         f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', {str(text_file)!r}]\n"
         f"if os.environ['RANK'] == '1':\n    {on_rank_1}\n"
