@@ -1,6 +1,7 @@
 """Files that are whole or absent: written beside their place, forced to the disk, then renamed into it."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -30,7 +31,7 @@ def _replacing(path: Path) -> Iterator[IO[str]]:
         with os.fdopen(handle, "w") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            _flush(file.fileno())
         Path(name).chmod(0o666 & ~_umask())  # mkstemp ignores the umask
         Path(name).replace(path)
     except BaseException:
@@ -57,7 +58,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, 
                     written += file.write(block[written:])
                 hashing.result()
             size += len(whole)
-        os.fsync(file.fileno())
+        _flush(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -120,7 +121,7 @@ def sync_folder(path: Path) -> None:
     with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            _flush(handle)
         finally:
             os.close(handle)
 
@@ -128,7 +129,16 @@ def sync_folder(path: Path) -> None:
 def sync_file(path: Path) -> None:
     """Force to the disk what others wrote."""
     with path.open("rb+") as file:
-        os.fsync(file.fileno())
+        _flush(file.fileno())
+
+
+def _flush(handle: int) -> None:
+    """fsync, down to the medium: on a Mac fsync leaves the bytes in the drive's cache."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        os.fsync(handle)
+    else:
+        fcntl.fcntl(handle, full)
 
 
 def _umask() -> int:

@@ -1,6 +1,7 @@
 """Check on this machine that a recipe is the same run on another layout, or when it is killed and goes on."""
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -66,17 +67,22 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> list[str]:
     steps = arguments.steps or 20
     if steps < 4:
         raise UserError(f"--steps {steps} are too few to be killed among and go on; use 4 or more.")
-    trial = Trial(arguments, steps, save_steps=max(1, steps // 5))
+    save_steps = max(1, steps // 5)
+    trial = Trial(arguments, steps, save_steps)
     straight = trial.run(trial.layouts[0], scratch / "straight")
     starts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
     folder = scratch / "killed"
     draw, history = random.SystemRandom(), []
     for i, layout in enumerate(starts[:-1]):
         share = steps * (i + 1) // len(starts)  # each start has its share of the updates, and is killed within it
-        step = max(draw.randint(max(1, share - steps // len(starts)), max(1, share - 1)), last_step(folder) + 1)
+        # not before there is something to go on from
+        first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
+        step = draw.randint(first, max(first, share - 1))
         killed_at = trial.kill_after(trial.begin(layout, folder), folder, step)
         history.append(f"{layout}, killed after update {killed_at}")
     resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
     print("; ".join([*history, f"{starts[-1]} to the end, update {steps}"]))
     straight.print_headings()
-    return straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)
+    began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
+    lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
+    return lost + straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)

@@ -11,19 +11,24 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from llmtrain.console import complain
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
+_SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
+_NOTES_SECONDS = 10.0
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+T = TypeVar("T")
 
 
 class Beat(NamedTuple):
@@ -43,10 +48,18 @@ class Heartbeat:
         self.number, self.step, self.phase = 0, 0, "the start"
         self.since = time.monotonic()
         self.over = threading.Event()
+        self.seen: dict[int, Beat] = {}
+        self.seen_since = self.seen_at = 0.0
 
     def at(self, phase: str, step: int) -> None:
         """The main thread begins ``phase`` after ``step`` updates."""
         self.phase, self.step, self.since = phase, step, time.monotonic()
+
+    def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
+        """The items; each begins ``phase`` anew, so that a long one is not taken for a hang."""
+        for item in items:
+            self.at(phase, step)
+            yield item
 
     @contextlib.contextmanager
     def beating(self) -> Iterator["Heartbeat"]:
@@ -66,7 +79,9 @@ class Heartbeat:
         except RuntimeError as error:
             if not any(word in str(error) for word in _LOST):
                 raise
-            raise UserError(f"lost contact with another process: {self._who_is_missing()}") from None
+            raise UserError(
+                f"lost contact with another process: {self._who_is_missing()} ({first_line(error)})"
+            ) from None
         finally:
             self.over.set()
 
@@ -78,24 +93,39 @@ class Heartbeat:
         while not self.over.wait(self.interval):
             with contextlib.suppress(RuntimeError):  # a store that has gone is seen by the collectives as well
                 self._beat()
-            if time.monotonic() - self.since > self.timeout:
-                self._give_up()
+            since = self.since
+            waited = time.monotonic() - since
+            if waited > self.timeout or (waited > _SILENCE_SECONDS and self._someone_is_silent(waited)):
+                missing = self._who_is_missing()
+                if self.since == since and not self.over.is_set():  # or the wait has just ended
+                    self._give_up(waited, missing)
 
-    def _give_up(self) -> None:
-        reason = (
-            f"waited {self.timeout:g} s (--ddp_timeout) in {self.phase} after update {self.step}: "
-            f"{self._who_is_missing()}"
-        )
-        path = self.folder / f"stacks-rank{self.rank}.txt"
-        with contextlib.suppress(OSError):  # machines other than the first may not have the folder
-            with path.open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-            reason += f" The stacks of rank {self.rank} are in {path}."
-        if not self.over.is_set():
+    def _someone_is_silent(self, waited: float) -> bool:
+        """Whether a process has not beaten since about the time that this one began to wait. Not every backend lets
+        the main thread know that a peer died."""
+        beats = self._beats()
+        if not self.seen or self.seen_since != self.since:
+            self.seen, self.seen_since, self.seen_at = beats, self.since, time.monotonic()
+        if time.monotonic() - self.seen_at < _SILENCE_SECONDS:
+            return False
+        return any(rank not in beats or beats[rank].number == beat.number for rank, beat in self.seen.items())
+
+    def _give_up(self, waited: float, missing: str) -> None:
+        try:
+            path = self.folder / f"stacks-rank{self.rank}.txt"
+            reason = f"waited {waited:.0f} s in {self.phase} after update {self.step}: {missing} Stacks are in {path}."
             with contextlib.suppress(Exception):
-                self.failed(reason)
-            complain(reason)
+                complain(reason)
+            leaving = threading.Thread(target=self._leave_notes, args=(path, reason), daemon=True)
+            leaving.start()
+            leaving.join(_NOTES_SECONDS)  # it may be the folder's disk that hangs
+        finally:
             os._exit(1)
+
+    def _leave_notes(self, path: Path, reason: str) -> None:
+        with contextlib.suppress(OSError), path.open("w") as file:  # other machines may not have the folder
+            faulthandler.dump_traceback(file, all_threads=True)
+        self.failed(reason)
 
     def _who_is_missing(self) -> str:
         """Compare two looks at everyone's beats: who is silent in between, else who is behind."""

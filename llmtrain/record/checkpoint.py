@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -201,5 +202,5 @@ def _best(every: list[Path]) -> Path | None:
     for path in every:
         with contextlib.suppress(OSError, ValueError):
             losses[path] = read_state(path).get("eval_loss")
-    known = {path: loss for path, loss in losses.items() if loss is not None}
+    known = {path: loss for path, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
     return min(known, key=lambda path: known[path], default=None)

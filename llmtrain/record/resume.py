@@ -1,6 +1,8 @@
 """Which folder a run lives in, and what it goes on from."""
 
+import contextlib
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +10,13 @@ from typing import Any
 
 import filelock
 
+from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint
 from llmtrain.record.provenance import difference, digest
+
+_WAIT_SECONDS = 60.0
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # above 0: the same start, made again
 
 
 def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dict[str, Any]:
@@ -18,21 +24,22 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
     fresh: dict[str, Any] = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
     fresh["before"] = None  # the identity of a named checkpoint, which may have other settings of the update
     fresh["incarnation"] = secrets.token_hex(8)
-    if resume not in ("auto", "never"):
-        source = _named_checkpoint(Path(resume), identity)
-        folder = next(path for path in _names(output_dir) if _is_free(path))
-        folder.mkdir(parents=True, exist_ok=True)
-        return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
+    source = _named_checkpoint(Path(resume), identity) if resume not in ("auto", "never") else None
+    restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     for folder in _names(output_dir):
         if _is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            if source is not None:
+                return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
             why = "new" if folder.name == Path(output_dir).resolve().name else f"new; {output_dir} is taken"
             return fresh | {"folder": str(folder), "why": why}
-        if resume == "auto" and (previous := _unfinished(folder, identity)) is not None:
+        previous = _unfinished(folder, identity) if resume != "never" or restarted else None
+        if previous is not None and (source is None or _began_from(previous) == source["checkpoint"]):
             found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
             kept = {"folder": str(folder), "run_id": previous["run_id"]}
             if found is None:
-                return fresh | kept | {"why": "begun before, with no checkpoint yet; starts again"}
+                kept["why"] = "begun before, with no checkpoint yet; starts again"
+                return fresh | (source or {}) | kept
             state = checkpoint.read_state(found)
             kept |= {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
             return fresh | kept | {"why": f"goes on from step {state['step']}"}
@@ -55,23 +62,34 @@ def _names(output_dir: str) -> Iterator[Path]:
 def _is_free(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file.")
-    return not folder.exists() or all(path.name == ".lock" for path in folder.iterdir())
+    return not folder.exists() or all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
 def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
-    try:
-        record = json.loads((folder / "run.json").read_text())
-        status = json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return None
+    record, status = _read(folder / "run.json"), _read(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
         return None
-    try:
-        with lock(folder).acquire(blocking=False):
-            return record
-    except filelock.Timeout:
-        return None
+    for patience in (0.0, _WAIT_SECONDS):  # a launcher that was killed leaves processes that save and then end
+        try:
+            with lock(folder).acquire(timeout=patience):
+                return record if _read(folder / "status.json").get("state") != "finished" else None
+        except filelock.Timeout:
+            if not patience:
+                say("run", f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another name")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _began_from(record: dict[str, Any]) -> str | None:
+    return record["starts"][0]["from"] if record.get("starts") else None
 
 
 def lock(folder: Path) -> filelock.FileLock:

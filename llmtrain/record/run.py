@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,11 +130,11 @@ class Run:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         _check_finite(plain)
         scaler = self.accelerator.scaler
-        began = time.monotonic()
 
         def write() -> None:
             self.saver.wait()
-            self._check_still_mine()
+            if self._taken_over():
+                raise UserError(f"{self.folder}: another run has taken over this folder; nothing was saved here.")
             at_step, loss = self._evaluated or (None, None)
             state = {
                 "step": self.step,
@@ -157,7 +156,7 @@ class Run:
             self.saver.save(self.step, plain.state_dict(), tensors, state, self._status("running").write)
 
         on_main(self.accelerator, write)
-        self.deadline.saving_took(time.monotonic() - began)
+        self.deadline.reserve("save", 2 * self.saver.longest_seconds)
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
         """Load the checkpoint that this run goes on from, where there is one. The main process reads it and sends it
@@ -202,25 +201,28 @@ class Run:
         on_main(self.accelerator, self.saver.wait)
         why = self.stop_reason or "asked to stop"
         self._outcome = {"state": "preempted", "reason": f"{why}; step {self.step} is saved"}
-        how = "" if self.config.resume_from_checkpoint == "auto" else " without --resume_from_checkpoint"
+        how = f" with --resume_from_checkpoint auto --output_dir {self.folder}"
+        if self.config.resume_from_checkpoint != "never":
+            how = ""
         say("stopped", f"{why}: step {self.step} is saved in {self.folder}; the same command{how} goes on from there")
 
     def failed(self, reason: str) -> None:
-        """Note in ``status.json`` why this process is about to end without a word to its caller."""
-        self._write_status("failed", reason)
+        """Note in ``status.json`` why this process is about to end."""
+        with contextlib.suppress(OSError):
+            self._write_status("failed", redacted(reason))
 
     def _status(self, state: str, reason: str = "") -> Status:
         return Status(self.folder, state, self.step, reason, self.incarnation)
 
     def _write_status(self, state: str, reason: str = "") -> None:
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and not self._taken_over():
             self._status(state, reason).write()
 
-    def _check_still_mine(self) -> None:
+    def _taken_over(self) -> bool:
         """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices."""
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads((self.folder / "status.json").read_text())["incarnation"] != self.incarnation:
-                raise UserError(f"{self.folder}: another run has taken over this folder; nothing was saved here.")
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return json.loads((self.folder / "status.json").read_text())["incarnation"] != self.incarnation
+        return False
 
     def _from_main_process(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         if self.accelerator.num_processes == 1:
@@ -277,25 +279,27 @@ def open_run(
                 forget_after(folder / name, run.step)
             record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
+            run._status("running").write()
 
         on_main(accelerator, claim)
-        run._write_status("running")
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:
             run_name = config.run_name or folder.name
             run.metrics.start(tracker_names(config.report_to), values, run_name, choice["run_id"])
             yield run
+        except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
+            run.failed("left at once")
+            raise
         except BaseException as error:
+            run.failed(first_line(error))  # at once: launchers do not wait long for who has failed
             with contextlib.suppress(Exception):  # the error at hand is the one to tell
                 saver.wait()
-            with contextlib.suppress(OSError):
-                run._write_status("failed", redacted(first_line(error)))
-            if not isinstance(error, KeyboardInterrupt):  # who cannot wait does not wait for trackers
-                run.metrics.close(exit_code=1)
+            run.failed(first_line(error))  # a save that was under way has said that the run is running
+            run.metrics.close(exit_code=1)
             raise
-        run.metrics.close(exit_code=0)
         run._write_status(**run._outcome)
+        run.metrics.close(exit_code=0)
 
 
 def _check_finite(model: nn.Module) -> None:

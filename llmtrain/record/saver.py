@@ -1,5 +1,6 @@
 """Checkpoints of one run, one after the other: at once, or from a copy in the background."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
         self._under_way: Future[None] | None = None
         self._copies: Tensors = {}
+        self.longest_seconds = 0.0  # that a checkpoint took to be written
 
     @property
     def failed(self) -> bool:
@@ -57,7 +59,7 @@ class Saver:
             if place is None:
                 place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._copies[f"{part} {name}"] = place
-            copies[name] = place.copy_(tensor.detach(), non_blocking=True)
+            copies[name] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return copies
@@ -65,6 +67,8 @@ class Saver:
     def _write(
         self, step: int, weights: Tensors, optimizer: Tensors, state: dict[str, Any], done: Callable[[], None]
     ) -> None:
+        began = time.monotonic()
         self.verified.append(write_checkpoint(self.folder, step, self.files, weights, optimizer, state))
         prune(self.folder, self.keep, self.verified)
         done()
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)

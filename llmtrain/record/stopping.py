@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -16,32 +16,33 @@ _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set in every job (sbatc
 
 @dataclass
 class Deadline:
-    """``at`` is in seconds since 1970; ``None`` is never."""
+    """``at`` is on the monotonic clock, in seconds; ``None`` is never."""
 
     at: float | None = None
     why: str = ""
-    margin: float = 0.0
-    longest_save: float = 0.0
+    reserved: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, max_hours: float | None) -> "Deadline":
         """The earlier of ``max_hours`` from now and the end of the Slurm job that this process is part of."""
-        now, ends = time.time(), []
+        left = []
         if max_hours is not None:
-            ends.append((now + max_hours * 3600, f"--max_hours {max_hours:g} are over"))
+            left.append((max_hours * 3600, f"--max_hours {max_hours:g} are over"))
         if os.environ.get(_SLURM_END, "").isdigit():
-            ends.append((float(os.environ[_SLURM_END]), "the Slurm job is about to end"))
-        if not ends:
+            left.append((float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end"))
+        if not left:
             return cls()
-        at, why = min(ends)
-        return cls(at, why, min(_MARGIN_SECONDS, max(0.0, at - now) / 10))
+        seconds, why = min(left)
+        margin = min(_MARGIN_SECONDS, max(0.0, seconds) / 10)
+        return cls(time.monotonic() + seconds, why, {"margin": margin})
 
-    def saving_took(self, seconds: float) -> None:
-        self.longest_save = max(self.longest_save, seconds)
+    def reserve(self, what: str, seconds: float) -> None:
+        """So long, or longer if it was said before, ``what`` may take between now and the end."""
+        self.reserved[what] = max(self.reserved.get(what, 0.0), seconds)
 
     def is_near(self) -> bool:
-        """Whether what is left is the margin and twice the longest save so far."""
-        return self.at is not None and time.time() > self.at - self.margin - 2 * self.longest_save
+        """Whether nothing is left but what is reserved."""
+        return self.at is not None and time.monotonic() > self.at - sum(self.reserved.values())
 
 
 @contextlib.contextmanager

@@ -1,17 +1,20 @@
 """The loss on held-out text, every token counted once whatever the layout."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
 from torch import nn
 
+from llmtrain.data.loader import Window
 from llmtrain.models.loss import count_targets
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoaderShard, text_bytes: int) -> dict[str, float]:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, windows: Iterable[Window], text_bytes: int
+) -> dict[str, float]:
     """Mean negative log-likelihood in nats per token, over all processes.
 
     Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
@@ -19,7 +22,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoaderShard
     """
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
-    for window in loader:
+    for window in windows:
         for batch in window.batches:
             total[0] += model(**batch).item()
             total[1] += count_targets(batch["labels"]).item()

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
@@ -107,8 +108,10 @@ def train(
 
     def evaluate_now() -> None:
         if eval_batches is not None:
-            heartbeat.at("an evaluation", record.step)
-            results = evaluate(accelerator, model, eval_batches, eval_bytes)
+            began = time.monotonic()
+            windows = heartbeat.through(eval_batches, "an evaluation", record.step)
+            results = evaluate(accelerator, model, windows, eval_bytes)
+            record.deadline.reserve("evaluation", time.monotonic() - began)
             record.log(results)
             progress.evaluated(record.step, results)
 
@@ -173,7 +176,8 @@ def _windows(
 
 def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run: RunConfig, record: Run) -> None:
     """Where the update was not made: raise :class:`UserError` on every rank, or count it if some may be skipped."""
-    if math.isfinite(update.grad_norm) or accelerator.scaler is not None:
+    scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 0.0
+    if math.isfinite(update.grad_norm) or scale >= 1:  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in accelerator.gather(window.rows).tolist() if row >= 0]
     what = f"update {record.step + 1} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
