@@ -134,11 +134,11 @@ def sync_file(path: Path) -> None:
 
 def _flush(handle: int) -> None:
     """fsync, down to the medium: on a Mac fsync leaves the bytes in the drive's cache."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is None:
-        os.fsync(handle)
-    else:
-        fcntl.fcntl(handle, full)
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # not every file system has it
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(handle)
 
 
 def _umask() -> int:

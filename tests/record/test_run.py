@@ -1,5 +1,6 @@
 import contextlib
 import json
+import threading
 from pathlib import Path
 
 import filelock
@@ -8,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, tracking
+from llmtrain.record import checkpoint, resume, tracking
 from llmtrain.record.run import RunConfig, open_run
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from tests.launching import read_json
@@ -88,10 +89,43 @@ def test_never_begins_anew(begin) -> None:
     assert begin(resume_from_checkpoint="never") == ("run-2", 0)
 
 
-def test_a_run_that_another_process_holds_is_left_alone(begin, tmp_path: Path) -> None:
+def test_a_run_that_another_process_holds_is_left_alone(
+    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(resume, "_WAIT_SECONDS", 0.1)
     begin(steps=(10,), crash=True)
     with filelock.FileLock(tmp_path / "run/.lock"):
         assert begin() == ("run-2", 0)
+    assert "is in use; waiting 0.1 s for it to end before taking another name" in capsys.readouterr().out
+
+
+def test_a_run_whose_last_process_is_just_ending_is_waited_for(begin, tmp_path: Path) -> None:
+    """A launcher that is killed leaves workers that save; whoever starts again at once means that run."""
+    begin(steps=(10,), crash=True)
+    held = filelock.FileLock(tmp_path / "run/.lock", thread_local=False)
+    held.acquire()
+    threading.Timer(0.5, held.release).start()
+    assert begin() == ("run", 10)
+
+
+def test_a_run_without_a_status_that_can_be_read_goes_on(begin, tmp_path: Path) -> None:
+    begin(steps=(10,), crash=True)
+    (tmp_path / "run/status.json").write_text("{")
+    assert begin(steps=(20,), crash=True) == ("run", 10)
+    (tmp_path / "run/status.json").unlink()
+    assert begin() == ("run", 20)
+
+
+def test_a_run_begun_from_a_named_checkpoint_goes_on_when_it_is_started_again(
+    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(steps=(10,))
+    named = {"resume_from_checkpoint": str(tmp_path / "run")}
+    assert begin(steps=(20,), crash=True, **named) == ("run-2", 10)
+    assert begin(steps=(30,), crash=True, **named) == ("run-2", 20)
+    assert begin(steps=(40,), crash=True, resume_from_checkpoint="never") == ("run-3", 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert begin(resume_from_checkpoint="never") == ("run-2", 30)
 
 
 def test_files_that_are_not_a_run_are_left_alone(begin, tmp_path: Path) -> None:
@@ -223,6 +257,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(accelerator: Accel
         with pytest.raises(UserError, match="another run has taken over this folder; nothing was saved here"):
             run.save(model, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
+    assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", "it is the other's to write"
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import statistics
 import time
@@ -80,7 +81,7 @@ def test_a_process_that_hangs_is_named_after_a_finite_time(
         status = read_json(folder / "status.json")
         assert ended.status != 0
         assert status["state"] == "failed"
-        assert "waited 6 s (--ddp_timeout) in an update after update" in status["reason"]
+        assert re.match(r"waited \d+ s in an update after update \d+: rank 1 is silent", status["reason"])
         assert "rank 1 is silent (stopped, cut off or gone), last heard of in" in status["reason"]
         assert "train_step" in (folder / "stacks-rank0.txt").read_text()
         seconds.append(took)
