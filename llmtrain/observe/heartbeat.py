@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -47,6 +47,7 @@ class Heartbeat:
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS)
         self.number, self.step, self.phase = 0, 0, "the start"
         self.since = time.monotonic()
+        self.store: Any = None
         self.over = threading.Event()
         self.seen: dict[int, Beat] = {}
         self.seen_since = self.seen_at = 0.0
@@ -68,10 +69,6 @@ class Heartbeat:
         if self.size == 1:
             yield self
             return
-        store = dist.distributed_c10d._get_default_store()
-        self.store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
-        self.store.set_timeout(timedelta(seconds=2 * self.interval + 5))
-        self._beat()
         thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         thread.start()
         try:
@@ -85,12 +82,22 @@ class Heartbeat:
         finally:
             self.over.set()
 
+    def _connect(self) -> None:
+        """A connection of this thread's own; where the launcher has gone, with its store, that can take minutes."""
+        store = dist.distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else store
+        store.set_timeout(timedelta(seconds=2 * self.interval + 5))
+        self.store = store
+
     def _beat(self) -> None:
         self.number += 1
         self.store.set(f"llmtrain/beat/{self.rank}", json.dumps(Beat(self.number, self.step, self.phase)))
 
     def _watch(self) -> None:
-        while not self.over.wait(self.interval):
+        with contextlib.suppress(RuntimeError):
+            self._connect()
+            self._beat()
+        while self.store is not None and not self.over.wait(self.interval):
             with contextlib.suppress(RuntimeError):  # a store that has gone is seen by the collectives as well
                 self._beat()
             since = self.since
@@ -144,7 +151,7 @@ class Heartbeat:
 
     def _beats(self) -> dict[int, Beat]:
         found = {}
-        for rank in range(self.size):
+        for rank in range(self.size if self.store is not None else 0):
             with contextlib.suppress(RuntimeError, ValueError):
                 if self.store.check([f"llmtrain/beat/{rank}"]):
                     found[rank] = Beat(*json.loads(self.store.get(f"llmtrain/beat/{rank}")))

@@ -54,7 +54,7 @@ def kill(process: subprocess.Popen, draw: random.Random) -> str:
     try:
         process.wait(timeout=90)
         _, alive = psutil.wait_procs(everyone, timeout=60)
-        assert not alive, f"{alive} outlived the run"
+        assert not alive, f"{alive} outlived the kill of {victim}"
     finally:
         stop_group(process)
         process.communicate()
