@@ -92,7 +92,8 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
         redone.append(reached - newest)
         assert redone[-1] <= INTERVAL, (reached, newest)
         if (folder / "status.json").exists():
-            assert newest >= read_json(folder / "status.json")["step"] // INTERVAL * INTERVAL
+            status = read_json(folder / "status.json")
+            assert newest >= status["step"] or status["state"] == "failed", "a step that was said to be saved"
             if is_finished(folder):
                 assert end_of(folder) == expected
                 finished += 1
