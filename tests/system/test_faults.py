@@ -38,8 +38,11 @@ ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
 def ranks_of(process: psutil.Process | int) -> list[psutil.Process]:
     """The workers below a launcher, by rank."""
     pid = process if isinstance(process, int) else process.pid
-    workers = [p for p in psutil.Process(pid).children(recursive=True) if p.environ().get("RANK")]
-    return sorted(workers, key=lambda worker: int(worker.environ()["RANK"]))
+    workers = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):  # it may be ending
+            workers[int(child.environ()["RANK"])] = child
+    return [workers[rank] for rank in sorted(workers)]
 
 
 def errors(ended: Ended) -> list[str]:
