@@ -22,7 +22,7 @@ from tests.launching import ROOT, bound
 from tests.record.power import Disk, watched
 from tests.record.test_checkpoint import Files
 
-KILLS = int(os.environ.get("LLMTRAIN_WRITER_KILLS", "30"))
+KILLS = int(os.environ.get("LLMTRAIN_WRITER_KILLS", "20"))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -221,7 +221,7 @@ def save_state_faults(folder: Path, at_least: int) -> list[str]:
 @pytest.mark.parametrize("writers", ["plain"], indirect=True)
 def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Callable[[str], None]) -> None:
     """So the harness can fail."""
-    draw, kills, broken, said = random.Random(1), min(max(KILLS // 3, 10), 60), 0, 0
+    draw, kills, broken, said = random.Random(1), min(max(KILLS // 3, 6), 60), 0, 0
     for _ in range(kills):
         shutil.rmtree(writers.folder, ignore_errors=True)
         said = writers.kill_one(1, draw.uniform(0, 0.03))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, run, write_text
+from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, run, write_text
 
 
 def assert_one_line(err: str, says: str) -> None:
@@ -65,7 +65,7 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     ("on_rank_1", "says"),
     [
         ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
-        ("agreement.versions = lambda: {'torch': '1.0'}", "versions: "),
+        pytest.param("agreement.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form),
         ("argv += ['--per_device_train_batch_size', '4']", "flags: per_device_train_batch_size 4 there, 2 here"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching import GPT, TINY, accelerate, bound, run
 
-LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "2"))
+LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "1"))
 
 
 def spin(seconds: float) -> None:

@@ -164,14 +164,12 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     assert read_json(folder / "status.json")["state"] == "failed"
 
 
-def test_the_wall_clock_budget_ends_the_run_with_a_checkpoint(text_file: Path, tmp_path: Path) -> None:
+def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(text_file: Path, tmp_path: Path) -> None:
     flags = [*ENDLESS, "--dataset", str(text_file), "--output_dir"]
-    run([*PYTHON, GPT, *flags, str(tmp_path / "a"), "--max_hours", "0.001"]).assert_ok()
-    assert "--max_hours 0.001 are over" in read_json(tmp_path / "a" / "status.json")["reason"]
-    assert checkpoint_step(tmp_path / "a") > 0
     soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 9)}
     run([*PYTHON, GPT, *flags, str(tmp_path / "b")], env=soon).assert_ok()
     assert "the Slurm job is about to end" in read_json(tmp_path / "b" / "status.json")["reason"]
+    assert checkpoint_step(tmp_path / "b") > 0
 
 
 def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_file: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
 from tests.launching import GPT, PYTHON, TINY, accelerate, begin, bound, metrics, read_json, run, stop_group, torchrun
 from tests.system.test_faults import ranks_of
 
-KILLS = int(os.environ.get("LLMTRAIN_KILLS", "2"))
+KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 STEPS, INTERVAL = 150, 3
 FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--bitwise", "--log_rows", "--n_embd", "128"]
 FLAGS += ["--ddp_timeout", "8"]

@@ -23,9 +23,10 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-def test_the_same_bits_on_1_2_and_8_processes_with_dropout(text_file: Path) -> None:
+@pytest.mark.parametrize("others", ["2", pytest.param("2,4,8", marks=long_form)])
+def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text_file: Path) -> None:
     flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--layouts", "2,8", "--steps", "3", GPT, *flags]).assert_ok()
+    ended = run([*VERIFY, "--layouts", others, "--steps", "3", GPT, *flags]).assert_ok()
     table = [line.split() for line in ended.out.splitlines()]
     assert table[-1][0] == "passed:"
     digests = {line[-1] for line in table[1:-1]}
@@ -39,7 +40,9 @@ def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_1_2_and_4_processes(t
     assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
 
 
-@pytest.mark.parametrize(("change", "limit"), [("mixed_precision: bf16", 1e-2), ("dynamo", 1e-5)])
+@pytest.mark.parametrize(
+    ("change", "limit"), [("mixed_precision: bf16", 1e-2), pytest.param("dynamo", 1e-5, marks=long_form)]
+)
 def test_bf16_and_compiled_runs_agree_on_two_layouts(
     change: str, limit: float, text_file: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +84,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
 @pytest.mark.parametrize(
     ("bug", "says"),
     [
-        ("a mean of means", "2 processes: gradient norm differs by"),
+        pytest.param("a mean of means", "2 processes: gradient norm differs by", marks=long_form),
         pytest.param("a forgotten data-parallel factor", "2 processes: gradient norm differs by", marks=long_form),
         pytest.param(
             "a missing sync", "2 processes: replicas drifted: transformer.wte.weight of rank 1", marks=long_form
@@ -90,7 +93,11 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         pytest.param("a scheduler stepped per rank", "2 processes: learning rate differs by", marks=long_form),
         ("unshifted token counts", "264 tokens are counted up to step 1; its rows hold 256"),
         pytest.param("a rank reading another's rows", "2 processes: other rows from step 2 on", marks=long_form),
-        ("one weight perturbed on rank 1", "2 processes: replicas drifted: transformer.wte.weight of rank 1"),
+        pytest.param(
+            "one weight perturbed on rank 1",
+            "2 processes: replicas drifted: transformer.wte.weight of rank 1",
+            marks=long_form,
+        ),
     ],
 )
 def test_a_planted_bug_fails_the_verification_which_names_it(bug: str, says: str, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+import signal
+import time
+
+import pytest
+
+from llmtrain.record import stopping
+from llmtrain.record.stopping import Deadline, stop_signals
+
+
+def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, wall = 1000.0, 5_000_000.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stopping.time, "time", lambda: wall)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert not Deadline.of(None).is_near()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 600))
+    deadline = Deadline.of(0.5)
+    assert deadline.why == "the Slurm job is about to end"
+    deadline.reserve("save", 100)
+    deadline.reserve("save", 40)
+    deadline.reserve("evaluation", 20)
+    now = 1000 + 600 - 30 - 100 - 20 - 1
+    wall += 36_000  # a clock that is set changes nothing
+    assert not deadline.is_near()
+    now += 2
+    assert deadline.is_near()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
+    assert Deadline.of(0.5).why == "--max_hours 0.5 are over"
+
+
+def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reasons = 0.0, []
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    with stop_signals(reasons.append):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert reasons == ["asked to stop by SIGUSR1"]
+        now = 3.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert time.monotonic() == now
