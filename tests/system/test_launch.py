@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, begin, metrics, read_json, run, series, torchrun, wait
+from tests.launching import GPT, PYTHON, TINY, accelerate, metrics, read_json, run, series, torchrun
 from tests.wandb_file import read_history
 
 
@@ -100,22 +100,6 @@ def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tm
             assert "over gloo (no GPU here)" in ended.out
     else:
         assert start["processes"] == 1
-
-
-def test_the_multi_node_config_joins_two_launchers(text_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(folder)]
-
-    def machine(rank: int) -> list[str]:
-        where = ("--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", "29617")
-        return [*accelerate("multi_node", *where), GPT, *flags]
-
-    first, second = begin(machine(0)), begin(machine(1))
-    try:
-        wait(first).assert_ok()
-    finally:
-        wait(second).assert_ok()
-    assert read_json(folder / "run.json")["starts"][0]["processes"] == 2
 
 
 def test_a_plain_launch_without_any_config(text_file: Path, tmp_path: Path) -> None:

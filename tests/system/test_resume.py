@@ -91,14 +91,17 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
 
 
-def test_two_processes_then_one_then_four_end_in_the_same_bits_and_rows(text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [2, pytest.param(4, marks=long_form)])
+def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
+    last: int, text_file: Path, tmp_path: Path
+) -> None:
     flags = [GPT, *LONG, "--bitwise", "--log_rows", "--dataset", str(text_file), "--output_dir"]
     straight, folder = tmp_path / "straight", tmp_path / "run"
     run([*PYTHON, *flags, str(straight)]).assert_ok()
     interrupt([*torchrun(2), *flags, str(folder)], folder, signal.SIGTERM, 10)
     interrupt([*PYTHON, *flags, str(folder)], folder, signal.SIGKILL, 30)
-    run([*torchrun(4), *flags, str(folder)]).assert_ok()
-    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [2, 1, 4]
+    run([*torchrun(last), *flags, str(folder)]).assert_ok()
+    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [2, 1, last]
     ledger, expected = ((path / "rows.jsonl").read_text().splitlines() for path in (folder, straight))
     assert len(expected) == 60
     assert ledger == expected

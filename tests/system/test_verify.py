@@ -33,9 +33,10 @@ def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text
     assert len(digests) == 1
 
 
-def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_1_2_and_4_processes(text_file: Path) -> None:
-    command = [*VERIFY, "--layouts", "2,4", "--steps", "4", "tests/system/llama.py", "--dataset", str(text_file)]
-    ended = run([*command, "--bitwise"]).assert_ok()
+@pytest.mark.parametrize("others", ["2", pytest.param("2,4,8", marks=long_form)])
+def test_a_llama_of_hugging_faces_too_has_the_same_bits(others: str, text_file: Path) -> None:
+    command = [*VERIFY, "--layouts", others, "--steps", "4", "tests/system/llama.py", "--dataset", str(text_file)]
+    ended = run([*command, "--bitwise", "--per_device_train_batch_size", "1"]).assert_ok()
     assert "passed: the same run" in ended.out
     assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
 
@@ -76,6 +77,7 @@ def test_a_killed_llama_with_dropout_goes_on_in_the_same_bits(text_file: Path) -
     assert "passed: the same run" in run([*command, "--dataset", str(text_file)]).assert_ok().out
 
 
+@long_form
 def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
     command = [*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *TINY, "--dataset", str(text_file)]
     assert "passed: the same run" in run(command).assert_ok().out
