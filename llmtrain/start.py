@@ -146,6 +146,7 @@ def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerat
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
+    _meet_after_restart(cpu, timeout + 60)
     accelerator = _make_accelerator(cpu, precision, timeout + 60)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
@@ -202,6 +203,27 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     if said is not None:
         return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
+def _meet_after_restart(cpu: bool, timeout: float) -> None:
+    """Join the group under keys of this attempt's own, where the launcher has restarted its processes.
+
+    With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
+    died, and whoever starts first would try to reach those.
+    """
+    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    if attempt == "0" or world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    wait = timedelta(seconds=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, world, is_master=False, timeout=wait)
+    torch.distributed.init_process_group(
+        "gloo" if cpu else "nccl",
+        store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=wait,
+    )
 
 
 def _make_accelerator(cpu: bool, precision: str, timeout: float) -> Accelerator:

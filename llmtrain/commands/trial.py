@@ -94,6 +94,8 @@ class Trial:
 
     def begin(self, layout: Asked, folder: Path) -> subprocess.Popen:
         """The recipe's first process, which leads a process group of its own."""
+        import psutil  # noqa: F401 - here, so that a kill need not wait for it
+
         launcher = [sys.executable]
         if self.arguments.config_file:
             launcher += ["-m", "accelerate.commands.launch", "--config_file", self.arguments.config_file]

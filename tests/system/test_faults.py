@@ -173,8 +173,16 @@ def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(text_fil
 
 
 def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_file: Path, tmp_path: Path) -> None:
+    """Rank 1 comes back late: the first rank must not look for the one that died."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, sys, time; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' and os.environ['RANK'] == '1': time.sleep(3)\n"
+        "if __name__ == '__main__': launch(gpt.main)\n"
+    )
     folder = tmp_path / "run"
-    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), GPT, *TINY, "--max_steps", "300", "--save_steps", "5"]
+    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), str(late), *TINY, "--max_steps", "300", "--save_steps"]
+    command += ["5"]
     process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
         wait_for_readings(process, folder, 12)

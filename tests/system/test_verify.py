@@ -63,7 +63,7 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
 
 @long_form
 def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_its_mending(text_file: Path) -> None:
-    resume = [*VERIFY[:-1], "resume", "--steps", "24", "--layouts"]
+    resume = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts"]
     wide = [*TINY, "--n_embd", "128", "--dataset", str(text_file)]  # more than one bucket
     ended = run([*resume, "4", GPT, *wide]).assert_ok()
     assert "passed: the same run" in ended.out
@@ -73,7 +73,7 @@ def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_
 
 
 def test_a_killed_llama_with_dropout_goes_on_in_the_same_bits(text_file: Path) -> None:
-    command = [*VERIFY[:-1], "resume", "--steps", "24", "--layouts", "1", "tests/system/llama.py"]
+    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", "1", "tests/system/llama.py"]
     assert "passed: the same run" in run([*command, "--dataset", str(text_file)]).assert_ok().out
 
 
