@@ -253,6 +253,8 @@ def launch(main: Callable[[], None]) -> NoReturn:
     status = 0
     if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
         _die_with_launcher()
+    elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
+        os._exit(1)  # the launcher died while this process was being loaded: nobody is there to meet
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign must not end a run

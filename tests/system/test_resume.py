@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ from llmtrain.record.checkpoint import digest_of
 from tests.launching import (
     GPT,
     PYTHON,
+    ROOT,
     TINY,
     Ended,
     accelerate,
@@ -131,6 +134,23 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_p
         assert read_json(folder / "status.json")["state"] == "preempted"
     finally:
         wait(process)
+
+
+def test_a_worker_whose_launcher_died_before_it_was_loaded_ends(tmp_path: Path) -> None:
+    """Else it would wait for the others until --ddp_timeout."""
+    env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    orphan = f"(echo $BASHPID > {tmp_path}/pid; sleep 1; exec {' '.join(PYTHON)} {GPT} --dataset README.md) &"
+    subprocess.run(["bash", "-c", orphan], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, check=True)
+    time.sleep(0.3)
+    worker = psutil.Process(int((tmp_path / "pid").read_text()))
+    if worker.is_running() and worker.ppid() != 1:
+        worker.kill()
+        pytest.skip("orphans are not given to process 1 here")
+    _, alive = psutil.wait_procs([worker], timeout=60)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=long_form)])
