@@ -120,4 +120,4 @@ def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
 
 def bound(failures: int, of: int) -> str:
     """A count of failures with its 95 % bound: with none in n, three in n (the rule of three)."""
-    return f"{failures} of {of}" + (f" (95 % bound {3 / of:.2%})" if not failures else "")
+    return f"{failures} of {of}" + (f" (95 % bound {3 / of:.2%})" if not failures and of > 3 else "")
