@@ -102,12 +102,12 @@ class Heartbeat:
                 self._beat()
             since = self.since
             waited = time.monotonic() - since
-            if waited > self.timeout or (waited > _SILENCE_SECONDS and self._someone_is_silent(waited)):
+            if waited > self.timeout or (waited > _SILENCE_SECONDS and self._someone_is_silent()):
                 missing = self._who_is_missing()
                 if self.since == since and not self.over.is_set():  # or the wait has just ended
                     self._give_up(waited, missing)
 
-    def _someone_is_silent(self, waited: float) -> bool:
+    def _someone_is_silent(self) -> bool:
         """Whether a process has not beaten since about the time that this one began to wait. Not every backend lets
         the main thread know that a peer died."""
         beats = self._beats()
