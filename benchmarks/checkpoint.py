@@ -34,6 +34,8 @@ BLOCK = 1 << 28  # bytes
 class NoFiles:
     """Of a model folder only the weights, which are all that dcp writes."""
 
+    weights = "model.safetensors"
+
     def write(self, folder: Path, parameters: int) -> None:
         folder.mkdir()
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmtrain.config import resolved as resolved
     from llmtrain.console import say as say
     from llmtrain.data.config import DataConfig as DataConfig
+    from llmtrain.data.conversations import ChatConfig as ChatConfig
     from llmtrain.data.loader import eval_loader as eval_loader
     from llmtrain.data.loader import train_loader as train_loader
     from llmtrain.data.rows import prepare as prepare
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from llmtrain.models.export import ModelFiles as ModelFiles
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt import GPTConfig as GPTConfig
+    from llmtrain.models.lora import LoraConfig as LoraConfig
+    from llmtrain.models.pretrained import ModelConfig as ModelConfig
+    from llmtrain.models.pretrained import load_model as load_model
+    from llmtrain.observe.preview import preview as preview
+    from llmtrain.record.publish import publish as publish
     from llmtrain.record.run import RunConfig as RunConfig
     from llmtrain.record.run import open_run as open_run
     from llmtrain.start import launch as launch
@@ -33,9 +39,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "GPT": "models.gpt",
+    "ChatConfig": "data.conversations",
     "DataConfig": "data.config",
     "GPTConfig": "models.gpt",
     "Layout": "training.layout",
+    "LoraConfig": "models.lora",
+    "ModelConfig": "models.pretrained",
     "ModelFiles": "models.export",
     "OptimConfig": "training.optim",
     "RunConfig": "record.run",
@@ -43,10 +52,13 @@ _HOMES = {
     "eval_loader": "data.loader",
     "flag": "config",
     "launch": "start",
+    "load_model": "models.pretrained",
     "make_optimizer": "training.optim",
     "open_run": "record.run",
     "parse": "config",
     "prepare": "data.rows",
+    "preview": "observe.preview",
+    "publish": "record.publish",
     "resolved": "config",
     "say": "console",
     "show_result": "training.summary",

@@ -10,6 +10,8 @@ from llmtrain._version import __version__
 from llmtrain.errors import UserError
 
 COMMANDS = {
+    "chat": "talk with a model that was fine-tuned on conversations",
+    "export": "write a run's model to a folder; merge an adapter into its base",
     "generate": "write text with a trained model",
     "runs": "say how a run stands and whether its checkpoints are whole",
     "verify": "check that a recipe is the same run on another layout, or when it is killed",

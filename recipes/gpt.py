@@ -19,6 +19,8 @@ from llmtrain import (
     open_run,
     parse,
     prepare,
+    preview,
+    publish,
     resolved,
     say,
     show_result,
@@ -29,7 +31,7 @@ from llmtrain import (
 
 DEFAULTS = (
     GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128),
-    DataConfig(dataset="builtin:python-docs", tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
+    DataConfig(dataset=["builtin:python-docs"], tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     OptimConfig(max_steps=500, learning_rate=4e-3, warmup_steps=50),
     RunConfig(output_dir="runs/gpt"),
 )
@@ -44,10 +46,13 @@ def main(argv: list[str] | None = None) -> None:
     say("batch", str(layout))
     model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)
     say("model", f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer, trained_on=data.dataset)
+    files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer, trained_on=rows.facts.dataset)
+    if run.dry_run:
+        return preview(rows.train, rows.tokenizer)
     identity = {
         "model": files.config,
         "data": rows.facts.data_sha256,
+        "mixture": data.mixture,
         "tokenizer": rows.facts.tokenizer_sha256,
         "block_size": gpt.block_size,
         "global_batch_size": data.global_batch_size,
@@ -59,7 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)
         dropout_seed = run.seed if gpt.dropout else None
-        batches = train_loader(rows.train, data.global_batch_size, layout.micro_batch, steps, run.seed, dropout_seed)
+        shape = data.global_batch_size, layout.micro_batch
+        batches = train_loader(rows.train, *shape, steps, run.seed, dropout_seed, rows.mixture)
         held_out = eval_loader(rows.eval, layout.processes, layout.micro_batch) if rows.eval else None
         optimizer = make_optimizer(model, optim)
         model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
@@ -67,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
     if accelerator.is_main_process and record.step == optim.max_steps:
         show_result(record.folder)
+        publish(record.folder / "model", run.push_to_hub)
 
 
 if __name__ == "__main__":

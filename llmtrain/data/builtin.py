@@ -22,8 +22,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+Records = tuple[dict[str, str], ...]
+
+
 @functools.cache
-def python_docs() -> tuple[str, ...]:
+def python_docs() -> Records:
     """About 2.5 MB in 600 documents."""
     from pydoc_data.topics import topics  # half a megabyte, and only this corpus needs it
 
@@ -36,13 +39,16 @@ def python_docs() -> tuple[str, ...]:
         text = "\n".join(part for part in parts if part)
         if len(parts) > 2 or parts[1]:
             documents.append(text)
-    return tuple(documents)
+    return tuple({"text": text} for text in documents)
 
 
 @functools.cache
-def python_functions() -> tuple[str, ...]:
-    """About 6,000 functions, each with the docstring that explains it."""
-    return tuple(f"{code}\n\n{docstring}\n" for code, docstring in function_pairs())
+def python_functions() -> Records:
+    """About 6,000 functions, each with its docstring: as one text, and as a question and its answer."""
+    return tuple(
+        {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
+        for code, docstring in function_pairs()
+    )
 
 
 @functools.cache
@@ -61,7 +67,7 @@ def function_pairs() -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-CORPORA: dict[str, Callable[[], tuple[str, ...]]] = {
+CORPORA: dict[str, Callable[[], Records]] = {
     "python-docs": python_docs,
     "python-functions": python_functions,
 }

@@ -10,10 +10,13 @@ from llmtrain.config import flag, require, require_at_least
 class DataConfig:
     _argument_group_name: ClassVar[str] = "data"
 
-    dataset: str = flag(
-        "builtin:python-docs",
+    dataset: list[str] = flag(
+        ["builtin:python-docs"],
         "builtin:python-docs, builtin:python-functions, a file, folder or glob of .txt .md .jsonl .parquet .csv, "
-        "or the name of a dataset on the hub",
+        "or the name of a dataset on the hub; or several of these",
+    )
+    mixture: list[float] = flag(
+        [], "the proportions in which several data sets are drawn (default: every row once an epoch)"
     )
     dataset_config_name: str | None = flag(None, "configuration of a hub dataset, where it has several")
     text_field: str = flag("text", "the field that holds the text, in .jsonl, .parquet, .csv and hub datasets")
@@ -22,12 +25,19 @@ class DataConfig:
         "share of the documents held out for evaluation, chosen by a hash of their text; "
         "where documents are few, the last part of the longest",
     )
-    tokenizer: str = flag("bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name")
+    tokenizer: str | None = flag(
+        "bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name"
+    )
     global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
     per_device_train_batch_size: int = flag(16, "rows per forward and backward pass (the micro-batch)")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
         require(0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be at least 0 and below 1.")
-        require(bool(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs.")
-        require(bool(self.tokenizer), "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.")
+        require(self.tokenizer != "", "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.")
+        require(all(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs.")
+        require(
+            len(self.mixture) in (0, len(self.dataset)),
+            f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; give one for each.",
+        )
+        require(all(0 < share < float("inf") for share in self.mixture), "--mixture must be numbers above 0.")

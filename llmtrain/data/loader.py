@@ -17,6 +17,8 @@ from llmtrain.data.order import key_of, permute
 if TYPE_CHECKING:
     import datasets
 
+    from llmtrain.data.mixture import Mixture
+
 IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
 
 Batch = dict[str, torch.Tensor]
@@ -49,11 +51,20 @@ def slots_of(step: int, n: int, global_batch_size: int, seed: int | None) -> lis
     return [Slot(step * global_batch_size + j, row) for j, row in enumerate(padded)]
 
 
+def mixed_slots_of(step: int, mixture: "Mixture", global_batch_size: int, seed: int) -> list[Slot]:
+    """The global batch of ``step`` over several sources in fixed proportions. Each has epochs of its own, which end
+    where they end: no slot is empty."""
+    positions = np.arange(step * global_batch_size, (step + 1) * global_batch_size)
+    return [Slot(*slot) for slot in zip(positions.tolist(), mixture.rows_at(positions, seed).tolist(), strict=True)]
+
+
 class GlobalBatchSampler(Sampler[list[Slot]]):
     """Yields the global batch of every step in ``steps``."""
 
-    def __init__(self, n: int, global_batch_size: int, steps: range, seed: int | None) -> None:
-        self.n, self.batch_size, self.steps, self.seed = n, global_batch_size, steps, seed
+    def __init__(
+        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: "Mixture | None" = None
+    ) -> None:
+        self.n, self.batch_size, self.steps, self.seed, self.mixture = n, global_batch_size, steps, seed, mixture
         self.drop_last = False
 
     def __len__(self) -> int:
@@ -61,7 +72,10 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 
     def __iter__(self) -> Iterator[list[Slot]]:
         for step in self.steps:
-            yield slots_of(step, self.n, self.batch_size, self.seed)
+            if self.mixture is not None and self.seed is not None:
+                yield mixed_slots_of(step, self.mixture, self.batch_size, self.seed)
+            else:
+                yield slots_of(step, self.n, self.batch_size, self.seed)
 
 
 class SlotRows(Dataset):
@@ -70,26 +84,31 @@ class SlotRows(Dataset):
     def __init__(self, rows: "datasets.Dataset") -> None:
         self.rows = rows.with_format("numpy")
 
-    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, np.ndarray]]:
-        """Each slot with its tokens [block_size + 1]; an empty slot holds no token."""
-        tokens = np.stack(self.rows[[slot.row or 0 for slot in slots]]["input_ids"])
-        tokens[[slot.row is None for slot in slots]] = IGNORED
-        return list(zip(slots, tokens, strict=True))
+    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, dict[str, np.ndarray]]]:
+        """Each slot with its row's columns, ``labels`` too, int32 [block_size + 1]; an empty slot has no label."""
+        columns = {name: np.stack(column) for name, column in self.rows[[slot.row or 0 for slot in slots]].items()}
+        labels = columns.setdefault("labels", columns["input_ids"])  # a text's places are -100 where it has ended
+        labels[[slot.row is None for slot in slots]] = IGNORED
+        return [(slot, {name: column[i] for name, column in columns.items()}) for i, slot in enumerate(slots)]
 
 
 class Collate:
     """Cut a process's slice of the global batch into micro-batches.
 
-    Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. With
-    ``dropout_seed`` each row also carries its ``dropout_keys`` (int64 [micro_batch]).
+    Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. Packed rows
+    also have ``position_ids`` of that shape, which restart at each document. With ``dropout_seed`` each row carries its
+    ``dropout_keys`` (int64 [micro_batch]).
     """
 
     def __init__(self, micro_batch: int, dropout_seed: int | None = None) -> None:
         self.micro_batch, self.dropout_seed = micro_batch, dropout_seed
 
-    def __call__(self, items: list[tuple[Slot, np.ndarray]]) -> Window:
-        labels = torch.from_numpy(np.stack([tokens for _, tokens in items]).astype(np.int64))
-        columns = {"input_ids": labels.clamp(min=0), "labels": labels}
+    def __call__(self, items: list[tuple[Slot, dict[str, np.ndarray]]]) -> Window:
+        columns = {
+            name: torch.from_numpy(np.stack([row[name] for _, row in items]).astype(np.int64)) for name in items[0][1]
+        }
+        labels = columns["labels"]
+        columns["input_ids"] = columns["input_ids"].clamp(min=0)
         if self.dropout_seed is not None:
             keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot, _ in items]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
@@ -106,9 +125,10 @@ def train_loader(
     steps: range,
     seed: int,
     dropout_seed: int | None = None,
+    mixture: "Mixture | None" = None,
 ) -> DataLoader:
     """Windows of the given steps, for ``accelerator.prepare``. Starting at any step costs nothing."""
-    sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed)
+    sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
 
 

@@ -1,7 +1,7 @@
 """Where text comes from: files, the running Python's own documentation, or a dataset of the Hugging Face hub.
 
-A source yields documents in a fixed order and can name its content cheaply (``fingerprint``), so that a prepared
-data set is found again without reading the text twice.
+A source yields records in a fixed order, each with its place for whoever must mend it, and can name its content cheaply
+(``fingerprint``), so that a prepared data set is found again without reading it twice.
 """
 
 import codecs
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llmtrain.data import builtin
 from llmtrain.data.config import DataConfig
@@ -22,17 +22,32 @@ from llmtrain.errors import UserError, first_line
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 
 
+class Record(NamedTuple):
+    place: str  # the file and line, or row
+    fields: dict[str, Any]
+
+
 class Source(Protocol):
+    @property
+    def name(self) -> str:
+        """As ``--dataset`` has it."""
+
     def fingerprint(self) -> str:
-        """Hex digest that changes when the documents may have changed."""
+        """Hex digest that changes when the records may have changed."""
 
-    def documents(self) -> Iterator[str]:
-        """The texts, in a fixed order. Raises :class:`UserError` naming the file and line of bad input."""
+    def records(self, field: str | None = None) -> Iterator[Record]:
+        """All records, in a fixed order, with all their fields or one alone. Raises :class:`UserError` naming the file
+        and line of bad input."""
 
 
-def open_source(config: DataConfig) -> Source:
-    """Find what ``--dataset`` names; a :class:`UserError` says what was looked for."""
-    name = config.dataset
+def documents(source: Source, field: str) -> Iterator[str]:
+    """The texts of a source. Raises :class:`UserError` where one has none."""
+    for place, fields in source.records(field):
+        yield _text(fields[field], place, field)
+
+
+def open_source(name: str, config: DataConfig) -> Source:
+    """Find what one name of ``--dataset`` means; a :class:`UserError` says what was looked for."""
     if name.startswith("builtin:"):
         return Builtin(name.removeprefix("builtin:"))
     try:
@@ -40,13 +55,13 @@ def open_source(config: DataConfig) -> Source:
     except (OSError, RuntimeError) as error:  # a name too long, a home folder of nobody
         raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
     if paths:
-        return Files(tuple(paths), config.text_field)
+        return Files(name, tuple(paths))
     looks_local = _suffix(Path(name)) in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
     if looks_local or Path(name).exists():
         raise UserError(
             f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
         )
-    return Hub(name, config.dataset_config_name, config.text_field)
+    return Hub(name, config.dataset_config_name)
 
 
 def _suffix(path: Path) -> str:
@@ -67,40 +82,48 @@ def _find_files(name: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Builtin:
-    name: str
+    corpus: str
 
     def __post_init__(self) -> None:
-        if self.name not in builtin.CORPORA:
+        if self.corpus not in builtin.CORPORA:
             known = " and ".join(f"builtin:{name}" for name in builtin.CORPORA)
-            raise UserError(f"--dataset builtin:{self.name} does not exist; there are {known}.")
+            raise UserError(f"--dataset builtin:{self.corpus} does not exist; there are {known}.")
+
+    @property
+    def name(self) -> str:
+        return f"builtin:{self.corpus}"
 
     def fingerprint(self) -> str:
-        return builtin.fingerprint(self.name)
+        return builtin.fingerprint(self.corpus)
 
-    def documents(self) -> Iterator[str]:
-        return iter(builtin.CORPORA[self.name]())
+    def records(self, field: str | None = None) -> Iterator[Record]:
+        for number, fields in enumerate(builtin.CORPORA[self.corpus]()):
+            place = f"{self.name}, document {number}"
+            if field not in (None, *fields):
+                raise UserError(_no_field(place, str(field), list(fields)))
+            yield Record(place, fields)
 
 
 @dataclass(frozen=True)
 class Files:
+    name: str
     paths: tuple[Path, ...]
-    text_field: str
 
     def fingerprint(self) -> str:
         # content, not names: a moved data set is the same data set
-        total = hashlib.sha256(self.text_field.encode())
+        total = hashlib.sha256()
         for path in self.paths:
             total.update(_suffix(path).encode() + _file_digest(path))
         return total.hexdigest()
 
-    def documents(self) -> Iterator[str]:
+    def records(self, field: str | None = None) -> Iterator[Record]:
         for path in self.paths:
             reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}.get(_suffix(path))
             try:
-                if reader is None:
-                    yield _decode(path.read_bytes(), path)
+                if reader is None:  # the whole file is one text, whatever the field is called
+                    yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
                 else:
-                    yield from reader(path, self.text_field)
+                    yield from reader(path, field)
             except OSError as error:
                 raise UserError(f"{path}: {error.strerror or error}.") from None
 
@@ -109,7 +132,6 @@ class Files:
 class Hub:
     name: str
     config_name: str | None
-    text_field: str
 
     def _load(self):  # type: ignore[no-untyped-def]
         import datasets  # heavy, and only hub names need it here
@@ -122,14 +144,16 @@ class Hub:
             ) from None
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self._load()._fingerprint} {self.text_field}".encode()).hexdigest()
+        return hashlib.sha256(self._load()._fingerprint.encode()).hexdigest()
 
-    def documents(self) -> Iterator[str]:
+    def records(self, field: str | None = None) -> Iterator[Record]:
         dataset = self._load()
-        if self.text_field not in dataset.column_names:
-            raise UserError(_no_field(self.name, self.text_field, dataset.column_names))
-        for i, text in enumerate(dataset[self.text_field]):
-            yield _text(text, f"{self.name}, row {i}", self.text_field)
+        if field is not None:
+            if field not in dataset.column_names:
+                raise UserError(_no_field(self.name, field, dataset.column_names))
+            dataset = dataset.select_columns([field])
+        for i, fields in enumerate(dataset):
+            yield Record(f"{self.name}, row {i}", fields)
 
 
 def _file_digest(path: Path) -> bytes:
@@ -170,7 +194,7 @@ def _text(value: object, place: str, field: str) -> str:
     return value
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             line = _decode(raw, path, number)
@@ -183,26 +207,26 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
                 raise UserError(f"{path}, line {number}: not JSON ({reason}).") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a JSON object.")
-            if field not in record:
+            if field is not None and field not in record:
                 raise UserError(_no_field(f"{path}, line {number}", field, list(record)))
-            yield _text(record[field], f"{path}, line {number}", field)
+            yield Record(f"{path}, line {number}", record)
 
 
-def _read_csv(path: Path, field: str) -> Iterator[str]:
+def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             if reader.fieldnames is None:
                 return
-            if field not in reader.fieldnames:
-                raise UserError(_no_field(str(path), field, list(reader.fieldnames)))
+            if field not in (None, *reader.fieldnames):
+                raise UserError(_no_field(str(path), str(field), list(reader.fieldnames)))
             for record in reader:
                 if None in record:
                     raise UserError(
                         f"{path}, line {reader.line_num}: more fields than the header has; quote text with commas."
                     )
-                yield _text(record[field], f"{path}, line {reader.line_num}", field)
+                yield Record(f"{path}, line {reader.line_num}", record)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
     except UnicodeDecodeError:
@@ -210,20 +234,21 @@ def _read_csv(path: Path, field: str) -> Iterator[str]:
         raise
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[str]:
+def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                raise UserError(_no_field(str(path), field, file.schema_arrow.names))
+            if field not in (None, *file.schema_arrow.names):
+                raise UserError(_no_field(str(path), str(field), file.schema_arrow.names))
             row = 0
-            for batch in file.iter_batches(columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield _text(text, f"{path}, row {row}", field)
+            for batch in file.iter_batches(columns=None if field is None else [field]):
+                for fields in batch.to_pylist():
+                    yield Record(f"{path}, row {row}", fields)
                     row += 1
     except UnicodeDecodeError:
-        raise UserError(f"{path}, row {row} or one of the next: field '{field}' is not UTF-8.") from None
+        which = f"field '{field}'" if field else "a field"
+        raise UserError(f"{path}, row {row} or one of the next: {which} is not UTF-8.") from None
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file ({error}).") from None

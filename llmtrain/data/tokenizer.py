@@ -79,12 +79,12 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrain
     )
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
     """A tokenizer's folder or hub name. It must be a fast one and know how a text ends."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
@@ -100,4 +100,6 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
 def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
     """What identifies a tokenizer, wherever it was loaded from."""
     content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        content += str(tokenizer.chat_template)
     return hashlib.sha256(content.encode()).hexdigest()

@@ -3,7 +3,9 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -11,25 +13,65 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What belongs into a model folder beside the weights."""
+    """What belongs into a model folder, and how a model's tensors come into it and back."""
 
     config: dict[str, Any]  # config.json
     tokenizer: "PreTrainedTokenizerFast"
     trained_on: str = "unknown data"
+    base: str | None = None  # what it was trained from
+    ends: tuple[int, ...] = ()  # tokens at which an answer ends
+
+    weights: ClassVar[str] = "model.safetensors"
 
     def write(self, folder: Path, parameters: int) -> None:
-        """Write all of a model folder but ``model.safetensors``."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write all of a model folder but the weights."""
+        self.write_beside(folder, parameters)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+
+    def write_beside(self, folder: Path, parameters: int) -> None:
+        """The tokenizer, the model card, and where generation ends."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.ends:
+            generation = {"eos_token_id": list(self.ends), "bos_token_id": self.tokenizer.bos_token_id}
+            (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
 
+    def tensors(self, model: Any) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps, by the names of the model at hand; of tied weights one."""
+        kept: dict[str, torch.Tensor] = {}
+        places = set()
+        for name, tensor in model.state_dict().items():
+            place = (tensor.data_ptr(), tensor.shape)
+            if place not in places or not tensor.numel():
+                kept[name] = tensor
+            places.add(place)
+        return kept
+
+    def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        """Give back what :meth:`tensors` took."""
+        own = self.tensors(model)
+        assert own.keys() == tensors.keys(), own.keys() ^ tensors.keys()
+        model.load_state_dict(tensors, strict=False)  # the other name of a tied weight is absent
+
+    def exported(self, model: Any) -> dict[str, torch.Tensor]:
+        """The finished model's tensors, by the names that published models of this kind have."""
+        tensors = self.tensors(model)
+        if hasattr(model, "get_output_embeddings"):  # not this package's GPT, whose names are those already
+            from transformers.core_model_loading import revert_weight_conversion
+
+            tensors = revert_weight_conversion(model, tensors)
+        return tensors
+
     def card(self, parameters: int) -> str:
         """The model card, in the form that the hub reads."""
+        kind = self.config["model_type"]
+        base = f"base_model: {self.base}\n" if self.base and not Path(self.base).exists() else ""
+        start = f"Fine-tuned from {Path(self.base).name if base == '' else self.base}" if self.base else "Trained"
         return (
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [llmtrain]\n---\n\n"
-            f"# A {self.config['model_type']} of {parameters:,} parameters\n\n"
-            f"Trained with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
+            f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base}tags: [llmtrain]\n---\n\n"
+            f"# A {kind} of {parameters:,} parameters\n\n"
+            f"{start} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"

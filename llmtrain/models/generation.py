@@ -1,5 +1,6 @@
 """Text from a model folder, token by token, with a key-value cache."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import torch
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.models.pretrained import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
+from llmtrain.models.lora import adapted_model, is_adapter
+from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,49 @@ class TextModel:
 
         logging.disable_progress_bar()  # a bar for reading weights would stand in the middle of the text
 
-        if not Path(name).joinpath("config.json").exists() and Path(name).is_dir():
+        if Path(name).is_dir() and not holds_model(Path(name)):
             raise UserError(f"{name} holds no model (no config.json).")
         refuse_pickles(name)
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(name, **WEIGHTS_ONLY).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(name, **DATA_ONLY)
+            if is_adapter(Path(name)):
+                self.model = adapted_model(name, len(self.tokenizer)).eval()
+            else:
+                self.model = AutoModelForCausalLM.from_pretrained(name, **WEIGHTS_ONLY).eval()
+        except UserError:
+            raise
         except Exception as error:  # each library has its own ways to refuse a folder
             raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
         if torch.cuda.is_available():
             self.model = self.model.to("cuda")
         self.context = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        own = Path(name) / "generation_config.json"  # an adapter's, whose base knows nothing of its turns
+        if is_adapter(Path(name)) and own.exists():
+            ends = json.loads(own.read_text())["eos_token_id"]
+        self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+
+    def check_chats(self) -> None:
+        """Raise :class:`UserError` where the tokenizer has no chat template."""
+        if self.tokenizer.chat_template is None:
+            raise UserError("this model has no chat template: it continues text; use llmtrain generate.")
+
+    def fitting_prompt(self, messages: list[dict[str, str]], kept: int, answer: int) -> tuple[int, list[int]]:
+        """The tokens that ask for an answer of up to ``answer`` tokens; and how many messages after the first ``kept``
+        had to go for it, questions together with their answers."""
+        dropped = 0
+        while True:
+            told = [*messages[:kept], *messages[kept + dropped :]]
+            text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) + answer <= self.context or kept + dropped + 2 >= len(messages):
+                return dropped, ids
+            dropped += 2
 
     @torch.no_grad()
-    def stream(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """Yield pieces of text that continue ``prompt``, until the end of a text or ``max_new_tokens``.
+    def stream(self, prompt: str | list[int], sampling: Sampling) -> Iterator[str]:
+        """Yield pieces of text that continue ``prompt``, a text or its tokens, until the end of a text or of a turn, or
+        ``max_new_tokens``.
 
         A model with learned positions sees ``context`` tokens. When they are full, the older half is forgotten and
         the cache is filled anew from the rest.
@@ -58,7 +88,7 @@ class TextModel:
         device = self.model.device
         generator = torch.Generator().manual_seed(sampling.seed)
         end = self.tokenizer.eos_token_id
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not prompt:
             start = self.tokenizer.bos_token_id
             ids = [start if start is not None else end]
@@ -75,7 +105,7 @@ class TextModel:
             out = self.model(torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             token = _draw(out.logits[0, -1].float().cpu(), sampling, generator)
-            if token == end:
+            if token in self.ends:
                 break
             ids, fresh = [*ids, token], [token]
             made.append(token)
@@ -95,13 +125,18 @@ def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) 
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether there is a model, or an adapter of one."""
+    return (folder / "config.json").exists() or is_adapter(folder)
+
+
 def model_folder(name: str) -> str:
     """The model of a run folder (finished, else the newest checkpoint's), or ``name`` itself."""
     run = Path(name)
-    if (run / "config.json").exists() or not run.is_dir():
+    if not run.is_dir() or holds_model(run):
         return name
     candidates = [run / "model", *sorted(run.glob("checkpoints/step-*/model"), reverse=True)]
     for folder in candidates:
-        if (folder / "config.json").exists():
+        if holds_model(folder):
             return str(folder)
     raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")

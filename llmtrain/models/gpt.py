@@ -15,7 +15,7 @@ from torch import nn
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, summed_nll, targets_of
-from llmtrain.models.pretrained import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
+from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 _INIT_STD = 0.02
 

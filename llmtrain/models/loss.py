@@ -1,9 +1,14 @@
 """The one place where labels are shifted, and the sum that every model of this package returns."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # cross_entropy's own default, and Hugging Face's: a label that is not trained on
+_BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
+_ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
 
 
 def targets_of(labels: torch.Tensor) -> torch.Tensor:
@@ -32,3 +37,111 @@ def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """
     logits = logits.float() if logits.dtype != torch.float64 else logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def linear_nll(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """``summed_nll(F.linear(hidden, weight, bias), targets)``, without ever holding the logits [B, T, V].
+
+    Positions that are ignored never meet the head. The others meet it block by block of the vocabulary: forward keeps
+    the log-sum-exp of each, and backward computes a block's logits again (Wijmans et al. 2024, arXiv:2411.09009, with
+    plain matrix products). Blocks of tokens whose gradients forward computes (Hsu et al. 2024, arXiv:2410.10989) would
+    save that, but each rewrites the whole gradient of the head: with as little memory they are slower, and in bf16
+    twice as slow. Nor could a loss scale keep fp16 from overflowing there; here it comes in before anything is rounded.
+
+    The products are in the dtype of ``hidden``, or autocast's. Logits, their sums and the gradient of ``hidden`` are
+    added up in float32, or float64. The bits are the same each time; there is no second derivative.
+
+    Args:
+        hidden: [B, T, C].
+        weight: [V, C].
+        targets: [B, T], already shifted.
+        bias: [V].
+        softcap: makes logits softcap * tanh(logits / softcap), as in Gemma 2; in float32, whatever the products are in.
+
+    Raises:
+        IndexError: a target is neither in the vocabulary nor ignored.
+    """
+    trained = (targets != IGNORED).nonzero(as_tuple=True)
+    hidden, targets = hidden[trained], targets[trained]
+    if ((targets < 0) | (targets >= len(weight))).any():
+        raise IndexError(f"a target is neither {IGNORED} nor below {len(weight)}, the size of the vocabulary")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap)
+
+
+class _BlockwiseNLL(torch.autograd.Function):
+    """Of hidden [N, C], weight [V, C], bias [V] or None, and targets [N], none of them ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        sums, chosen = [], torch.zeros(len(targets), 1, device=hidden.device)
+        for block in _blocks(len(weight), len(targets)):
+            logits = _logits(hidden, weight, bias, softcap, block)
+            column, inside = _columns(targets, block)
+            sums.append(logits.logsumexp(1))
+            chosen = torch.where(inside, logits.gather(1, column), chosen)
+        log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total)
+        ctx.softcap = softcap
+        return (log_total - chosen[:, 0]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, log_total = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if for_hidden else None
+        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_bias = torch.empty_like(bias) if for_bias else None
+        for block in _blocks(len(weight), len(targets)):
+            logits = _logits(hidden, weight, bias, ctx.softcap, block)
+            slope = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
+            column, inside = _columns(targets, block)
+            grad = logits.sub_(log_total[:, None]).exp_()  # the probabilities
+            grad.scatter_(1, column, grad.gather(1, column) - inside.to(grad.dtype)).mul_(slope)
+            if grad_bias is not None:
+                grad_bias[block] = grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += grad @ weight[block].to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[block] = grad.T @ hidden
+        return grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+
+
+def _blocks(vocabulary: int, tokens: int) -> list[slice]:
+    """The vocabulary in pieces whose logits for so many tokens number about ``_BLOCK``."""
+    rows = max(_BLOCK // max(tokens, 1) // _ROWS, 1) * _ROWS
+    return [slice(start, min(start + rows, vocabulary)) for start in range(0, vocabulary, rows)]
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, block: slice
+) -> torch.Tensor:
+    """Of one block of the vocabulary, [N, block]; float32 (or wider) and nobody else's, to be overwritten."""
+    dtype = hidden.dtype
+    logits = F.linear(hidden, weight[block].to(dtype), None if bias is None else bias[block].to(dtype))
+    logits = logits.float() if dtype != torch.float64 else logits
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _columns(targets: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each target in a block of the vocabulary, and whether it is in there; [N, 1] both."""
+    column = targets[:, None] - block.start
+    size = block.stop - block.start
+    return column.clamp(0, size - 1), (column >= 0) & (column < size)

@@ -1,25 +1,267 @@
-"""Model folders and hub names as what they are: input that nobody has vouched for. No code of theirs is run."""
+"""Hugging Face causal LMs: from a folder, from the hub, or from their configuration with random weights."""
 
-from pathlib import Path
-from typing import Any
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from llmtrain.errors import UserError
+import torch
+import yaml
 
-# For every `from_pretrained`; without the first, transformers asks on the terminal whether to run what it found.
-DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-WEIGHTS_ONLY: dict[str, Any] = {**DATA_ONLY, "use_safetensors": True}
+from llmtrain.config import did_you_mean, flag, require, require_at_least
+from llmtrain.console import say
+from llmtrain.errors import UserError, first_line
+from llmtrain.models.export import ModelFiles
+from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora
+from llmtrain.models.summed import is_mixture_of_experts, leaks, summed
+from llmtrain.models.untrusted import WEIGHTS_ONLY, origin_of, refuse_pickles
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+# What the chatml template may add to a vocabulary.
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+# The sizes of an architecture that is named by its type alone: for a laptop. Each class takes those that it knows.
+_SMALL = {
+    **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
 
 
-def refuse_pickles(name: str) -> None:
-    """Raise :class:`UserError` for a folder whose weights are pickles alone: reading one can run any code."""
-    folder = Path(name)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+@dataclass
+class ModelConfig:
+    _argument_group_name: ClassVar[str] = "model"
+
+    model_name_or_path: str | None = flag(None, "the folder or hub name of a causal LM to start from")
+    from_config: str | None = flag(
+        None,
+        "random weights: a model type such as llama, qwen3 or gpt2 (a small one), or a folder or hub name whose "
+        "configuration is taken",
+    )
+    config_overrides: str | None = flag(None, 'of --from_config: "hidden_size=256,num_hidden_layers=8"')
+    block_size: int = flag(512, "tokens of a row")
+    attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, ... (default: as the model says)")
+    gradient_checkpointing: bool = flag(False, "compute activations again in the backward pass instead of keeping them")
+    freeze: str | None = flag(None, "a regular expression: parameters with a matching name are not trained")
+    load_in_4bit: bool = flag(False, "hold the frozen weights of a LoRA run in 4 bits (bitsandbytes, on a GPU)")
+    trust_remote_code: bool = flag(False, "run code that comes with a model or a tokenizer")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 2, "block_size")
+        with _readable_pattern(self.freeze):
+            re.compile(self.freeze or "")
+        named = self.model_name_or_path or self.from_config
+        require(bool(named), "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
+
+    @property
+    def trust(self) -> dict[str, Any]:
+        return {"trust_remote_code": self.trust_remote_code}
+
+
+class Loaded(NamedTuple):
+    model: "PreTrainedModel"
+    files: ModelFiles
+    origin: dict[str, Any]  # what its weights were before training, for a run's identity
+
+
+def load_model(
+    config: ModelConfig,
+    lora: LoraConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    accelerator: "Accelerator",
+    seed: int,
+    packed: bool = False,
+    bitwise: bool = False,
+    trained_on: str = "unknown data",
+    ends: tuple[int, ...] = (),
+) -> Loaded:
+    """The model on its device, with the summed loss for a ``forward``, its vocabulary grown to the tokenizer's, and
+    LoRA's matrices in it where they are asked for.
+
+    Weights are float32, which mixed precision casts as it goes; frozen ones (a LoRA's base) are held in bfloat16 where
+    that is the precision. Raises :class:`UserError` where there is no such model, a weight is missing, the vocabulary
+    is too small, ``packed`` documents would see each other, or ``bitwise`` bits would depend on the layout.
+    """
+    frozen = lora.lora_r > 0
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = torch.bfloat16 if frozen and accelerator.mixed_precision == "bf16" else torch.float32
+    torch.manual_seed(seed)
+    if config.model_name_or_path:
+        model = _from_pretrained(config, dtype, frozen)
+    else:
+        model = _from_config(config, tokenizer)
+    new_tokens = _fit_vocabulary(model, tokenizer, config)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and positions < config.block_size:
+        raise UserError(
+            f"--block_size {config.block_size} is more than the {positions} positions of this model; lower it."
+        )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not config.load_in_4bit:
+        model.to(accelerator.device)
+    kind = type(model).__name__
+    described = {**model.config.to_dict(), "architectures": [kind], "dtype": "float32"}
+    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
+    _freeze(model, config.freeze)
+    name = config.model_name_or_path
+    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
+    files = ModelFiles(described, tokenizer, trained_on, name, ends)
+    if frozen:
+        adapted = add_lora(model, lora, name, seed, new_tokens)
+        files = AdapterFiles(described, tokenizer, trained_on, name, ends, adapted, origin)
+    with accelerator.autocast():
+        summed(model, config.block_size)
+        if packed and leaks(model):
+            raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+    if bitwise:
+        _check_no_dropout(model)
+    if is_mixture_of_experts(model.config.get_text_config()):
+        model.config.get_text_config().output_router_logits = False
+        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
+    every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
+    say("model", f"{kind}: {every:,} parameters{share}")
+    return Loaded(model, files, origin)
+
+
+def _check_no_dropout(model: "PreTrainedModel") -> None:
+    """Raise :class:`UserError` where a model draws dropout from a generator: its bits would depend on the layout."""
+    settings = model.config.get_text_config().to_dict().items()
+    drawn = {
+        key: value for key, value in settings if re.search(r"drop", key) and isinstance(value, float) and value > 0
+    }
+    drawn |= {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0}
+    if drawn:
+        name, value = next(iter(drawn.items()))
+        raise UserError(f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0.")
+
+
+def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    name = str(config.model_name_or_path)
+    refuse_pickles(name)
+    options = {**WEIGHTS_ONLY, **config.trust, "dtype": dtype, "output_loading_info": True}
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    if config.load_in_4bit:
+        options["quantization_config"] = _four_bits(frozen)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    except Exception as error:  # each library has its own ways to refuse a folder
+        raise UserError(f"--model_name_or_path {name}: {first_line(error)}") from None
+    model, found = loaded
+    absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
+    if absent:
+        raise UserError(
+            f"--model_name_or_path {name}: {len(absent)} weights are missing or of another shape: {absent[0]}."
+        )
+    return model
+
+
+def _four_bits(frozen: bool) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    require(frozen, "--load_in_4bit holds frozen weights: it needs --lora_r.")
+    require(torch.cuda.is_available(), "--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _from_config(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    require(not config.load_in_4bit, "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep.")
+    try:
+        made = _configuration(config, tokenizer)
+        options = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+        return AutoModelForCausalLM.from_config(made, dtype=torch.float32, **config.trust, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--from_config {config.from_config}: {first_line(error)}") from None
+
+
+def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PretrainedConfig":
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = str(config.from_config)
+    sizes: dict[str, Any] = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
+    sizes |= {f"{part}_token_id": getattr(tokenizer, f"{part}_token_id") for part in ("bos", "eos", "pad")}
+    if name in CONFIG_MAPPING:
+        plain: Any = AutoConfig.for_model(name)
+        source: Any = AutoConfig.for_model
+        sizes = {"max_position_embeddings": config.block_size, **_SMALL, **sizes}
+        if "qk_rope_head_dim" in plain.to_dict():  # heads of two parts, whose sizes depend on each other
+            del sizes["head_dim"]
+    else:
+        plain = AutoConfig.from_pretrained(name, **config.trust)
+        source = AutoConfig.from_pretrained
+    known = {*plain.to_dict(), *plain.attribute_map}
+    wanted = _overrides(config.config_overrides)
+    for key in wanted.keys() - known:
+        raise UserError(f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}")
+    made = {key: value for key, value in sizes.items() if key in known} | wanted
+    return source(name, **made)
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    """``key=value,...``, the values as YAML has them."""
+    try:
+        found = yaml.safe_load("{" + (text or "").replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict) or any(value is None and "null" not in str(text) for value in found.values()):
+        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
+    return found
+
+
+def _fit_vocabulary(model: Any, tokenizer: "PreTrainedTokenizerFast", config: ModelConfig) -> list[int]:
+    """Give rows to tokens that a chat template has added, and return these; any other tokenizer must fit as it is."""
+    have = model.get_input_embeddings().weight.shape[0]
+    needed = max(tokenizer.get_vocab().values()) + 1
+    beyond = tokenizer.convert_ids_to_tokens(list(range(have, needed))) if needed < have + 8 else [""]
+    if not set(beyond) <= set(CHATML_TOKENS):
+        raise UserError(
+            f"the tokenizer has {needed:,} tokens and {config.model_name_or_path or config.from_config} a vocabulary "
+            f"of {have:,}; use the model's own tokenizer."
+        )
+    if beyond:
+        model.resize_token_embeddings(needed)
+        say("vocabulary", f"{', '.join(beyond)} joined it: {have:,} -> {needed:,}")
+    return list(range(have, needed))
+
+
+def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:
+    if pattern is None:
         return
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _PICKLES:
-            raise UserError(
-                f"{name} holds its weights as a pickle ({path.name}), which can run code when it is read, and not as "
-                "safetensors; save it again with save_pretrained where you trust it."
-            )
+    matching = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
+    every = sum(1 for _ in model.parameters())
+    if len(matching) in (0, every):
+        example = next(name for name, _ in model.named_parameters())
+        share = "no parameter" if not matching else "every parameter"
+        raise UserError(f"--freeze '{pattern}' matches {share}; their names are like {example}.")
+    for parameter in matching:
+        parameter.requires_grad_(False)
+    say("frozen", f"{sum(p.numel() for p in matching):,} parameters in {len(matching)} of {every} tensors")
+
+
+@contextlib.contextmanager
+def _readable_pattern(pattern: str | None) -> Iterator[None]:
+    try:
+        yield
+    except re.error as error:
+        raise UserError(f"--freeze '{pattern}' is no regular expression: {error}.") from None

@@ -32,7 +32,7 @@ from llmtrain.record.tensors import write_tensors
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_WEIGHTS = "model/model.safetensors"
+_WEIGHTS = "model/*.safetensors"  # one file: the model's, or an adapter's
 _OPTIMIZER = "optimizer/state.safetensors"
 _KEPT_AT_LEAST = 2
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
@@ -41,8 +41,23 @@ _SPARE_BYTES = 1 << 24  # for everything that is no tensor
 
 
 class ModelWriter(Protocol):
+    """How a model becomes a folder, and is restored."""
+
+    @property
+    def weights(self) -> str:
+        """The name of the file that holds the weights."""
+
     def write(self, folder: Path, parameters: int) -> None:
         """Write all of a model folder but its weights, of which there are ``parameters``."""
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps of a model."""
+
+    def load(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        """Give it back."""
+
+    def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What the finished model's folder holds."""
 
 
 def write_checkpoint(
@@ -63,7 +78,7 @@ def write_checkpoint(
         if free < needed + _SPARE_BYTES:
             raise OSError(f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk")
         with new_folder(target) as working:
-            manifest = {_WEIGHTS: write_model(working / "model", files, weights)}
+            manifest = {f"model/{files.weights}": write_model(working / "model", files, weights)}
             (working / "optimizer").mkdir()
             manifest[_OPTIMIZER] = write_tensors(working / _OPTIMIZER, optimizer_state)
             manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
@@ -77,7 +92,7 @@ def write_checkpoint(
 def write_model(folder: Path, files: ModelWriter, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Write a complete model folder; returns ``bytes`` and ``sha256`` of the weights' file."""
     files.write(folder, sum(tensor.numel() for tensor in weights.values()))
-    return write_tensors(folder / "model.safetensors", weights)
+    return write_tensors(folder / files.weights, weights)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -123,7 +138,9 @@ def _faults(path: Path) -> Iterator[str]:
         yield "it is a link"
     present = _files(path)
     manifest = json.loads((path / MANIFEST).read_text()) if MANIFEST in present else {}
-    needed = {MANIFEST, _WEIGHTS, _OPTIMIZER, "state.json", *manifest}
+    if not any(Path(name).match(_WEIGHTS) for name in present):
+        yield f"{_WEIGHTS} is missing"
+    needed = {MANIFEST, _OPTIMIZER, "state.json", *manifest}
     yield from (f"{name} is missing" for name in sorted(needed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys()))
     with ThreadPoolExecutor() as readers:
@@ -169,7 +186,7 @@ def digest_of(path: Path) -> str:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / _WEIGHTS, **_READ)
+    return load_file(next(path.glob(_WEIGHTS)), **_READ)
 
 
 def load_optimizer_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -56,6 +56,8 @@ class RunConfig:
     check_replicas_steps: int = flag(
         100, "updates between two comparisons of all processes' weights, beside one before each checkpoint; 0: never"
     )
+    dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")
+    push_to_hub: str | None = flag(None, "upload the finished model to this hub repository; a new one is private")
     log_rows: bool = flag(False, "write the rows of every update to rows.jsonl")
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
@@ -153,7 +155,8 @@ class Run:
             for name in _LEDGERS:  # what is logged of the updates before a checkpoint is as durable as it
                 if (self.folder / name).exists():
                     sync_file(self.folder / name)
-            self.saver.save(self.step, plain.state_dict(), tensors, state, self._status("running").write)
+            weights = self.files.tensors(plain)
+            self.saver.save(self.step, weights, tensors, state, self._status("running").write)
 
         on_main(self.accelerator, write)
         self.deadline.reserve("save", 2 * self.saver.longest_seconds)
@@ -167,7 +170,7 @@ class Run:
         here = self.accelerator.is_main_process
         path = self.resumed_from
         weights = self._from_main_process(checkpoint.load_weights(path) if here else None)
-        plain.load_state_dict(weights)
+        self.files.load(plain, weights)
         tensors = self._from_main_process(checkpoint.load_optimizer_tensors(path) if here else None)
         checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
         state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
@@ -191,7 +194,7 @@ class Run:
         def write() -> None:
             self.saver.wait()
             with new_folder(self.folder / "model") as working:
-                checkpoint.write_model(working, self.files, plain.state_dict())
+                checkpoint.write_model(working, self.files, self.files.exported(plain))
 
         on_main(self.accelerator, write)
         self._outcome = {"state": "finished", "reason": "all updates were made"}

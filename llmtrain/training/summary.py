@@ -11,23 +11,30 @@ from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.observe.curve import loss_curve
 
 
-def show_result(folder: Path, sampling: Sampling | None = None) -> None:
-    """Print the loss curve of a finished run, a text by its model, and the command for more. The run is over and kept:
-    whatever fails here is a note."""
+def show_result(folder: Path, question: list[int] | None = None, sampling: Sampling | None = None) -> None:
+    """Print the loss curve of a finished run, a text by its model, or its answer to the tokens of a ``question``, and
+    the command for more. The run is over and kept: whatever fails here is a note."""
     try:
-        _show(folder, sampling or Sampling())
+        _show(folder, question, sampling or Sampling())
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
 
-def _show(folder: Path, sampling: Sampling) -> None:
+def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
     print(loss_curve(folder))
-    print(f"\n--- a sample of {folder / 'model'} " + "-" * 40)
-    for piece in TextModel(str(folder / "model")).stream("", sampling):
+    model = TextModel(str(folder / "model"))
+    if question is not None:
+        print("\n--- a question that it was not trained on " + "-" * 40)
+        print(model.tokenizer.decode(question, skip_special_tokens=True))
+    print(f"\n--- {'the answer' if question else 'a sample'} of {folder / 'model'} " + "-" * 40)
+    for piece in model.stream("" if question is None else question, sampling):
         print(piece, end="", flush=True)
     print("\n" + "-" * 60)
     print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
-    print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
+    if question is not None:
+        print(f"chat      {_command()} chat {folder}", flush=True)
+    else:
+        print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
 
 
 def _command() -> str:

@@ -162,17 +162,21 @@ def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
     ]:
         items = stored.__getitems__(slots)
         assert [slot for slot, _ in items] == slots
-        for slot, (_, tokens) in zip(slots, items, strict=True):
+        for slot, (_, row) in zip(slots, items, strict=True):
             expected = [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
-            assert tokens.tolist() == expected
+            assert row["labels"].tolist() == expected
 
 
-def items(count: int, first: int = 0) -> list[tuple[Slot, np.ndarray]]:
+def items(count: int, first: int = 0) -> list[tuple[Slot, dict[str, np.ndarray]]]:
     """``count`` rows of tokens; the second is empty, the third ends early."""
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return [(Slot(first + i, None if i == 1 else i), row) for i, row in enumerate(tokens)]
+    return [(Slot(first + i, None if i == 1 else i), as_row(row)) for i, row in enumerate(tokens)]
+
+
+def as_row(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @pytest.mark.parametrize(("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])])
@@ -185,7 +189,7 @@ def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, mic
         assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
         assert batch["dropout_keys"].shape == (len(batch["labels"]),)
     together = torch.cat([batch["labels"] for batch in window.batches])
-    assert together.tolist() == [row.tolist() for _, row in items(count)]
+    assert together.tolist() == [row["labels"].tolist() for _, row in items(count)]
     assert window.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
 
 
@@ -201,7 +205,7 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
-    window = Collate(micro, dropout_seed=seed)([(Slot(p, 0), np.zeros(5, np.int32)) for p in positions])
+    window = Collate(micro, dropout_seed=seed)([(Slot(p, 0), as_row(np.zeros(5, np.int32))) for p in positions])
     return torch.cat([batch["dropout_keys"] for batch in window.batches]).tolist()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from llmtrain.data import rows as preparation
 from llmtrain.data import sources
+from llmtrain.data import text as plain_text
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
@@ -45,7 +46,7 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
 
 
 def config(path: Path, **settings) -> DataConfig:
-    return DataConfig(**{"dataset": str(path), "tokenizer": "byte", "eval_fraction": 0.0} | settings)
+    return DataConfig(**{"dataset": [str(path)], "tokenizer": "byte", "eval_fraction": 0.0} | settings)
 
 
 def prepare_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **settings) -> PreparedData:
@@ -124,7 +125,7 @@ def test_byte_tokens_are_the_bytes(tmp_path):
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, rows_per_batch, block_size):
-    monkeypatch.setattr(preparation, "_ROWS_PER_BATCH", rows_per_batch)
+    monkeypatch.setattr(plain_text, "ROWS_PER_BATCH", rows_per_batch)
     random_numbers = random.Random(0)
     for length in [*range(0, 20), 24, 25, 26, 200]:
         tokens = [random_numbers.randrange(1, 60_000) for _ in range(length)]
@@ -134,12 +135,12 @@ def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, row
             arrays.append(np.array(tokens[start : start + size], np.int32))
             start += size
         path = tmp_path / f"{length}.arrow"
-        written = preparation._write_rows(path, iter(arrays), block_size)
-        assert written.tokens == length
+        written = plain_text._write_rows(path, iter(arrays), block_size)
+        assert written.targets == max(length - 1, 0)
         assert written.rows == -(-max(length - 1, 0) // block_size)
         if written.rows:
             assert stream(datasets.Dataset.from_file(str(path))) == tokens
-        again = preparation._write_rows(path, iter([np.array(tokens, np.int32)]), block_size)
+        again = plain_text._write_rows(path, iter([np.array(tokens, np.int32)]), block_size)
         assert again == written
 
 
@@ -152,8 +153,8 @@ def long_text() -> str:
 
 
 def cut_every(monkeypatch, piece: int, batch: int) -> None:
-    monkeypatch.setattr(preparation, "_PIECE_CHARACTERS", piece)
-    monkeypatch.setattr(preparation, "_ENCODE_CHARACTERS", batch)
+    monkeypatch.setattr(plain_text, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(plain_text, "_ENCODE_CHARACTERS", batch)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
@@ -177,18 +178,18 @@ def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_t
 
 
 def test_the_test_of_cutting_can_fail(monkeypatch, tmp_path, long_text):
-    monkeypatch.setattr(preparation, "_pieces", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
+    monkeypatch.setattr(plain_text, "_pieces", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
     prepared = prepare_texts(tmp_path, [long_text], tokenizer="bpe:400")
     assert stream(prepared.train) != uncut([long_text], prepared)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 50, 10**6])
 def test_pieces_join_to_the_text_and_are_not_much_longer_than_asked(monkeypatch, long_text, piece):
-    monkeypatch.setattr(preparation, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(plain_text, "_PIECE_CHARACTERS", piece)
     for text in [long_text, "", "x", " ", "no-white-space-at-all" * 9, "   ", " lead", "trail "]:
-        assert "".join(preparation._pieces(text)) == text
+        assert "".join(plain_text._pieces(text)) == text
     longest = max(len(word) for word in re.findall(r"\S*\s*", long_text))
-    assert max(map(len, preparation._pieces(long_text))) <= piece + longest
+    assert max(map(len, plain_text._pieces(long_text))) <= piece + longest
 
 
 def some_documents(count: int) -> list[str]:
@@ -324,10 +325,10 @@ def test_what_was_prepared_is_found_again_without_reading_the_text(tmp_path, mon
     first = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; prepared\n")
 
-    def unread(self):
+    def unread(self, field=None):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(sources.Files, "documents", unread)
+    monkeypatch.setattr(sources.Files, "records", unread)
     second = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; found in the cache\n")
     assert second.facts == first.facts
@@ -454,7 +455,7 @@ def test_a_failed_preparation_is_one_line_and_leaves_nothing_behind(tmp_path, ca
 
 
 def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_path, cache, monkeypatch):
-    write_rows, calls = preparation._write_rows, []
+    write_rows, calls = plain_text._write_rows, []
 
     def full_disk(*arguments):
         calls.append(arguments)
@@ -462,7 +463,7 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_p
             raise OSError(28, "No space left on device")
         return write_rows(*arguments)
 
-    monkeypatch.setattr(preparation, "_write_rows", full_disk)
+    monkeypatch.setattr(plain_text, "_write_rows", full_disk)
     with pytest.raises(UserError, match="No space left on device; set LLMTRAIN_CACHE"):
         prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert left_behind(cache) == []
@@ -491,7 +492,7 @@ def test_a_hub_dataset_is_prepared_and_found_again(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    monkeypatch.setattr(preparation, "open_source", lambda c: sources.Hub(c.dataset, None, c.text_field))
+    monkeypatch.setattr(preparation, "open_source", lambda name, c: sources.Hub(name, None))
     for done in ("prepared", "found in the cache"):
         prepared = prepare(config(tmp_path / "corpus"), BLOCK)
         assert documents_of(prepared.train, prepared) == TEXTS

@@ -9,14 +9,14 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.sources import Builtin, Hub, open_source
+from llmtrain.data.sources import Builtin, Hub, documents, open_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
 
 
 def read(path: object, field: str = "text") -> list[str]:
-    return list(open_source(DataConfig(dataset=str(path), text_field=field)).documents())
+    return list(documents(open_source(str(path), DataConfig()), field))
 
 
 def complaint(path: object, field: str = "text") -> str:
@@ -283,13 +283,12 @@ def test_a_parquet_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_pat
     assert "a.parquet" in complaint(tmp_path / "a.parquet")
 
 
-def fingerprint(path: object, field: str = "text") -> str:
-    return open_source(DataConfig(dataset=str(path), text_field=field)).fingerprint()
+def fingerprint(path: object) -> str:
+    return open_source(str(path), DataConfig()).fingerprint()
 
 
 def test_the_fingerprint_follows_the_content_and_not_the_place(folder):
     before = fingerprint(folder)
-    assert fingerprint(folder, "body") != before
     moved = folder.rename(folder.parent / "elsewhere")
     assert fingerprint(moved) == before
     (moved / "ignored.py").write_text("still no text")
@@ -321,17 +320,20 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
-    source = Hub(str(hub_folder), None, "text")
-    assert list(source.documents()) == TEXTS
-    assert source.fingerprint() == Hub(str(hub_folder), None, "text").fingerprint()
-    assert source.fingerprint() != Hub(str(hub_folder), None, "id").fingerprint()
+    source = Hub(str(hub_folder), None)
+    assert list(documents(source, "text")) == TEXTS
+    assert [record.fields["id"] for record in source.records()] == list(range(len(TEXTS)))
+    before = source.fingerprint()
+    assert before == Hub(str(hub_folder), None).fingerprint()
+    write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
+    assert Hub(str(hub_folder), None).fingerprint() != before
 
 
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(Hub(str(hub_folder), None, "id").documents())
+        list(documents(Hub(str(hub_folder), None), "id"))
     with pytest.raises(UserError, match=r"corpus: no field 'body'; it has id, text"):
-        list(Hub(str(hub_folder), None, "body").documents())
+        list(documents(Hub(str(hub_folder), None), "body"))
 
 
 @pytest.mark.parametrize("error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")])
@@ -354,8 +356,8 @@ def test_an_unknown_builtin_is_an_error_that_names_those_there_are(name):
 
 def test_the_documentation_of_python_is_a_corpus_of_more_than_a_megabyte():
     source = Builtin("python-docs")
-    documents = list(source.documents())
-    assert sum(map(len, documents)) > 1_000_000
-    assert len(documents) > 300
-    assert all(documents)
+    texts = list(documents(source, "text"))
+    assert sum(map(len, texts)) > 1_000_000
+    assert len(texts) > 300
+    assert all(texts)
     assert source.fingerprint() == Builtin("python-docs").fingerprint() != Builtin("python-functions").fingerprint()

@@ -13,11 +13,21 @@ from llmtrain.training.optim import OptimConfig, make_optimizer
 
 
 class Files:
-    """A model writer that needs no model."""
+    """A model writer that needs no kind of model."""
+
+    weights = "model.safetensors"
 
     def write(self, folder: Path, parameters: int) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text("{}")
+
+    def tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return model.state_dict()
+
+    def load(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        model.load_state_dict(tensors)
+
+    exported = tensors
 
 
 def save(folder: Path, step: int) -> Path:

@@ -1,0 +1,42 @@
+"""Talk with a model that was fine-tuned on conversations. It answers line by line, and remembers what was said until an
+empty line or the end of the input."""
+
+import argparse
+import sys
+
+from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.models.generation import TextModel, model_folder
+
+    sampling = sampling_of(arguments)
+    model = TextModel(model_folder(arguments.model))
+    model.check_chats()
+    told = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(told)
+    while line := _next_line(again=len(messages) > len(told)):
+        messages.append({"role": "user", "content": line})
+        dropped, prompt = model.fitting_prompt(messages, len(told), sampling.max_new_tokens)
+        if dropped:
+            print(f"(the first {dropped} messages no longer fit into what the model can look at)")
+            del messages[len(told) : len(told) + dropped]
+        answer = ""
+        for piece in model.stream(prompt, sampling):
+            print(piece, end="", flush=True)
+            answer += piece
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _next_line(again: bool) -> str:
+    """What the person says; nothing where there is no more. A pipe is read silently."""
+    if sys.stdin.isatty():
+        print("\n> " if again else "> ", end="", flush=True)
+    return sys.stdin.readline().rstrip("\n")

@@ -1,0 +1,33 @@
+"""Write the model of a run to a folder of its own; with --merge, an adapter's together with its base, as one model."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to the weights of its base, in float32"
+    )
+    parser.add_argument("--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.errors import UserError
+    from llmtrain.files import new_folder
+    from llmtrain.models.generation import model_folder
+    from llmtrain.models.lora import is_adapter, write_merged
+
+    source = Path(model_folder(arguments.model))
+    target = Path(arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export"))
+    if target.exists():
+        raise UserError(f"{target} exists; name another folder with --to.")
+    if arguments.merge and not is_adapter(source):
+        raise UserError(f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out.")
+    with new_folder(target) as working:
+        if arguments.merge:
+            write_merged(source, working)
+        else:
+            shutil.copytree(source, working, dirs_exist_ok=True)
+    print(f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)")

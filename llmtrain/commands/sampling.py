@@ -1,0 +1,26 @@
+"""How commands that write text are told to draw it."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmtrain.models.generation import Sampling
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=200, metavar="N", help="stop after N tokens (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (%(default)s)"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, metavar="K", help="draw from the K likeliest; 0: from all (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same text (%(default)s)")
+
+
+def sampling_of(arguments: argparse.Namespace) -> "Sampling":
+    from llmtrain.models.generation import Sampling
+
+    return Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)

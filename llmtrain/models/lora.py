@@ -1,0 +1,133 @@
+"""LoRA: small trained matrices beside frozen weights (Hu et al. 2021, arXiv:2106.09685), made by peft."""
+
+import json
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from llmtrain.config import flag, require, require_at_least
+from llmtrain.errors import UserError, first_line
+from llmtrain.models.export import ModelFiles
+from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, origin_of, refuse_pickles
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+_ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
+
+
+@dataclass
+class LoraConfig:
+    _argument_group_name: ClassVar[str] = "LoRA"
+
+    lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")
+    lora_alpha: int = flag(32, "their product is scaled by alpha / r")
+    lora_target_modules: list[str] = flag(["all-linear"], "modules beside which they stand, by the end of their names")
+    lora_dropout: float = flag(0.0, "share of their inputs dropped")
+    use_rslora: bool = flag(False, "scale by alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)")
+    use_dora: bool = flag(False, "train magnitudes apart from directions (Liu et al. 2024, arXiv:2402.09353)")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 0, "lora_r")
+        require(self.lora_alpha > 0, f"--lora_alpha {self.lora_alpha} must be above 0.")
+        require(0 <= self.lora_dropout < 1, f"--lora_dropout {self.lora_dropout} must be at least 0 and below 1.")
+
+
+def add_lora(
+    model: "PreTrainedModel", config: LoraConfig, base: str | None, seed: int, new_tokens: list[int]
+) -> "PeftModel":
+    """Put the trained matrices into ``model``, in place, and freeze the rest. ``new_tokens`` are rows of the embedding
+    that the base does not have, which are trained as well. Returns peft's view of it, which knows its format."""
+    require(base is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
+    try:
+        import peft
+    except ImportError:
+        raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
+    targets = config.lora_target_modules
+    settings = peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        target_modules=targets[0] if len(targets) == 1 and targets[0] == "all-linear" else targets,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        trainable_token_indices=new_tokens or None,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
+    adapted.peft_config["default"] = replace(settings, base_model_name_or_path=base)
+    return adapted
+
+
+@dataclass(frozen=True)
+class AdapterFiles(ModelFiles):
+    """A model folder in peft's format: the adapter alone, and whose it is."""
+
+    adapted: "PeftModel | None" = None
+    origin: dict[str, Any] = field(default_factory=dict)  # of the base
+    weights: ClassVar[str] = "adapter_model.safetensors"
+
+    def write(self, folder: Path, parameters: int) -> None:
+        assert self.adapted is not None
+        self.write_beside(folder, parameters)
+        self.adapted.peft_config["default"].save_pretrained(str(folder))
+        (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
+
+    def tensors(self, model: Any) -> dict[str, torch.Tensor]:
+        from peft import get_peft_model_state_dict
+
+        assert self.adapted is not None
+        return get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
+
+    def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        from peft import set_peft_model_state_dict
+
+        result: Any = set_peft_model_state_dict(self.adapted, tensors)
+        assert not result.unexpected_keys, result.unexpected_keys
+
+    def exported(self, model: Any) -> dict[str, torch.Tensor]:
+        return self.tensors(model)
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def write_merged(adapter: Path, folder: Path) -> None:
+    """One model of an adapter and its base: weights that compute the same logits, in float32."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+    adapted_model(str(adapter), len(tokenizer), torch.float32).merge_and_unload().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name in ("README.md", "generation_config.json"):
+        if (adapter / name).exists():
+            shutil.copy(adapter / name, folder)
+
+
+def adapted_model(folder: str, vocabulary: int, dtype: Any = "auto") -> Any:
+    """The base of an adapter's folder with the adapter in it, and an embedding for as many tokens.
+
+    Raises :class:`UserError` where the base is not the one that the adapter was trained on.
+    """
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    refuse_pickles(base)
+    known = json.loads((Path(folder) / _ORIGIN).read_text()) if (Path(folder) / _ORIGIN).exists() else None
+    if known is not None and origin_of(base) != known:
+        raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **WEIGHTS_ONLY)
+    if vocabulary > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(vocabulary)
+    return PeftModel.from_pretrained(model, folder)

@@ -1,0 +1,39 @@
+"""Model folders and hub names as what they are: input that nobody has vouched for. No code of theirs is run unless
+``--trust_remote_code`` says so, and no pickle is read."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import UserError
+from llmtrain.files import read_hashed
+
+# For every `from_pretrained`; without the first, transformers asks on the terminal whether to run what it found.
+DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
+WEIGHTS_ONLY: dict[str, Any] = {**DATA_ONLY, "use_safetensors": True}
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def refuse_pickles(name: str) -> None:
+    """Raise :class:`UserError` for a folder whose weights are pickles alone: reading one can run any code."""
+    folder = Path(name)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _PICKLES:
+            raise UserError(
+                f"{name} holds its weights as a pickle ({path.name}), which can run code when it is read, and not as "
+                "safetensors; save it again with save_pretrained where you trust it."
+            )
+
+
+def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Which weights a name stands for: the hash of a folder's files, or the hub's commit."""
+    if Path(name).is_dir():
+        hashes = [read_hashed(path)["sha256"] for path in sorted(Path(name).glob("*.safetensors"))]
+        return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return {"name": name, "commit": getattr(config, "_commit_hash", None)}

@@ -1,0 +1,87 @@
+"""Fine-tune a causal LM of Hugging Face's on conversations, or go on training it on text.
+
+accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16
+"""
+
+from dataclasses import asdict
+
+from llmtrain import (
+    ChatConfig,
+    DataConfig,
+    Layout,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    eval_loader,
+    launch,
+    load_model,
+    make_optimizer,
+    open_run,
+    parse,
+    prepare,
+    preview,
+    publish,
+    resolved,
+    say,
+    show_result,
+    start_accelerator,
+    train,
+    train_loader,
+)
+
+DEFAULTS = (
+    ModelConfig(from_config="llama", block_size=256),
+    LoraConfig(),
+    DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=16),
+    ChatConfig(),
+    OptimConfig(max_steps=300, learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),
+    RunConfig(output_dir="runs/finetune"),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    config, lora, data, chat, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
+    data.tokenizer = data.tokenizer or config.model_name_or_path or "bpe:2048"
+    rows = prepare(data, config.block_size, chat, config.trust_remote_code)
+
+    accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
+    layout = Layout.of(data, accelerator.num_processes, run.bitwise)
+    say("batch", str(layout))
+    packed, ends, trained_on = rows.packed, rows.ends, rows.facts.dataset
+    model, files, origin = load_model(
+        config, lora, rows.tokenizer, accelerator, run.seed, packed, run.bitwise, trained_on, ends
+    )
+    if run.dry_run:
+        return preview(rows.train, rows.tokenizer)
+    identity = {
+        "model": files.config,
+        "base": origin,
+        "lora": asdict(lora) if lora.lora_r else None,
+        "freeze": config.freeze,
+        "data": rows.facts.data_sha256,
+        "mixture": data.mixture,
+        "tokenizer": rows.facts.tokenizer_sha256,
+        "block_size": config.block_size,
+        "global_batch_size": data.global_batch_size,
+        "seed": run.seed,
+        "bits": layout.bits(accelerator) if run.bitwise else None,
+        "update": asdict(optim),
+    }
+    settings = resolved(config, lora, data, chat, optim, run)
+    with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
+        steps = range(record.step, optim.max_steps)
+        shape = data.global_batch_size, layout.micro_batch
+        batches = train_loader(rows.train, *shape, steps, run.seed, mixture=rows.mixture)
+        held_out = eval_loader(rows.eval, layout.processes, layout.micro_batch) if rows.eval else None
+        optimizer = make_optimizer(model, optim)
+        model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
+        record.restore(model, optimizer)
+        train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
+    if accelerator.is_main_process and record.step == optim.max_steps:
+        show_result(record.folder, rows.unseen_question())
+        publish(record.folder / "model", run.push_to_hub)
+
+
+if __name__ == "__main__":
+    launch(main)
