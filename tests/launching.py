@@ -17,13 +17,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-GPT = "recipes/gpt.py"
+GPT, FINETUNE = "recipes/gpt.py", "recipes/finetune.py"
 LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make torture` sets it
 long_form = pytest.mark.skipif(not LONG, reason="a long form: make torture runs it")
 TINY = [
     *("--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--tokenizer", "byte"),
     *("--global_batch_size", "8", "--per_device_train_batch_size", "2", "--warmup_steps", "2"),
     *("--max_steps", "6", "--logging_steps", "1", "--eval_steps", "100", "--report_to", "none"),
+]
+
+SMALL_LLAMA = [
+    *("--config_overrides", "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8"),
+    *("--block_size", "32", "--tokenizer", "byte", "--eval_fraction", "0.1", *TINY[10:]),
 ]
 
 PYTHON = [str(BIN / "python")]
@@ -50,15 +55,21 @@ class Ended:
         return self
 
 
-def begin(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
-    return subprocess.Popen(
+def begin(command: list[str], env: dict[str, str] | None = None, stdin: str | None = None) -> subprocess.Popen:
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+    if process.stdin is not None:
+        process.stdin.write((stdin or "").encode())
+        process.stdin.close()
+        process.stdin = None
+    return process
 
 
 def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
@@ -69,8 +80,8 @@ def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
     return Ended(process.returncode, out.decode(), err.decode())  # \r stays \r
 
 
-def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:
-    return wait(begin(command, env), timeout)
+def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120, stdin: str | None = None) -> Ended:
+    return wait(begin(command, env, stdin), timeout)
 
 
 def stop_group(process: subprocess.Popen) -> None:
@@ -115,6 +126,20 @@ def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
         for _ in range(sentences)
     ]
     path.write_text("".join(lines))
+    return path
+
+
+def write_chats(path: Path, count: int = 60, seed: int = 0) -> Path:
+    """Conversations of one to three turns, with a rule to learn in them."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        messages = []
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            word = "".join(draw.choice("abcd") for _ in range(draw.randint(1, 4)))
+            messages += [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 

@@ -203,7 +203,7 @@ class Outcome(NamedTuple):
         record = json.loads((folder / "run.json").read_text())
         mixed = record["starts"][0]["mixed_precision"]
         bitwise = bool(record["settings"].get("bitwise", {}).get("value"))
-        final = load_file(folder / "model/model.safetensors")
+        final = load_file(next(folder.glob("model/*.safetensors")))
         weights = {name: tensor.to(torch.float64) for name, tensor in final.items()}
         ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         rows = {line["step"]: line["rows"] for line in ledger}

@@ -298,9 +298,9 @@ class Renderer:
         if spans is None:
             spans = self._turns(text, messages, tools)
         spans = [(start, m.end() if (m := self.end.search(text, start, end)) else end) for start, end in spans]
-        spoken = [(start, end) for start, end in spans if self.end.sub("", text[start:end]).strip()]
         turns = sum(message["role"] == "assistant" for message in messages)
-        if len(spoken) < max(1, min(turns, len(spans))):
+        spoken = sum(bool(self.end.sub("", text[start:end]).strip()) for start, end in spans)
+        if spoken < max(1, min(turns, len(spans))):  # fewer are marked than there are, or more where some are in parts
             raise BadRow("the chat template shows nothing of what the assistant says in one of its turns")
         try:
             text.encode()
@@ -316,14 +316,14 @@ class Renderer:
             first[i], last[i] = last[i] - len(token.lstrip()), first[i] + len(token.rstrip())
         trained = np.zeros(len(ids), bool)
         trained_bytes = ended = 0
-        for start, end in spoken:
+        for start, end in spans:
             inside = np.flatnonzero((start <= first) & (first < end) & (last <= end))
             if len(inside):
                 trained[inside] = True
                 trained_bytes += len(text[first[inside[0]] : last[inside[-1]]].encode())
                 ended += int(ids[inside[-1]]) in self.end_ids
         trained_bytes -= sum(len(text[first[i] : last[i]].encode()) for i in controls if trained[i])
-        return Rendered(ids, trained, trained_bytes, turns, ended)
+        return Rendered(ids, trained, trained_bytes, turns, min(ended, turns))
 
     def _turns(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
         """The assistant's turns as spans of ``text``, found by rendering the conversation as far as each of them."""

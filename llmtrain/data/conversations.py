@@ -44,7 +44,8 @@ class Audit:
     bad: int = 0  # of them: left out, with --on_bad_row skip
     overlong: int = 0  # dropped, or cut, as --overlong says
     untrained: int = 0  # left out: without a single trained token
-    tokens: int = 0
+    kept: int = 0
+    tokens: int = 0  # of those that are kept
     trained: int = 0  # of them
     rows: int = 0
     places: int = 0  # of all rows, filled or not
@@ -53,11 +54,10 @@ class Audit:
 
     def lines(self, overlong: str) -> list[str]:
         """For the banner."""
-        left = self.conversations - self.bad - self.untrained - (self.overlong if overlong == "drop" else 0)
         word = {"drop": "dropped", "truncate": "cut", "error": "overlong"}[overlong]
         return [
-            f"{left:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, {self.untrained:,} "
-            f"without a trained token and {self.bad:,} bad ones left out",
+            f"{self.kept:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, "
+            f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out",
             f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
             f"{self.rows:,} rows are {self.tokens / max(self.places, 1):.1%} full, "
             f"{self.ended:,} of {self.turns:,} turns train their end",
@@ -65,7 +65,7 @@ class Audit:
 
     def check(self, name: str) -> None:
         """Raise :class:`UserError` where the mask cannot be meant: nothing trained, or everything."""
-        if self.trained in (0, self.tokens):
+        if self.trained in (0, self.tokens - self.kept):  # first tokens are never trained
             share = "none" if not self.trained else "all"
             raise UserError(
                 f"--dataset {name}: {share} of {self.tokens:,} tokens in {self.conversations:,} conversations would be "
@@ -127,10 +127,13 @@ class Conversations:
                 if self.chat.overlong == "drop":
                     continue
                 ids, trained, turns, ended = ids[:width], trained[:width], 0, 0  # where turns end is cut off
+                said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
+                trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
             trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
             if not trained.any():
                 audit.untrained += 1
                 continue
+            audit.kept += 1
             audit.tokens += len(ids)
             audit.trained += int(trained.sum())
             audit.turns += turns
@@ -179,12 +182,13 @@ def format_of(source: Source, chat: ChatConfig) -> str:
 
 def _limit_of(places: list[float], fraction: float) -> float:
     """Below which hash a conversation is held out: the fraction, or so many of the lowest where chance gave none or
-    too many."""
+    too many. Copies of one conversation have one hash, and stay together."""
     chosen = sum(place < fraction for place in places)
-    if not fraction or len(places) < 2 or 0 < chosen <= len(places) * max(0.5, 2 * fraction):
-        return fraction if len(places) > 1 else 0.0
+    if not fraction or 0 < chosen <= min(len(places) * max(0.5, 2 * fraction), len(places) - 1):
+        return fraction
+    lowest = sorted(places)
     count = min(math.ceil(len(places) * fraction), len(places) - 1)
-    return sorted(places)[count]
+    return next((place for place in lowest[count:] if place > lowest[0]), 0.0)
 
 
 def _as_text(conversation: Conversation) -> str:
@@ -192,7 +196,9 @@ def _as_text(conversation: Conversation) -> str:
 
 
 def _contents(conversation: Conversation) -> Iterator[str]:
-    return (message["content"] for message in conversation.messages if message.get("content"))
+    # without halves of surrogate pairs, which tokenizers cannot take; to render them is an error with a place
+    contents = (message["content"].encode(errors="ignore").decode() for message in conversation.messages)
+    return filter(None, contents)
 
 
 def audit_of(parts: Iterable[Audit]) -> Audit:

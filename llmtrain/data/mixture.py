@@ -14,7 +14,7 @@ _FINEST = 1000  # the longest deal before it repeats: proportions are exact to a
 
 class Mixture:
     """The places of a run dealt to its sources by error diffusion: each place goes to the source that is furthest
-    behind its share, so that any stretch of the run holds the proportions to about a row.
+    behind its share, so that any stretch of the run holds the proportions to a row or two.
 
     The deal repeats after as many places as the shares have for a common denominator, so any place is found without
     dealing the ones before it: by its position in the run alone, on any layout.
@@ -48,15 +48,13 @@ def _parts(weights: Sequence[float]) -> list[int]:
     """How many places of one deal each source has."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
+    if min(shares) < Fraction(1, _FINEST):
+        raise UserError(f"--mixture {' '.join(map(str, weights))}: a share below one in {_FINEST} cannot be drawn.")
     period = min(lcm(*(share.denominator for share in shares)), _FINEST)
     parts = [int(share * period) for share in shares]
     by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * period)
     for i in by_remainder[: period - sum(parts)]:
         parts[i] += 1
-    if not all(parts):
-        raise UserError(
-            f"--mixture {' '.join(map(str, weights))}: a share below one in {_FINEST} would never be drawn."
-        )
     return parts
 
 

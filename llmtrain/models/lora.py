@@ -56,7 +56,7 @@ def add_lora(
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        trainable_token_indices=new_tokens or None,
+        trainable_token_indices=_both_ends(model, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
@@ -66,6 +66,15 @@ def add_lora(
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
     adapted.peft_config["default"] = replace(settings, base_model_name_or_path=base)
     return adapted
+
+
+def _both_ends(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]]:
+    """The matrices in which rows of new tokens are trained: the embedding, and the head where it is another."""
+    ends = [model.get_input_embeddings()]
+    if not model.config.get_text_config().tie_word_embeddings:
+        ends.append(model.get_output_embeddings())
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    return {names[end]: tokens for end in ends}
 
 
 @dataclass(frozen=True)

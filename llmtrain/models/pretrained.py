@@ -161,9 +161,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "
     model, found = loaded
     absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
     if absent:
-        raise UserError(
-            f"--model_name_or_path {name}: {len(absent)} weights are missing or of another shape: {absent[0]}."
-        )
+        raise UserError(f"--model_name_or_path {name}: {absent[0]} is missing or of another shape ({len(absent)} are).")
     return model
 
 
@@ -214,7 +212,8 @@ def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") ->
     wanted = _overrides(config.config_overrides)
     for key in wanted.keys() - known:
         raise UserError(f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}")
-    made = {key: value for key, value in sizes.items() if key in known} | wanted
+    asked = {key: value for key, value in sizes.items() if key in known} | wanted
+    made = {plain.attribute_map.get(key, key): value for key, value in asked.items()}  # gpt2 has names of its own
     return source(name, **made)
 
 

@@ -1,0 +1,257 @@
+"""Any causal LM of Hugging Face's: the loss is its own, packed documents do not see each other, and what is saved is
+what transformers, on its own, loads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from llmtrain.data import tokenizer as tok
+from llmtrain.errors import UserError
+from llmtrain.models.export import ModelFiles
+from llmtrain.models.lora import LoraConfig
+from llmtrain.models.loss import IGNORED
+from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
+from llmtrain.models.summed import leaks
+from llmtrain.record.checkpoint import write_model
+from tests.families import FAMILIES, OVERRIDES
+
+LEAKING = ["gpt_oss", "falcon", "opt", "bloom", "mamba"]  # whatever their position_ids
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+
+
+@dataclass
+class Batch:
+    """Eight rows of two packed documents, of which most is trained."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+
+    @classmethod
+    def make(cls, length: int = 32, first: int = 12) -> "Batch":
+        ids = torch.randint(1, 250, (8, length), generator=torch.Generator().manual_seed(1))
+        labels = ids.clone()
+        labels[:, :3] = labels[:, first : first + 4] = IGNORED
+        positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(8, -1)
+        return cls(ids, labels, positions)
+
+    def part(self, rows: slice) -> dict[str, torch.Tensor]:
+        return {name: tensor[rows] for name, tensor in vars(self).items()}
+
+
+@pytest.fixture
+def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Loaded]:
+    def load(
+        family: str | None = None, lora: LoraConfig | None = None, tokenizer=None, packed: bool = False, **settings
+    ) -> Loaded:
+        overrides = {"config_overrides": OVERRIDES} if family else {}
+        config = ModelConfig(**{"from_config": family, "block_size": 64} | overrides | settings)
+        return load_model(config, lora or LoraConfig(), tokenizer or words, accelerator, seed=3, packed=packed)
+
+    return load
+
+
+def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    return model.double().eval()
+
+
+def mean_loss_of_transformers(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """From the logits of the class's own forward, as its own loss has it but for the float32 in which that is taken."""
+    own = type(model).__mro__[2]
+    logits = own.forward(model, input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    assert logits.dtype == torch.float64
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers_at_any_accumulation(load, family):
+    model, batch = in_float64(load(family).model), Batch.make()
+    expected = mean_loss_of_transformers(model, batch)
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
+    tokens = (batch.labels[:, 1:] != IGNORED).sum()
+    for rows in (8, 2):
+        model.zero_grad()
+        total = 0.0
+        for start in range(0, 8, rows):
+            part = model(**batch.part(slice(start, start + rows))) / tokens
+            part.backward()
+            total += part.item()
+        assert total == pytest.approx(float(expected), abs=1e-12)
+        for (name, parameter), gradient in zip(model.named_parameters(), expected_gradients, strict=True):
+            limit = 1e-6 * float(gradient.abs().max())  # their norms compute in float32, whatever the model is in
+            torch.testing.assert_close(parameter.grad, gradient, atol=limit, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
+def test_the_reported_loss_of_the_class_itself_is_the_same_in_float32(load, family):
+    model, batch = load(family).model.eval(), Batch.make()
+    own = type(model).__mro__[2].forward(model, **vars(batch), use_cache=False).loss
+    assert float(model(**vars(batch)) / (batch.labels[:, 1:] != IGNORED).sum()) == pytest.approx(float(own), rel=1e-5)
+
+
+def test_a_head_that_does_more_than_multiply_is_noticed_and_its_logits_taken_whole(load):
+    assert load("llama").model.head_is_linear
+    assert load("gemma2").model.head_is_linear  # softcapped, which the loss knows
+    model = load("cohere", config_overrides=f"{OVERRIDES},logit_scale=0.3").model
+    assert not model.head_is_linear
+    expected = mean_loss_of_transformers(in_float64(model), batch := Batch.make())
+    tokens = (batch.labels[:, 1:] != IGNORED).sum()
+    assert float(model(**vars(batch)) / tokens) == pytest.approx(float(expected), abs=1e-12)
+    model.head_is_linear = True
+    assert float(model(**vars(batch)) / tokens) != pytest.approx(float(expected), abs=1e-5), "it would have been wrong"
+
+
+def second_document(model: torch.nn.Module, first: torch.Tensor, restart: bool = True) -> torch.Tensor:
+    """Logits of a packed row's second document, after another first one."""
+    batch = Batch.make()
+    ids = batch.input_ids.clone()
+    ids[:, :12] = first
+    positions = batch.position_ids if restart else torch.arange(32).expand(8, -1)
+    with torch.no_grad():
+        return model(ids, position_ids=positions, use_cache=False).logits[:, 12:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_changes(load, family):
+    model = load(family, packed=True).model.eval()
+    first, other = torch.randint(1, 250, (2, 8, 12), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(second_document(model, first), second_document(model, other))
+    moved = second_document(model, first, restart=False) - second_document(model, other, restart=False)
+    assert moved.abs().max() > 1e-4, "without restarts it must leak, or nothing was tested"
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_a_class_that_leaks_is_refused(load, family):
+    with pytest.raises(UserError, match=r"see each other; use --no_packing"):
+        load(family, packed=True)
+    assert leaks(load(family).model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_what_transformers_loads_and_generates_from(load, family, words, tmp_path):
+    model, files, _ = load(family)
+    model.eval()
+    for name, tensors in (("checkpoint", files.tensors(model)), ("model", files.exported(model))):
+        write_model(tmp_path / name, files, tensors)
+        loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not found["missing_keys"]
+        assert not found["mismatched_keys"]
+        assert type(loaded).__name__ == type(model).__mro__[2].__name__
+        ids = Batch.make().input_ids[:2]
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, model(ids, use_cache=False).logits)
+    text = AutoTokenizer.from_pretrained(tmp_path / "model")("a", return_tensors="pt", return_token_type_ids=False)
+    assert loaded.generate(**text, max_new_tokens=3, do_sample=False).shape[1] > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
+    model, files, _ = load(family)
+    kept = {name: tensor.clone() for name, tensor in files.tensors(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    files.load(model, kept)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in files.tensors(model).items())
+    assert any(parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters())
+
+
+def saved(load: Callable[..., Loaded], folder: Path, family: str = "llama", **settings) -> Path:
+    model, files, _ = load(family, **settings)
+    write_model(folder, files, files.exported(model))
+    return folder
+
+
+def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
+    model, files, _ = load("llama")
+    tensors = files.exported(model)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    write_model(tmp_path / "base", files, tensors)
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing or of another shape \(1 are\)"
+    ):
+        load(model_name_or_path=str(tmp_path / "base"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
+    base = saved(load, tmp_path / "base")
+    words = tok.as_pretrained(tok.train_tokenizer("bpe:300", ["some words to merge, " * 50], lambda: iter(())), 64)
+    words.add_tokens([f"<{i}>" for i in range(40)])
+    with pytest.raises(UserError, match=r"tokens and .* a vocabulary of 257; use the model's own tokenizer"):
+        load(model_name_or_path=str(base), tokenizer=words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"from_config": "lama"}, r"--from_config lama: "),
+        (
+            {"from_config": "llama", "config_overrides": "hidden_sizes=3"},
+            r"no 'hidden_sizes' - did you mean hidden_size",
+        ),
+        ({"from_config": "llama", "config_overrides": "hidden_size"}, r"write key=value"),
+        ({"from_config": "llama", "config_overrides": "hidden_size=33"}, r"--from_config llama"),
+        (
+            {"from_config": "gpt2", "config_overrides": "n_positions=32"},
+            r"--block_size 64 is more than .* 32 positions",
+        ),
+        ({"from_config": "llama", "freeze": "nothing"}, r"matches no parameter; their names are like model\."),
+        ({"from_config": "llama", "freeze": "."}, r"matches every parameter"),
+        ({"from_config": "llama", "load_in_4bit": True}, r"--load_in_4bit needs --model_name_or_path"),
+        ({"model_name_or_path": "nowhere/at-all"}, r"--model_name_or_path nowhere/at-all: "),
+    ],
+)
+def test_what_cannot_be_a_model_is_one_line(load, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_frozen_parameters_are_not_trained_and_the_rest_is(load):
+    model = load("llama", freeze=r"embed_tokens|layers\.0\.").model
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert all("layers.0." in name for name in frozen - {"model.embed_tokens.weight"})
+    assert len(frozen) == 10
+
+
+def test_activations_computed_again_give_the_same_gradients(load):
+    batch = Batch.make()
+    gradients = []
+    for again in (False, True):
+        model = load("llama", gradient_checkpointing=again).model.train()
+        assert model.is_gradient_checkpointing == again
+        model(**vars(batch)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_the_experts_balancing_loss_is_left_out_and_said_so(load, capsys):
+    model = load("mixtral", config_overrides=f"{OVERRIDES},output_router_logits=true").model
+    assert not model.config.output_router_logits
+    assert "balancing loss is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bits_that_would_depend_on_the_layout_are_refused(words, accelerator, family):
+    config = ModelConfig(from_config=family, block_size=64)
+    if family == "llama":
+        assert load_model(config, LoraConfig(), words, accelerator, 0, bitwise=True)
+        config.config_overrides = "attention_dropout=0.1"
+    with pytest.raises(UserError, match=r"--bitwise needs a model without dropout, and \w+ is 0\.1"):
+        load_model(config, LoraConfig(), words, accelerator, 0, bitwise=True)
+
+
+def test_files_of_this_package_and_of_transformers_are_written_by_one_writer(load):
+    assert type(load("llama").files) is ModelFiles

@@ -1,0 +1,218 @@
+"""LoRA: the adapter alone is trained and kept, belongs to its base, and merges into it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from llmtrain.data import tokenizer as tok
+from llmtrain.data.chat import set_template
+from llmtrain.errors import UserError
+from llmtrain.models.generation import Sampling, TextModel
+from llmtrain.models.lora import LoraConfig, write_merged
+from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
+from llmtrain.record.checkpoint import load_weights, write_checkpoint, write_model
+
+IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def words() -> PreTrainedTokenizerFast:
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+
+
+def chatting() -> PreTrainedTokenizerFast:
+    """With the two tokens of a chat template, which the base does not know."""
+    tokenizer = words()
+    assert set_template(tokenizer, "chatml") == 2
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of small pretrained models; those named tied have one matrix for embedding and head."""
+    from llmtrain.models.pretrained import _configuration
+
+    made: dict[str, Path] = {}
+
+    def base(kind: str) -> Path:
+        if kind not in made:
+            overrides = f"num_hidden_layers=2,hidden_size=64,tie_word_embeddings={str(kind == 'tied').lower()}"
+            torch.manual_seed(len(made))
+            config = _configuration(
+                ModelConfig(from_config="llama", config_overrides=overrides, block_size=64), words()
+            )
+            made[kind] = tmp_path_factory.mktemp(kind)
+            AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
+            words().save_pretrained(made[kind])
+        return made[kind]
+
+    return base
+
+
+@pytest.fixture
+def adapt(bases, accelerator) -> Callable[..., Loaded]:
+    def adapt(kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings) -> Loaded:
+        config = ModelConfig(str(bases(kind)), block_size=64)
+        lora = LoraConfig(**{"lora_r": 4} | settings)
+        return load_model(config, lora, tokenizer or words(), accelerator, seed=3)
+
+    return adapt
+
+
+def train_a_little(model: torch.nn.Module, ids: torch.Tensor = IDS) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(4):
+        model(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, settings):
+    model = adapt(kind, **settings).model
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train_a_little(model)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in moved)
+    assert len(moved) >= 2 * 7 * 2  # two matrices at seven products of two layers
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tmp_path):
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    tokenizer = chatting() if grown else words()
+    model, files, _ = adapt(kind, tokenizer)
+    train_a_little(model, ids)
+    path = write_checkpoint(tmp_path, 4, files, files.tensors(model), {}, {"step": 4})
+    assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
+    assert not (path / "model" / "config.json").exists()
+
+    again, more_files, _ = adapt(kind, tokenizer)
+    assert not torch.equal(logits(again, ids), logits(model, ids))
+    more_files.load(again, load_weights(path))
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"lora_target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown, settings, tmp_path):
+    if "lm_head" in str(settings) and (kind == "tied" or grown):
+        pytest.skip("a head that is tied, or has rows of its own to train, takes no adapter")
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    model, files, _ = adapt(kind, chatting() if grown else words(), **settings)
+    train_a_little(model, ids)
+    expected = logits(model, ids)
+    write_model(tmp_path / "model", files, files.exported(model))
+    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
+
+    write_merged(tmp_path / "model", tmp_path / "merged")
+    merged, found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    torch.testing.assert_close(logits(merged, ids), expected, atol=1e-5, rtol=0)
+    base = AutoModelForCausalLM.from_pretrained(files.base)
+    assert (logits(base) - expected[:, :24, :257]).abs().max() > 1e-2, "training changed nothing"
+    assert merged.config.tie_word_embeddings == (kind == "tied")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == (259 if grown else 257)
+
+
+def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt, tmp_path):
+    model, files, _ = adapt()
+    train_a_little(model)
+    write_model(tmp_path / "model", files, files.exported(model))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model))
+
+
+@pytest.mark.parametrize(("kind", "matrices"), [("tied", 1), ("untied", 2)])
+def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
+    model = adapt(kind, chatting()).model
+    rows = [p for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    assert [len(part) for part in rows] == [2] * matrices
+    before = [part.clone() for part in rows]
+    train_a_little(model, torch.full((4, 24), 258))
+    assert not any(torch.equal(part, then) for part, then in zip(rows, before, strict=True))
+    assert logits(model).shape[-1] == 259
+
+
+def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
+    model, files, _ = adapt()
+    write_model(tmp_path / "model", files, files.exported(model))
+    path = tmp_path / "model" / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
+    with pytest.raises(UserError, match=r"is an adapter of other weights than .*another\w* holds now"):
+        TextModel(str(tmp_path / "model"))
+
+
+def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
+    model, files, _ = adapt()
+    write_model(tmp_path / "model", files, files.exported(model))
+    path = tmp_path / "model" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"}))
+    with pytest.raises(UserError, match="no model could be loaded") as caught:
+        TextModel(str(tmp_path / "model"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_target_modules": ["no_such_proj"]}, r"--lora_target_modules no_such_proj: "),
+        ({"lora_r": -1}, r"--lora_r -1"),
+        ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
+        ({"lora_alpha": 0}, r"--lora_alpha 0"),
+    ],
+)
+def test_bad_settings_are_one_line(adapt, settings, message):
+    with pytest.raises(UserError, match=message):
+        adapt(**settings)
+
+
+def test_random_weights_get_no_adapter(accelerator):
+    with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
+        load_model(ModelConfig(from_config="llama", block_size=64), LoraConfig(lora_r=4), words(), accelerator, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, 4 bits are held")
+def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
+    config = ModelConfig(str(bases("untied")), block_size=64, load_in_4bit=True)
+    with pytest.raises(UserError, match="--load_in_4bit needs a CUDA GPU"):
+        load_model(config, LoraConfig(lora_r=4), words(), accelerator, 0)
+    with pytest.raises(UserError, match="--load_in_4bit holds frozen weights: it needs --lora_r"):
+        load_model(config, LoraConfig(), words(), accelerator, 0)
+
+
+def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
+    tokenizer = chatting()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model, files, _ = adapt("untied", tokenizer)
+    write_model(tmp_path / "model", type(files)(**{**vars(files), "ends": (end,)}), files.exported(model))
+    loaded = TextModel(str(tmp_path / "model"))
+    said = torch.full((1, 2, 259), -100.0)
+    said[..., end] = 100.0
+    loaded.model = Saying(said)
+    assert list(loaded.stream([1, 2], Sampling(max_new_tokens=5))) == []
+
+
+class Saying:
+    """A model that always says the same."""
+
+    device = "cpu"
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits, self.past_key_values = logits, None
+
+    def __call__(self, *_, **__) -> "Saying":
+        return self

@@ -1,0 +1,156 @@
+"""Fine-tuning as whole runs in real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.families import FAMILIES
+from tests.launching import (
+    BIN,
+    FINETUNE,
+    PYTHON,
+    SMALL_LLAMA,
+    accelerate,
+    long_form,
+    read_json,
+    run,
+    series,
+    torchrun,
+    write_chats,
+)
+
+VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify"]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(scope="module")
+def base(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was fine-tuned on one process: the base of others."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "30", "--learning_rate", "1e-2"]
+    run([*PYTHON, FINETUNE, *flags, "--dataset", str(chats), "--output_dir", str(folder)]).assert_ok()
+    return folder
+
+
+def test_every_family_trains_alike_on_one_and_on_two_ranks(tmp_path: Path) -> None:
+    script = ["tests/system/family_ranks.py"]
+    for launcher, name in ((PYTHON, "one"), (torchrun(2), "two")):
+        run([*launcher, *script, str(tmp_path / name)]).assert_ok()
+    one, two = read_json(tmp_path / "one"), read_json(tmp_path / "two")
+    assert one.keys() == two.keys() == set(FAMILIES)
+    for family, readings in one.items():
+        assert two[family]["losses"] == pytest.approx(readings["losses"], rel=1e-5), family
+        assert two[family]["norms"] == pytest.approx(readings["norms"], rel=1e-4), family
+        assert readings["losses"][2] < readings["losses"][0] * 1.2
+        assert len(set(readings["losses"])) == 3
+
+
+def test_a_fine_tune_learns_and_leaves_a_model_that_answers(base: Path, chats: Path, tmp_path: Path) -> None:
+    losses = series(base, "eval/loss")
+    assert losses[30] < 0.7 * losses[0]
+    record = read_json(base / "run.json")
+    assert record["task"] == "conversations"
+    assert any("tokens are trained" in line for line in record["audit"])
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end in model.generation_config.eos_token_id
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**question, max_new_tokens=12, do_sample=False)[0, question["input_ids"].shape[1] :]
+    assert end in answer.tolist(), "it has learnt to end its turn"
+
+    said = run(
+        [str(BIN / "llmtrain"), "chat", str(base), "--temperature", "0", "--max_new_tokens", "12"], stdin="ab\nb\n"
+    )
+    answers = said.assert_ok().out.splitlines()
+    assert len(answers) == 2
+    assert answers[0] == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:
+    flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "6", "--dataset", str(chats), "--log_rows"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run([*PYTHON, FINETUNE, *flags, "--output_dir", str(one)]).assert_ok()
+    ended = run([*accelerate("cpu_ddp"), FINETUNE, *flags, "--output_dir", str(two)]).assert_ok()
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(two, key) == pytest.approx(series(one, key), rel=1e-5)
+    assert (one / "rows.jsonl").read_text() == (two / "rows.jsonl").read_text()
+    assert ended.out.count("tokens are trained") == 1
+    assert "fine-tuning on what assistants say: the records are messages" in ended.out
+
+
+@pytest.mark.parametrize("others", ["2", pytest.param("2,4", marks=long_form)])
+def test_a_fine_tune_has_the_same_bits_on_any_number_of_processes(others: str, chats: Path) -> None:
+    flags = [*SMALL_LLAMA, "--block_size", "64", "--per_device_train_batch_size", "1", "--bitwise"]
+    command = [*VERIFY, "layout", "--layouts", others, "--steps", "3", FINETUNE, *flags, "--dataset", str(chats)]
+    table = [line.split() for line in run(command).assert_ok().out.splitlines()]
+    assert table[-1][0] == "passed:"
+    assert len({line[-1] for line in table[1:-1]}) == 1
+
+
+def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path, chats: Path) -> None:
+    flags = [
+        "--model_name_or_path",
+        str(base / "model"),
+        "--lora_r",
+        "4",
+        "--lora_dropout",
+        "0.1",
+        "--block_size",
+        "64",
+    ]
+    flags += [*SMALL_LLAMA[8:], "--dataset", str(chats)]
+    command = [*VERIFY, "resume", "--steps", "60", "--layouts", "1", FINETUNE, *flags]
+    assert "passed: the same run" in run(command).assert_ok().out
+
+
+def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(base: Path, chats: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--model_name_or_path", str(base / "model"), "--lora_r", "4", "--block_size", "64", *SMALL_LLAMA[8:]]
+    flags += ["--learning_rate", "3e-2", "--dataset", str(chats), "--output_dir", str(folder)]
+    ended = run([*PYTHON, FINETUNE, *flags]).assert_ok()
+    assert "of them trained" in ended.out
+    names = {path.name for path in (folder / "checkpoints" / "step-00000006" / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert "model.safetensors" not in names
+    assert read_json(folder / "run.json")["identity"]["base"]["sha256"]
+
+    run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "merged")]).assert_ok()
+    ids = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        adapted = AutoModelForCausalLM.from_pretrained(folder / "model")(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(base / "model")(ids).logits
+    torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=0)
+    assert (plain - merged).abs().max() > 1e-3
+
+    again = run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "merged")])
+    assert (again.status, again.err.count("\n")) == (2, 1)
+    assert "exists; name another folder" in again.err
+    other = json.loads((folder / "model" / "base.json").read_text())
+    (folder / "model" / "base.json").write_text(json.dumps({"sha256": other["sha256"][::-1]}))
+    refused = run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "no")])
+    assert "is an adapter of other weights" in refused.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, text_file: Path, tmp_path: Path) -> None:
+    flags = [*SMALL_LLAMA, "--block_size", "128", "--dry_run", "--output_dir", str(tmp_path / "run")]
+    ended = run([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
+    for shown in ("tokens are trained", "8 rows = 1 process x 4 micro-batches x 2", "LlamaForCausalLM:", "===== row 0"):
+        assert shown in ended.out
+    assert "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}" in ended.out
+    assert "----- the next document of this row" in ended.out
+    assert not (tmp_path / "run").exists()
+    ended = run([*PYTHON, FINETUNE, *flags, "--dataset", str(text_file)]).assert_ok()
+    assert "tokens are trained" not in ended.out
+    assert not (tmp_path / "run").exists()
