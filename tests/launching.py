@@ -55,21 +55,15 @@ class Ended:
         return self
 
 
-def begin(command: list[str], env: dict[str, str] | None = None, stdin: str | None = None) -> subprocess.Popen:
-    process = subprocess.Popen(
+def begin(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
+    return subprocess.Popen(
         command,
         cwd=ROOT,
-        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    if process.stdin is not None:
-        process.stdin.write((stdin or "").encode())
-        process.stdin.close()
-        process.stdin = None
-    return process
 
 
 def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
@@ -80,8 +74,8 @@ def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
     return Ended(process.returncode, out.decode(), err.decode())  # \r stays \r
 
 
-def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120, stdin: str | None = None) -> Ended:
-    return wait(begin(command, env, stdin), timeout)
+def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:
+    return wait(begin(command, env), timeout)
 
 
 def stop_group(process: subprocess.Popen) -> None:

@@ -276,9 +276,10 @@ class Renderer:
         self.control_ids = np.array(list(controls))
         self.controls = _any_of(controls.values())
         self.end = re.compile(f"(?:{_any_of(controls[id] for id in self.end_ids).pattern})+")
+        text, _ = _render(tokenizer, _PROBE)
+        self.ends_every_turn = self.end.match(text.partition(_PROBE[1]["content"])[2].lstrip()) is not None
         # The generation prompt may hold more than every turn begins with, such as "<think>".
         prompt, _ = _render(tokenizer, _PROBE[:1], add_generation_prompt=True)
-        text, _ = _render(tokenizer, _PROBE)
         self.beyond = next(prompt[n:] for n in range(len(prompt), -1, -1) if text.startswith(prompt[:n]))
         # A copy, because others have the tokenizer read "<|im_end|>" as text. A post-processor would add nothing here,
         # but may take white space out of the offsets.
@@ -300,7 +301,7 @@ class Renderer:
         spans = [(start, m.end() if (m := self.end.search(text, start, end)) else end) for start, end in spans]
         turns = sum(message["role"] == "assistant" for message in messages)
         spoken = sum(bool(self.end.sub("", text[start:end]).strip()) for start, end in spans)
-        if spoken < max(1, min(turns, len(spans))):  # fewer are marked than there are, or more where some are in parts
+        if spoken < max(1, min(turns, len(spans))):  # fewer may be marked, or some in parts
             raise BadRow("the chat template shows nothing of what the assistant says in one of its turns")
         try:
             text.encode()
@@ -317,7 +318,7 @@ class Renderer:
         trained = np.zeros(len(ids), bool)
         trained_bytes = ended = 0
         for start, end in spans:
-            inside = np.flatnonzero((start <= first) & (first < end) & (last <= end))
+            inside = np.flatnonzero((start <= first) & (last <= end))
             if len(inside):
                 trained[inside] = True
                 trained_bytes += len(text[first[inside[0]] : last[inside[-1]]].encode())
@@ -336,11 +337,11 @@ class Renderer:
                 prompt = prompt.removesuffix(self.beyond)
             start = len(prompt)
             so_far, _ = _render(self.tokenizer, messages[: i + 1], tools) if i + 1 < len(messages) else (text, None)
-            if text.startswith(so_far):
-                end = len(so_far)
-            else:  # the turn reads differently when it is not the last, perhaps without its reasoning
+            end = len(so_far) if text.startswith(so_far) else -1
+            # A turn may read differently where it is not the last, perhaps without its reasoning.
+            if end < 0 and self.ends_every_turn and re.search(self.end.pattern + r"\s*\Z", so_far):
                 end = found.end() if (found := self.end.search(text, start)) else -1
-            if not text.startswith(prompt) or end < start or (spans and start < spans[-1][1]):
+            if not text.startswith(prompt) or end < 0:
                 raise BadRow(
                     f"the chat template rewrites what came before message {i + 1}, so that turns cannot be told apart; "
                     "give a --chat_template with {% generation %} around what the assistant says"

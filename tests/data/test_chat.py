@@ -1,6 +1,7 @@
 """Conversations of every usual format become the tokens of the chat template, and only the assistant's are trained."""
 
 import copy
+import datetime
 import itertools
 import json
 
@@ -29,7 +30,7 @@ from llmtrain.errors import UserError
 
 CONTROLS = [
     *["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    *["<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>"],
+    *["<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<▁fin▁>", "<▁fin▁>>"],
 ]
 
 # Small templates after those of well-known models. «...» is what the assistant says, a {% generation %} block or not.
@@ -201,6 +202,7 @@ def test_a_format_is_recognised_by_its_fields(fields, format):
         ({"instruction": "a", "input": None, "output": "b", "system": None}, None),
         ({"instruction": "", "input": "a", "output": "b"}, None),
         ({"messages": [{"role": "human", "content": "a"}, {"role": "chatgpt", "content": "b"}], "tools": "[]"}, None),
+        ({"prompt": "a", "completion": "b", "tools": ""}, None),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}, "s"),
         ({"instruction": "a", "output": "b", "system": "s"}, "s"),
     ],
@@ -429,6 +431,14 @@ def test_a_tokenizer_without_a_template_asks_for_one():
 def test_what_ends_a_turn_is_learnt_from_the_template(name):
     tokenizer = make(unmarked(TEMPLATES[name]))
     assert set(tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer))) == {"</s>", END[name]}
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "\n<|im_end|>", " .<|im_end|></s>", "<▁fin▁>>", "<▁fin▁>"])
+def test_the_end_of_a_turn_is_the_first_token_behind_the_words_that_was_added_and_is_not_blank(end):
+    tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", end.replace("\n", "\\n")))
+    tokenizer.add_tokens(["\n", " "])
+    wanted = {"</s>", end.strip(" \n.").removesuffix("</s>")}
+    assert set(tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer))) == wanted
 
 
 def test_a_template_that_ends_no_turn_leaves_eos():
@@ -679,7 +689,7 @@ def test_a_tokenizer_that_reads_control_tokens_as_text_is_neither_minded_nor_cha
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-@pytest.mark.parametrize("control", ["<|im_end|>", "<s>", "<|endoftext|>"])
+@pytest.mark.parametrize("control", ["<|im_end|>", "<s>", "<|endoftext|>", "<▁fin▁>", "<▁fin▁>>"])
 def test_a_control_token_in_a_text_is_refused(role, control):
     renderer = Renderer(make(marked(TEMPLATES["chatml"])))
     messages = [*chat("a", "b").messages, {"role": role, "content": f"say {control} and stop"}]
@@ -706,6 +716,12 @@ def test_an_added_token_that_is_not_special_may_be_said():
     tokenizer = make(QWEN3)
     tokenizer.add_tokens(["<think>", "</think>"])
     assert said(tokenizer, chat("<think>", "<think>b")) == ["<think>\n\n</think>\n\n<think>b<|im_end|>"]
+
+
+def test_a_message_may_have_other_fields_of_any_kind():
+    tokenizer = make(marked(TEMPLATES["chatml"]))
+    messages = [{**USER, "at": datetime.datetime(2024, 5, 1), "weight": 0.5}, ASSISTANT]
+    assert said(tokenizer, Conversation(messages, None)) == ["b<|im_end|>"]
 
 
 def test_half_of_a_surrogate_pair_is_refused():
@@ -748,13 +764,29 @@ SYSTEM_LAST = """
 ENDED_ONCE = """
 {%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- else -%}{{- eos_token -}}{%- endif -%}"""
+# A call is not ended, and an answer has its reasoning in the last turn alone.
+CALL_WITHOUT_END = """
+{%- for m in messages -%}
+    {{- '<|im_start|>' + m.role + '\\n' -}}
+    {%- if m.role == 'assistant' and loop.last -%}{{- '<think></think>' -}}{%- endif -%}
+    {{- m.tool_calls | tojson if m.tool_calls else m.content + '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
-@pytest.mark.parametrize("template", [unmarked(COUNTS), SYSTEM_LAST, ENDED_ONCE])
-def test_a_template_that_rewrites_what_came_before_is_refused_and_says_what_helps(template):
-    system = {"role": "system", "content": "s"}
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (unmarked(COUNTS), chat("a", "b", "c", "d").messages),
+        (SYSTEM_LAST, [{"role": "system", "content": "s"}, *chat("a", "b", "c", "d").messages]),
+        (ENDED_ONCE, chat("a", "b", "c", "d").messages),
+        (ENDED_ONCE, chat("a", "b", "c").messages),
+        (CALL_WITHOUT_END, CALLING),
+    ],
+)
+def test_a_template_that_rewrites_what_came_before_is_refused_and_says_what_helps(template, messages):
     with pytest.raises(BadRow, match=r"rewrites what came before message \d.*--chat_template with {% generation %}"):
-        Renderer(make(template))(Conversation([system, *chat("a", "b", "c", "d").messages], None))
+        Renderer(make(template))(Conversation(messages, None))
 
 
 def test_the_same_template_with_generation_blocks_is_not():

@@ -1,5 +1,6 @@
 """Fine-tuning as whole runs in real processes."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmtrain.cli import main
 from tests.families import FAMILIES
 from tests.launching import (
     BIN,
@@ -52,7 +54,9 @@ def test_every_family_trains_alike_on_one_and_on_two_ranks(tmp_path: Path) -> No
         assert len(set(readings["losses"])) == 3
 
 
-def test_a_fine_tune_learns_and_leaves_a_model_that_answers(base: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     losses = series(base, "eval/loss")
     assert losses[30] < 0.7 * losses[0]
     record = read_json(base / "run.json")
@@ -68,10 +72,9 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(base: Path, chats: P
     answer = model.generate(**question, max_new_tokens=12, do_sample=False)[0, question["input_ids"].shape[1] :]
     assert end in answer.tolist(), "it has learnt to end its turn"
 
-    said = run(
-        [str(BIN / "llmtrain"), "chat", str(base), "--temperature", "0", "--max_new_tokens", "12"], stdin="ab\nb\n"
-    )
-    answers = said.assert_ok().out.splitlines()
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\nb\n"))
+    main(["chat", str(base), "--temperature", "0", "--max_new_tokens", "12"])
+    answers = capsys.readouterr().out.splitlines()
     assert len(answers) == 2
     assert answers[0] == tokenizer.decode(answer, skip_special_tokens=True)
 
@@ -113,7 +116,9 @@ def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path,
     assert "passed: the same run" in run(command).assert_ok().out
 
 
-def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(base: Path, chats: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     folder = tmp_path / "run"
     flags = ["--model_name_or_path", str(base / "model"), "--lora_r", "4", "--block_size", "64", *SMALL_LLAMA[8:]]
     flags += ["--learning_rate", "3e-2", "--dataset", str(chats), "--output_dir", str(folder)]
@@ -124,7 +129,8 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(base: Path,
     assert "model.safetensors" not in names
     assert read_json(folder / "run.json")["identity"]["base"]["sha256"]
 
-    run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "merged")]).assert_ok()
+    export = ["export", str(folder), "--merge", "--to"]
+    main([*export, str(tmp_path / "merged")])
     ids = torch.arange(1, 40)[None]
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
@@ -133,14 +139,17 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(base: Path,
     torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=0)
     assert (plain - merged).abs().max() > 1e-3
 
-    again = run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "merged")])
-    assert (again.status, again.err.count("\n")) == (2, 1)
-    assert "exists; name another folder" in again.err
+    with pytest.raises(SystemExit):
+        main([*export, str(tmp_path / "merged")])
+    assert "exists; name another folder" in capsys.readouterr().err
     other = json.loads((folder / "model" / "base.json").read_text())
     (folder / "model" / "base.json").write_text(json.dumps({"sha256": other["sha256"][::-1]}))
-    refused = run([str(BIN / "llmtrain"), "export", str(folder), "--merge", "--to", str(tmp_path / "no")])
-    assert "is an adapter of other weights" in refused.err
-    assert not (tmp_path / "no").exists()
+    with pytest.raises(SystemExit):
+        main([*export, str(tmp_path / "refused")])
+    message = capsys.readouterr().err
+    assert "is an adapter of other weights" in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, text_file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,568 @@
+"""Conversations -> rows: what is trained is what assistants say, counted exactly, and nothing is held out by chance."""
+
+import csv
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtrain.data import rows as preparation
+from llmtrain.data.config import DataConfig
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _limit_of, audit_of
+from llmtrain.data.loader import IGNORED
+from llmtrain.data.rows import PreparedData, prepare
+from llmtrain.data.sources import open_source
+from tests.data.test_rows import complaint, left_behind
+
+BLOCK = 95
+END = "<|im_end|>"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def chat(*contents: str) -> dict:
+    """A record; the user and the assistant in turn."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(contents)]}
+
+
+def chats(count: int, start: int = 0) -> list[dict]:
+    return [chat(f"{i}?", f"{i * i} ü.") for i in range(start, start + count)]
+
+
+# What cannot be trained on, found when it is rendered or before, and what is said of it.
+CONTROLLED = chat("a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"
+UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}, "the assistant has no turn in it"
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def config(*paths: Path, **settings) -> DataConfig:
+    return DataConfig(
+        **{"dataset": [str(path) for path in paths], "tokenizer": "byte", "eval_fraction": 0.0} | settings
+    )
+
+
+FLAGS = set(ChatConfig.__dataclass_fields__)
+
+
+def arguments(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> tuple:
+    """What :func:`prepare` takes; a setting finds its way into the dataclass that has it."""
+    flags = {name: settings.pop(name) for name in FLAGS & set(settings)}
+    return config(write(folder / "chats.jsonl", records), **settings), block_size, ChatConfig(**flags)
+
+
+def prepare_chats(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> PreparedData:
+    return prepare(*arguments(folder, records, block_size, **settings))
+
+
+def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
+    """The tokens and labels of each conversation in a row, without its padding."""
+    starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+    ends = [*starts[1:], len(row["position_ids"])]
+    found = [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
+    trained = [any(label != IGNORED for label in labels) for _, labels in found]
+    assert all(trained[:-1]), "a conversation without a target, or padding in the middle"
+    return found if trained[-1] else found[:-1]
+
+
+def texts_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+    """Each conversation as the model meets it."""
+    decode = prepared.tokenizer.decode
+    return [decode(ids) for row in rows or [] for ids, _ in documents_of(row)]
+
+
+def answers_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+    """Of each conversation, what is trained."""
+    found = [labels for row in rows or [] for _, labels in documents_of(row)]
+    return [prepared.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found]
+
+
+def shown(record: dict) -> str:
+    """By ChatML."""
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in record["messages"])
+
+
+def answers(record: dict) -> str:
+    return "".join(m["content"] + END for m in record["messages"] if m["role"] == "assistant")
+
+
+# The blocks stand around the answers, with or without their ends, or around all that is shown.
+ENDLESS = (
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role != 'assistant' %}{{ m.content + eos_token }}{% else %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+ENDED = ENDLESS.replace("{% endgeneration %}{{ eos_token }}", "{{ eos_token }}{% endgeneration %}")
+EVERYTHING = "{% generation %}{% for m in messages %}{{ m.content + '|' }}{% endfor %}{% endgeneration %}"
+
+
+# --- what is trained ---
+
+SAID = [
+    chat("What is 漢字?", "Writing 🙂."),
+    chat("one", "1", "two", " 2 \n", "three", "e\u0301"),
+    {"messages": [{"role": "system", "content": "Be short."}, *chat("why", "so")["messages"]]},
+    *(chat("x" * i, "y" * i) for i in range(1, 30, 4)),
+]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(tmp_path, tokenizer, packing):
+    prepared = prepare_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
+    by_text = dict(zip(texts_of(prepared.train, prepared), answers_of(prepared.train, prepared), strict=True))
+    assert by_text == {shown(record): answers(record) for record in SAID}
+    assert prepared.packed
+    labels = np.array(prepared.train["labels"])
+    assert labels.shape == (prepared.facts.train_rows, BLOCK + 1)
+    assert prepared.facts.train_tokens == (labels != IGNORED).sum()
+    assert (prepared.facts.train_rows < len(SAID)) == packing
+
+
+def test_a_first_token_is_no_target_even_where_the_template_says_so(tmp_path):
+    (tmp_path / "t").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.role == 'user' %}.{% endif %}"
+        "{% endfor %}"
+    )
+    prepared = prepare_chats(tmp_path, [chat("ab", "cd")], chat_template=str(tmp_path / "t"))
+    assert texts_of(prepared.train, prepared) == ["ab.cd"]
+    assert answers_of(prepared.train, prepared) == ["bcd"]
+
+
+# --- formats ---
+
+FORMATS = {
+    "messages": chat,
+    "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
+    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+}
+TURNS = [("one", "1"), ("two ü", "2"), ("three", "drei")]
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [*((name, suffix) for name in FORMATS for suffix in ("jsonl", "parquet")), ("alpaca", "csv")],
+)
+def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
+    reference = prepare_chats(tmp_path, [chat(*turn) for turn in TURNS])
+    path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*turn) for turn in TURNS])
+    prepared = prepare(config(path), BLOCK, ChatConfig())
+    assert prepared.train[:] == reference.train[:]
+    assert prepared.facts.data_sha256 == reference.facts.data_sha256
+    assert (prepared.facts.task, prepared.facts.documents) == ("conversations", 3)
+    assert f"what assistants say: the records are {format}\n" in capsys.readouterr().out
+
+
+def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):
+    both = chat("from", "messages") | FORMATS["prompt_completion"]("from", "the completion") | {"text": "a text"}
+    found = {
+        format: answers_of((p := prepare_chats(tmp_path, [both], format=format)).train, p)
+        for format in ("auto", "messages", "prompt_completion")
+    }
+    assert found == {
+        "auto": [f"messages{END}"],
+        "messages": [f"messages{END}"],
+        "prompt_completion": [f"the completion{END}"],
+    }
+    assert prepare_chats(tmp_path, [both], block_size=4, format="text").facts.task == "text"
+
+
+def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
+    said = complaint(*arguments(tmp_path, chats(2), format="alpaca"))
+    assert said.startswith(f"{tmp_path / 'chats.jsonl'}, line 1: field 'instruction' is None")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_text_stays_a_text(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.write_text("some words" if name == "a.txt" else '{"text": "some words"}\n')
+    plain = prepare(config(path), 4)
+    prepared = prepare(config(path), 4, ChatConfig())
+    assert prepared.facts == plain.facts
+    assert (prepared.facts.task, prepared.facts.audit, prepared.ends) == ("text", [], ())
+    assert not prepared.packed
+    out = capsys.readouterr().out
+    assert out.endswith("found in the cache\n")
+    assert "fine-tuning" not in out
+
+
+def test_text_and_conversations_are_not_mixed(tmp_path, cache):
+    (tmp_path / "a.txt").write_text("some words")
+    said = complaint(config(tmp_path / "a.txt", write(tmp_path / "b.jsonl", chats(3))), BLOCK, ChatConfig())
+    assert f"({tmp_path / 'a.txt'} is text, {tmp_path / 'b.jsonl'} is messages)" in said
+    assert left_behind(cache) == []
+
+
+# --- the audit ---
+
+
+def size_of(record: dict) -> int:
+    """Tokens by the tokenizer ``byte``."""
+    return sum(len(f"{m['role']}\n{m['content']}\n".encode()) + 2 for m in record["messages"])
+
+
+def audited(folder: Path, records: list[dict], block_size: int = BLOCK, **flags) -> tuple[Audit, list[str]]:
+    data, block_size, chat_config = arguments(folder, records, block_size, **flags)
+    prepared = prepare(data, block_size, chat_config)
+    found = Conversations(open_source(data.dataset[0], data), "messages", data, chat_config)
+    found.write(prepared.tokenizer, True, block_size, folder / "train.arrow", folder / "eval.arrow")
+    assert found.audit is not None
+    assert found.audit.lines(chat_config.overlong) == prepared.facts.audit
+    return found.audit, prepared.facts.audit
+
+
+LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
+MANY = [*chats(10), chat("u", "v", "w", "x"), LONG_ANSWER, LONG_QUESTION, CONTROLLED[0], UNANSWERED[0], CONTROLLED[0]]
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_the_audit_is_what_one_counts_by_hand(tmp_path, overlong):
+    audit, lines = audited(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
+    usual, cut = MANY[:11], overlong == "truncate"
+    tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
+    answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
+    trained = answered + cut * (BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10))  # without both headers and the question
+    rows = 4 + cut
+    assert asdict(audit) == {
+        "conversations": 16,
+        "bad": 3,
+        "overlong": 2,
+        "untrained": int(cut),  # the answer to the long question is cut off
+        "kept": 11 + cut,
+        "tokens": tokens,
+        "trained": trained,
+        "rows": rows,
+        "places": rows * (BLOCK + 1),
+        "turns": 12,
+        "ended": 12,
+    }
+    assert lines == [
+        f"{11 + cut} of 16 conversations: 2 overlong {'cut' if cut else 'dropped'}, {int(cut)} without a trained token "
+        "and 3 bad ones left out",
+        f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
+        f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
+    ]
+
+
+def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
+    audit, _ = audited(tmp_path, MANY, on_bad_row="skip", packing=False)
+    assert (audit.rows, audit.kept, audit.places) == (11, 11, 11 * 96)
+
+
+@pytest.mark.parametrize(("template", "ended"), [(ENDED, 3), (ENDLESS, 0)])
+def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, template, ended):
+    (tmp_path / "t").write_text(template)
+    audit, lines = audited(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
+    assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
+    assert lines[1].endswith(f"{ended} of 3 turns train their end")
+
+
+def test_the_audit_of_several_sources_is_their_sum(tmp_path):
+    parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
+    assert audit_of(parts) == Audit(*range(101, 123, 2))
+    paths = [write(tmp_path / name, records) for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]]
+    prepared = prepare(config(*paths), BLOCK, ChatConfig())
+    assert prepared.facts.audit[0].startswith("7 of 7 conversations")
+
+
+@pytest.mark.parametrize(("room", "said"), [(1, None), (0, None), (-1, "37 tokens are more than --block_size 35 has")])
+def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(tmp_path, cache, room, said):
+    records = [*chats(2), chat("12345678", "12345678"), *chats(2, 2)]
+    given = arguments(tmp_path, records, block_size=36 + room, overlong="error")
+    assert size_of(records[2]) == 37
+    if said is None:
+        assert prepare(*given).facts.audit[0].startswith("5 of 5")
+    else:
+        assert f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong" in complaint(*given)
+        assert left_behind(cache) == []
+
+
+@pytest.mark.parametrize(("bad", "said"), [CONTROLLED, UNANSWERED], ids=["to render", "to read"])
+@pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
+def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behind(
+    tmp_path, cache, bad, said, suffix, place
+):
+    path = write(tmp_path / f"a.{suffix}", [*chats(2), bad, *chats(2, 2)])
+    wanted = f"{path}, {place}: {said}; mend it, or leave such rows out with --on_bad_row skip."
+    assert complaint(config(path, eval_fraction=0.5), BLOCK, ChatConfig()) == wanted
+    assert left_behind(cache) == []
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300", "char"])
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tokenizer, on_bad_row):
+    given = arguments(tmp_path, [*chats(3), chat("a", "b\ud83d")], tokenizer=tokenizer, on_bad_row=on_bad_row)
+    if on_bad_row == "error":
+        assert "line 4: it holds half of a surrogate pair" in complaint(*given)
+    else:
+        assert "1 bad ones left out" in prepare(*given).facts.audit[0]
+
+
+SENSELESS = {
+    "all of them overlong": ([LONG_ANSWER, LONG_QUESTION], {}, "none of 0 tokens in 2 conversations"),
+    "all questions overlong": ([LONG_QUESTION], {"overlong": "truncate"}, "none of 0 tokens in 1 conversations"),
+    "all of them bad": (
+        [CONTROLLED[0]],
+        {"on_bad_row": "skip"},
+        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --block_size",
+    ),
+    "none to read": ([UNANSWERED[0]], {"on_bad_row": "skip"}, "holds no conversation"),
+    "everything trained": (chats(10), {"chat_template": EVERYTHING}, "all of 96 tokens in 10 conversations"),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("records", "flags", "said"), SENSELESS.values(), ids=SENSELESS)
+def test_a_mask_that_cannot_be_meant_is_an_error_and_leaves_nothing_behind(
+    tmp_path, cache, records, flags, said, packing
+):
+    if "chat_template" in flags:
+        (tmp_path / "t").write_text(flags["chat_template"])
+        flags = {"chat_template": str(tmp_path / "t")}
+    told = complaint(*arguments(tmp_path, records, packing=packing, **flags))
+    assert told.startswith(f"--dataset {tmp_path / 'chats.jsonl'}")
+    assert said in told
+    assert left_behind(cache) == []
+
+
+# --- what is held out ---
+
+
+def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[str], list[str]]:
+    """The texts of both sides, in order of the rows."""
+    prepared = prepare_chats(folder, records, eval_fraction=fraction)
+    train, held_out = (texts_of(rows, prepared) for rows in (prepared.train, prepared.eval))
+    assert sorted(train + held_out) == sorted(map(shown, records))
+    assert not set(train) & set(held_out)
+    facts = prepared.facts
+    assert (facts.documents, facts.eval_documents) == (len(records), len(held_out))
+    return train, held_out
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.7])
+def test_every_conversation_is_either_trained_on_or_held_out(tmp_path, fraction):
+    held_out = split_of(tmp_path, chats(200), fraction)[1]
+    assert abs(len(held_out) / 200 - fraction) < 0.1
+
+
+def test_held_out_conversations_never_move_when_others_are_added_or_all_are_shuffled(tmp_path):
+    train, held_out = split_of(tmp_path, chats(100), 0.1)
+    assert held_out
+    more = chats(200)
+    random.Random(0).shuffle(more)
+    more_train, more_held_out = split_of(tmp_path, more, 0.1)
+    assert set(held_out) < set(more_held_out)
+    assert set(train) < set(more_train)
+
+
+def test_the_sides_are_the_same_whatever_tokenizer_and_rows_are_made(tmp_path):
+    sides = set()
+    for variant in ({}, {"packing": False}, {"tokenizer": "bpe:300"}, {"block_size": 200}, {"overlong": "truncate"}):
+        prepared = prepare_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
+        sides.add(tuple(sorted(texts_of(prepared.eval, prepared))))
+    assert len(sides) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99])
+def test_of_a_few_conversations_some_are_held_out_and_some_are_not(tmp_path, count, fraction):
+    train, held_out = split_of(tmp_path, chats(count), fraction)
+    assert train
+    assert held_out
+
+
+def test_a_single_conversation_is_trained_on(tmp_path):
+    prepared = prepare_chats(tmp_path, chats(1), eval_fraction=0.9)
+    assert prepared.eval is None
+    assert prepared.facts.eval_bytes == prepared.facts.eval_tokens == 0
+
+
+@given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
+@settings(deadline=None)
+def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
+    held_out = sum(place < _limit_of(places, fraction) for place in places)
+    if fraction and len(set(places)) > 1:
+        assert 0 < held_out < len(places)
+    else:
+        assert held_out == 0
+
+
+def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
+    places = [i / 100 for i in range(100)]
+    assert [_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [0.0, 0.005, 0.1, 0.5, 0.9]
+    assert _limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
+    assert _limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
+
+
+@pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
+def test_copies_of_one_conversation_are_on_one_side(tmp_path, copies):
+    train, held_out = split_of(tmp_path, [chats(2)[copy] for copy in copies], 0.1)
+    assert train
+    assert held_out
+
+
+def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
+    records = [*SAID, LONG_ANSWER, LONG_QUESTION]
+    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5)
+    said = "".join(answers_of(prepared.eval, prepared))
+    assert END in said
+    assert prepared.facts.eval_bytes == len(said.replace(END, "").encode())
+    assert prepared.facts.eval_tokens == prepared.facts.eval_bytes + said.count(END)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
+    records = [chat("q", f"{i} and then " * 20) for i in range(4)]
+    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer)
+    said = "".join(answers_of(prepared.eval, prepared))
+    assert said
+    assert END not in said
+    assert prepared.facts.eval_bytes == len(said)
+
+
+def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
+    records = chats(40)
+    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:270")
+    data = arguments(tmp_path, records, eval_fraction=0.5)
+    found = Conversations(open_source(data[0].dataset[0], data[0]), "messages", data[0], data[2])
+    train = texts_of(prepared.train, prepared)
+    expected = [m["content"] for record in records if shown(record) in train for m in record["messages"]]
+    assert list(found.train()) == expected
+    assert list(found.everything()) == [m["content"] for record in records for m in record["messages"]]
+
+
+def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
+    prepared = prepare_chats(tmp_path, chats(20), eval_fraction=0.2)
+    question = prepared.unseen_question()
+    held_out = texts_of(prepared.eval, prepared)
+    asked = prepared.tokenizer.decode(question)
+    assert asked in [text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out]
+    assert prepared.tokenizer.convert_tokens_to_ids(END) in prepared.ends
+
+
+# --- found again, or not ---
+
+
+def test_what_was_prepared_is_found_again_without_reading_the_conversations(tmp_path, monkeypatch, capsys):
+    given = arguments(tmp_path, chats(20), eval_fraction=0.2)
+    first = prepare(*given)
+    assert "; prepared\n" in capsys.readouterr().out
+
+    def unread(*_):
+        raise AssertionError("the conversations were read again")
+
+    monkeypatch.setattr(preparation, "Conversations", unread)
+    second = prepare(*given)
+    assert "; found in the cache\n" in (out := capsys.readouterr().out)
+    assert [line for line in out.splitlines() if line.startswith("audit")] == [
+        f"audit     {line}" for line in first.facts.audit
+    ]
+    assert second.facts == first.facts
+    for side in ("train", "eval"):
+        assert getattr(second, side)[:] == getattr(first, side)[:]
+
+
+def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
+    variants = [
+        {},
+        {"records": chats(9)},
+        {"block_size": BLOCK + 1},
+        {"eval_fraction": 0.5},
+        {"packing": False},
+        {"overlong": "truncate"},
+        {"on_bad_row": "skip"},
+        {"tokenizer": "bpe:300"},
+        {"chat_template": "chatml"},
+        {"format": "messages"},
+    ]
+    for said in ("prepared", "found in the cache"):
+        for variant in variants:
+            prepare_chats(tmp_path, **{"records": chats(8)} | variant)
+            assert f"; {said}\n" in capsys.readouterr().out, variant
+
+
+def test_a_template_whose_file_has_changed_makes_new_rows(tmp_path, capsys):
+    template = tmp_path / "t.jinja"
+    for text, shown, said in [
+        (ENDED, "user:0?", "prepared"),
+        (ENDED.replace("m.role +", "m.role | upper +"), "USER:0?", "prepared"),
+        (ENDED, "user:0?", "found in the cache"),
+    ]:
+        template.write_text(text)
+        prepared = prepare_chats(tmp_path, chats(1), chat_template=str(template))
+        assert texts_of(prepared.train, prepared)[0].startswith(shown)
+        assert f"; {said}\n" in capsys.readouterr().out
+
+
+def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
+    for name, template in {"ended": ENDED, "endless": ENDLESS}.items():
+        (tmp_path / name).write_text(template)
+    usual, moved, mask, unpacked, wider, longer = (
+        prepare_chats(tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant)
+        for variant in (
+            {},
+            {"overlong": "truncate", "on_bad_row": "skip"},
+            {"chat_template": str(tmp_path / "endless")},
+            {"packing": False},
+            {"block_size": BLOCK + 1},
+            {"records": chats(9)},
+        )
+    )
+    assert mask.train["input_ids"][:] == usual.train["input_ids"][:]
+    assert mask.train["labels"][:] != usual.train["labels"][:]
+    assert moved.facts.data_sha256 == usual.facts.data_sha256  # the flags are others, the rows are not
+    assert len({p.facts.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
+
+
+# --- several sources ---
+
+
+def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_proportions(tmp_path):
+    paths = [
+        write(tmp_path / "a.jsonl", chats(30)),
+        write(tmp_path / "b.parquet", [FORMATS["alpaca"](f"b{i}", "from b") for i in range(12)]),
+    ]
+    prepared = prepare(config(*paths, mixture=[3, 1], eval_fraction=0.2), BLOCK, ChatConfig())
+    facts, first = prepared.facts, prepared.facts.source_rows[0]
+    assert sum(facts.source_rows) == facts.train_rows == len(prepared.train)
+    from_b = [{"from b" in text for text in texts_of([row], prepared)} for row in prepared.train]
+    assert from_b == [{False}] * first + [{True}] * facts.source_rows[1]
+    assert facts.documents == 42
+    assert prepared.mixture is not None
+    drawn = prepared.mixture.rows_at(np.arange(40), seed=0)
+    assert (drawn < first).sum() == 30
+    assert set(drawn.tolist()) == set(range(facts.train_rows))
+
+
+def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp_path):
+    paths = [write(tmp_path / "a.jsonl", chats(1)), write(tmp_path / "b.jsonl", chats(20, 50))]
+    for sources in (paths, paths[::-1]):
+        prepared = prepare(config(*sources, eval_fraction=0.2), BLOCK, ChatConfig())
+        sides = texts_of(prepared.train, prepared) + texts_of(prepared.eval, prepared)
+        assert sorted(sides) == sorted(map(shown, chats(1) + chats(20, 50)))
+        assert shown(chats(1)[0]) in texts_of(prepared.train, prepared)
+        assert prepared.facts.eval_rows == len(prepared.eval)
