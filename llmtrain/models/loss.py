@@ -111,10 +111,10 @@ class _BlockwiseNLL(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if for_bias else None
         for block in _blocks(len(weight), len(targets)):
             logits = _logits(hidden, weight, bias, ctx.softcap, block)
-            slope = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
+            scale = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
             column, inside = _columns(targets, block)
             grad = logits.sub_(log_total[:, None]).exp_()  # the probabilities
-            grad.scatter_(1, column, grad.gather(1, column) - inside.to(grad.dtype)).mul_(slope)
+            grad.scatter_(1, column, grad.gather(1, column) - inside.to(grad.dtype)).mul_(scale)
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(0)
             grad = grad.to(hidden.dtype)
