@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,7 +51,7 @@ class Facts:
     eval_bytes: int  # UTF-8 bytes of the held-out text, for bits per byte
     source_rows: list[int]  # rows to train on of each data set, in which they stand one after the other
     task: str = "text"
-    audit: list[str] = field(default_factory=list)  # of conversations
+    audit: dict[str, int] | None = None  # of conversations
 
 
 @dataclass
@@ -125,7 +125,7 @@ def prepare(
     if len({name == "text" for name in formats}) > 1:
         kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
         raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
-    chat = chat if formats[0] != "text" else None
+    recipe_takes_chats, chat = chat is not None, chat if formats[0] != "text" else None
     trained_here = tok.is_trained(spec)
     pretrained = None if trained_here else tok.load_tokenizer(spec, trust_remote_code)
     if pretrained is not None and chat:
@@ -164,10 +164,12 @@ def prepare(
         f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out, "
         f"vocabulary {facts.vocabulary:,} ({spec}); {'found in the cache' if found else 'prepared'}",
     )
-    if chat:
+    if facts.audit and chat:
         say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
-    for line in facts.audit:
-        say("audit", line)
+        for line in Audit(**facts.audit).lines(chat.overlong):
+            say("audit", line)
+    elif recipe_takes_chats:
+        say("task", "going on with pretraining: the records are text, no conversations")
     return prepared
 
 
@@ -259,6 +261,6 @@ def _make(
             eval_bytes=sum(corpus.eval_bytes for corpus in corpora),
             source_rows=[part.rows for part in train],
             task=corpora[0].task,
-            audit=audit_of(corpus.audit for corpus in corpora if corpus.audit).lines(chat.overlong) if chat else [],
+            audit=asdict(audit_of(corpus.audit for corpus in corpora if corpus.audit)) if chat else None,
         )
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))

@@ -95,35 +95,39 @@ class Texts:
 
 
 class _Encoder:
-    """Documents -> arrays of token ids, each document followed by end-of-text; the first is also preceded by it.
+    """Documents -> arrays of token ids, each document followed by end-of-text; the first is also preceded by it. Where
+    the tokenizer puts a BOS before every text, each document begins with that instead: its model knows no other way.
 
     A long document is cut into pieces for the tokenizer's threads where that changes no token: the tokenizers trained
     here begin a new word wherever white space follows something else.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", any_cut: bool) -> None:
-        self.backend = tokenizer.backend_tokenizer
+        self.end = [tokenizer.eos_token_id]
+        bos = tokenizer.bos_token_id
+        self.begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
+        self.backend = tokenizer.backend_tokenizer  # after the call above, which has settings of its own
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-        self.end = tokenizer.eos_token_id
         self.any_cut = any_cut
 
     def __call__(self, documents: Iterable[str], bar: tqdm) -> Iterator[np.ndarray]:
         empty = True
         for texts in _batched(documents):
-            if empty:
-                yield np.array([self.end], np.int32)
-                empty = False
+            if empty and not self.begin:
+                yield np.array(self.end, np.int32)
+            empty = False
             pieces = [_pieces(text) if self.any_cut else [text] for text in texts]
             try:
                 encoded = iter(self.backend.encode_batch_fast([*itertools.chain(*pieces)], add_special_tokens=False))
             except Exception as error:  # the tokenizers library raises nothing narrower
                 raise UserError(f"the tokenizer cannot encode this text: {first_line(error)}.") from None
             for parts in pieces:
+                yield np.array(self.begin, np.int32)
                 for _ in parts:
                     yield np.array(next(encoded).ids, np.int32)
-                yield np.array([self.end], np.int32)
+                yield np.array(self.end, np.int32)
             bar.update(sum(len(text.encode()) for text in texts))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from llmtrain.data import rows as preparation
 from llmtrain.data import sources
@@ -507,3 +508,16 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, set_to):
     monkeypatch.setenv(set_to, str(tmp_path / "there"))
     expected = {"LLMTRAIN_CACHE": "there", "XDG_CACHE_HOME": "there/llmtrain", "HOME": "there/.cache/llmtrain"}
     assert preparation.cache_folder() == tmp_path / expected[set_to]
+
+
+def test_a_tokenizer_that_begins_every_text_with_bos_has_it_before_every_document(tmp_path):
+    words = tok.as_pretrained(tok.train_tokenizer("byte", TEXTS, lambda: iter(TEXTS)), BLOCK)
+    words.add_special_tokens({"bos_token": "<s>"})
+    begin, end = words.bos_token_id, words.eos_token_id
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    words.save_pretrained(tmp_path / "words")
+    prepared = prepare_texts(tmp_path, ["ab", "<s> is text"], tokenizer=str(tmp_path / "words"))
+    tokens = stream(prepared.train)
+    assert [tokens[0], tokens[-1]] == [begin, end]
+    assert tokens.count(begin) == tokens.count(end) == 2
+    assert prepared.tokenizer.decode(tokens) == "<s>ab<|endoftext|><s><s> is text<|endoftext|>"

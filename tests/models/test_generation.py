@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain.data.chat import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
@@ -83,3 +84,50 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no model") as error:
         TextModel(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    """A model with a chat template, which ends an answer at its end of turn."""
+    words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
+    set_template(words, "chatml")
+    model = jolted(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
+    path = tmp_path_factory.mktemp("chatting")
+    files = ModelFiles(model.hf_config(words.eos_token_id), words, ends=(0, 258))
+    write_model(path, files, model.state_dict())
+    return TextModel(str(path))
+
+
+def turns(count: int) -> list[dict[str, str]]:
+    return [{"role": role, "content": f"{i}"} for i in range(count) for role in ("user", "assistant")][:-1]
+
+
+def test_an_answer_ends_at_any_of_the_tokens_that_the_folder_names(chatting):
+    assert chatting.ends == {0, 258}
+
+
+def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting):
+    system = [{"role": "system", "content": "s"}]
+    assert chatting.fitting_prompt([*system, *turns(1)], 1, answer=10)[0] == 0
+    told = [*system, *turns(9)]
+    dropped, ids = chatting.fitting_prompt(told, 1, answer=10)
+    assert dropped > 0
+    assert dropped % 2 == 0
+    assert len(ids) + 10 <= 64
+    text = chatting.tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\ns<|im_end|>")
+    assert text.endswith("<|im_start|>user\n8<|im_end|>\n<|im_start|>assistant\n")
+    assert f"user\n{dropped // 2}<|im_end|>" in text
+    assert f"user\n{dropped // 2 - 1}<|im_end|>" not in text
+
+
+def test_a_question_too_long_by_itself_is_kept(chatting):
+    dropped, ids = chatting.fitting_prompt([*turns(2)[:2], {"role": "user", "content": "x" * 90}], 0, answer=10)
+    assert dropped == 2
+    assert len(ids) > 90
+
+
+def test_a_model_without_a_chat_template_says_what_it_can_do(folder, chatting):
+    chatting.check_chats()
+    with pytest.raises(UserError, match="use llmtrain generate"):
+        TextModel(str(folder)).check_chats()

@@ -97,7 +97,7 @@ def distance(found: list[torch.Tensor | None], exact: list[torch.Tensor | None])
 def assert_as_near(ours: list[float], theirs: list[float]) -> None:
     """Of gradients, where many roundings make a norm; the loss is one number, and they may cancel."""
     assert ours[0] < 5e-4
-    assert all(a < 1.05 * b for a, b in zip(ours[1:], theirs[1:], strict=True)), (ours, theirs)
+    assert all(a < 1.1 * b for a, b in zip(ours[1:], theirs[1:], strict=True)), (ours, theirs)
 
 
 class Operations(TorchDispatchMode):
@@ -110,7 +110,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         sizes = [result.numel() for result in tree_leaves(results) if isinstance(result, torch.Tensor)]
-        self.largest = max(self.largest, *sizes) if sizes else self.largest
+        self.largest = max([self.largest, *sizes])
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.products.append(args[-1].dtype)
         return results

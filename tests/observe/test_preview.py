@@ -1,0 +1,62 @@
+"""What is trained, shown as it stands in the rows."""
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from llmtrain.data import tokenizer as tok
+from llmtrain.observe.preview import preview
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+
+
+def ids(words: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return words(text)["input_ids"]
+
+
+@pytest.fixture
+def packed(words) -> datasets.Dataset:
+    """Two documents and padding in a row: "abCD", of which capitals are trained, "eF", and three places."""
+    tokens = ids(words, "abCDeF")
+    trained = [letter.isupper() for letter in "abCDeF"]
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": [[*tokens, 0, 0, 0]],
+            "labels": [[token if on else -100 for token, on in zip(tokens, trained, strict=True)] + [-100] * 3],
+            "position_ids": [[0, 1, 2, 3, 0, 1, 0, 1, 2]],
+        }
+    )
+
+
+def test_trained_tokens_are_quoted_documents_apart_and_padding_is_named(packed, words, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    preview(packed, words)
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "===== row 0 of 1",
+        "ab\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}CD\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+        "----- the next document of this row",
+        "e\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}F\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+        "----- 3 places are padding",
+    ]
+
+
+def test_a_terminal_shows_them_in_green(packed, words, capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    preview(packed, words)
+    assert "ab\x1b[32mCD\x1b[0m" in capsys.readouterr().out
+
+
+def test_of_a_text_all_but_the_first_token_is_trained(words, capsys):
+    rows = datasets.Dataset.from_dict({"input_ids": [[*ids(words, "abc"), -100], ids(words, "cdef")]})
+    preview(rows, words, count=1)
+    assert "\na\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}bc" in capsys.readouterr().out
+
+
+def test_other_ranks_are_silent(packed, words, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    preview(packed, words)
+    assert capsys.readouterr().out == ""
