@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llmtrain.record.run import open_run as open_run
     from llmtrain.start import launch as launch
     from llmtrain.start import start_accelerator as start_accelerator
+    from llmtrain.training.identity import identity_of as identity_of
     from llmtrain.training.layout import Layout as Layout
     from llmtrain.training.loop import train as train
     from llmtrain.training.optim import OptimConfig as OptimConfig
@@ -51,6 +52,7 @@ _HOMES = {
     "UserError": "errors",
     "eval_loader": "data.loader",
     "flag": "config",
+    "identity_of": "training.identity",
     "launch": "start",
     "load_model": "models.pretrained",
     "make_optimizer": "training.optim",

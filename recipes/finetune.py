@@ -14,6 +14,7 @@ from llmtrain import (
     OptimConfig,
     RunConfig,
     eval_loader,
+    identity_of,
     launch,
     load_model,
     make_optimizer,
@@ -48,26 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
-    packed, ends, trained_on = rows.packed, rows.ends, rows.facts.dataset
-    model, files, origin = load_model(
-        config, lora, rows.tokenizer, accelerator, run.seed, packed, run.bitwise, trained_on, ends
-    )
+    about = {"packed": rows.packed, "trained_on": rows.facts.dataset, "ends": rows.ends, "bitwise": run.bitwise}
+    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, **about)
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
-    identity = {
-        "model": files.config,
-        "base": origin,
-        "lora": asdict(lora) if lora.lora_r else None,
-        "freeze": config.freeze,
-        "data": rows.facts.data_sha256,
-        "mixture": data.mixture,
-        "tokenizer": rows.facts.tokenizer_sha256,
-        "block_size": config.block_size,
-        "global_batch_size": data.global_batch_size,
-        "seed": run.seed,
-        "bits": layout.bits(accelerator) if run.bitwise else None,
-        "update": asdict(optim),
-    }
+    identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config, start=start)
     settings = resolved(config, lora, data, chat, optim, run)
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)

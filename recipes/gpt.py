@@ -14,6 +14,7 @@ from llmtrain import (
     OptimConfig,
     RunConfig,
     eval_loader,
+    identity_of,
     launch,
     make_optimizer,
     open_run,
@@ -49,17 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer, trained_on=rows.facts.dataset)
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
-    identity = {
-        "model": files.config,
-        "data": rows.facts.data_sha256,
-        "mixture": data.mixture,
-        "tokenizer": rows.facts.tokenizer_sha256,
-        "block_size": gpt.block_size,
-        "global_batch_size": data.global_batch_size,
-        "seed": run.seed,
-        "bits": layout.bits(accelerator) if run.bitwise else None,
-        "update": asdict(optim),
-    }
+    identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config)
     settings = resolved(gpt, data, optim, run)
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ class ModelConfig:
 class Loaded(NamedTuple):
     model: "PreTrainedModel"
     files: ModelFiles
-    origin: dict[str, Any]  # what its weights were before training, for a run's identity
+    start: dict[str, Any]  # what was trained, and from which weights, for a run's identity
 
 
 def load_model(
@@ -129,7 +129,7 @@ def load_model(
     every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
     say("model", f"{kind}: {every:,} parameters{share}")
-    return Loaded(model, files, origin)
+    return Loaded(model, files, {"weights": origin, "lora": asdict(lora) if frozen else None, "freeze": config.freeze})
 
 
 def _check_no_dropout(model: "PreTrainedModel") -> None:
