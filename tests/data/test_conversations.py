@@ -3,7 +3,6 @@
 import csv
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import datasets
@@ -203,11 +202,12 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
     plain = prepare(config(path), 4)
     prepared = prepare(config(path), 4, ChatConfig())
     assert prepared.facts == plain.facts
-    assert (prepared.facts.task, prepared.facts.audit, prepared.ends) == ("text", [], ())
+    assert (prepared.facts.task, prepared.facts.audit, prepared.ends) == ("text", None, ())
     assert not prepared.packed
     out = capsys.readouterr().out
-    assert out.endswith("found in the cache\n")
+    assert "; found in the cache\n" in out
     assert "fine-tuning" not in out
+    assert "audit" not in out
 
 
 def test_text_and_conversations_are_not_mixed(tmp_path, cache):
@@ -225,14 +225,9 @@ def size_of(record: dict) -> int:
     return sum(len(f"{m['role']}\n{m['content']}\n".encode()) + 2 for m in record["messages"])
 
 
-def audited(folder: Path, records: list[dict], block_size: int = BLOCK, **flags) -> tuple[Audit, list[str]]:
-    data, block_size, chat_config = arguments(folder, records, block_size, **flags)
-    prepared = prepare(data, block_size, chat_config)
-    found = Conversations(open_source(data.dataset[0], data), "messages", data, chat_config)
-    found.write(prepared.tokenizer, True, block_size, folder / "train.arrow", folder / "eval.arrow")
-    assert found.audit is not None
-    assert found.audit.lines(chat_config.overlong) == prepared.facts.audit
-    return found.audit, prepared.facts.audit
+def printed(capsys: pytest.CaptureFixture, name: str) -> list[str]:
+    lines = capsys.readouterr().out.splitlines()
+    return [line[10:] for line in lines if line.startswith(name)]
 
 
 LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
@@ -240,14 +235,14 @@ MANY = [*chats(10), chat("u", "v", "w", "x"), LONG_ANSWER, LONG_QUESTION, CONTRO
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_the_audit_is_what_one_counts_by_hand(tmp_path, overlong):
-    audit, lines = audited(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
+def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
+    prepared = prepare_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
     usual, cut = MANY[:11], overlong == "truncate"
     tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
     answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
     trained = answered + cut * (BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10))  # without both headers and the question
     rows = 4 + cut
-    assert asdict(audit) == {
+    assert prepared.facts.audit == {
         "conversations": 16,
         "bad": 3,
         "overlong": 2,
@@ -260,7 +255,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, overlong):
         "turns": 12,
         "ended": 12,
     }
-    assert lines == [
+    assert printed(capsys, "audit") == [
         f"{11 + cut} of 16 conversations: 2 overlong {'cut' if cut else 'dropped'}, {int(cut)} without a trained token "
         "and 3 bad ones left out",
         f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
@@ -269,24 +264,26 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, overlong):
 
 
 def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
-    audit, _ = audited(tmp_path, MANY, on_bad_row="skip", packing=False)
-    assert (audit.rows, audit.kept, audit.places) == (11, 11, 11 * 96)
+    audit = prepare_chats(tmp_path, MANY, on_bad_row="skip", packing=False).facts.audit
+    assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
 
 
 @pytest.mark.parametrize(("template", "ended"), [(ENDED, 3), (ENDLESS, 0)])
-def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, template, ended):
+def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, template, ended):
     (tmp_path / "t").write_text(template)
-    audit, lines = audited(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
+    prepared = prepare_chats(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
+    audit = Audit(**prepared.facts.audit)
     assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
-    assert lines[1].endswith(f"{ended} of 3 turns train their end")
+    assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns train their end")
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
     assert audit_of(parts) == Audit(*range(101, 123, 2))
     paths = [write(tmp_path / name, records) for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]]
-    prepared = prepare(config(*paths), BLOCK, ChatConfig())
-    assert prepared.facts.audit[0].startswith("7 of 7 conversations")
+    alone, beside = (prepare(config(path), BLOCK, ChatConfig()).facts.audit for path in paths)
+    both = prepare(config(*paths), BLOCK, ChatConfig()).facts.audit
+    assert both == {name: alone[name] + beside[name] for name in alone}
 
 
 @pytest.mark.parametrize(("room", "said"), [(1, None), (0, None), (-1, "37 tokens are more than --block_size 35 has")])
@@ -295,7 +292,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(tmp_pat
     given = arguments(tmp_path, records, block_size=36 + room, overlong="error")
     assert size_of(records[2]) == 37
     if said is None:
-        assert prepare(*given).facts.audit[0].startswith("5 of 5")
+        assert prepare(*given).facts.audit["kept"] == 5
     else:
         assert f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong" in complaint(*given)
         assert left_behind(cache) == []
@@ -319,7 +316,8 @@ def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tok
     if on_bad_row == "error":
         assert "line 4: it holds half of a surrogate pair" in complaint(*given)
     else:
-        assert "1 bad ones left out" in prepare(*given).facts.audit[0]
+        audit = prepare(*given).facts.audit
+        assert (audit["bad"], audit["kept"]) == (1, 3)
 
 
 SENSELESS = {
@@ -470,17 +468,16 @@ def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
 def test_what_was_prepared_is_found_again_without_reading_the_conversations(tmp_path, monkeypatch, capsys):
     given = arguments(tmp_path, chats(20), eval_fraction=0.2)
     first = prepare(*given)
-    assert "; prepared\n" in capsys.readouterr().out
+    before = capsys.readouterr().out
+    assert "; prepared\n" in before
+    assert before.count("\naudit ") == 2
 
     def unread(*_):
         raise AssertionError("the conversations were read again")
 
     monkeypatch.setattr(preparation, "Conversations", unread)
     second = prepare(*given)
-    assert "; found in the cache\n" in (out := capsys.readouterr().out)
-    assert [line for line in out.splitlines() if line.startswith("audit")] == [
-        f"audit     {line}" for line in first.facts.audit
-    ]
+    assert capsys.readouterr().out == before.replace("; prepared\n", "; found in the cache\n")
     assert second.facts == first.facts
     for side in ("train", "eval"):
         assert getattr(second, side)[:] == getattr(first, side)[:]

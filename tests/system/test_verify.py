@@ -26,7 +26,7 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("others", ["2", pytest.param("2,4,8", marks=long_form)])
 def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text_file: Path) -> None:
     flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--layouts", others, "--steps", "3", GPT, *flags]).assert_ok()
+    ended = run([*VERIFY, "--layouts", others, "--steps", "3", GPT, *flags], timeout=600).assert_ok()
     table = [line.split() for line in ended.out.splitlines()]
     assert table[-1][0] == "passed:"
     digests = {line[-1] for line in table[1:-1]}
@@ -36,7 +36,7 @@ def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text
 @long_form
 def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_text(text_file: Path) -> None:
     command = [*VERIFY, "--layouts", "2,4,8", "--steps", "4", FINETUNE, *SMALL_LLAMA, "--dataset", str(text_file)]
-    ended = run([*command, "--bitwise", "--per_device_train_batch_size", "1"]).assert_ok()
+    ended = run([*command, "--bitwise", "--per_device_train_batch_size", "1"], timeout=600).assert_ok()
     assert "passed: the same run" in ended.out
     assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
 
