@@ -1,6 +1,7 @@
 """Hugging Face causal LMs: from a folder, from the hub, or from their configuration with random weights."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -201,20 +202,20 @@ def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") ->
     sizes |= {f"{part}_token_id": getattr(tokenizer, f"{part}_token_id") for part in ("bos", "eos", "pad")}
     if name in CONFIG_MAPPING:
         plain: Any = AutoConfig.for_model(name)
-        source: Any = AutoConfig.for_model
+        make: Any = AutoConfig.for_model
         sizes = {"max_position_embeddings": config.block_size, **_SMALL, **sizes}
         if "qk_rope_head_dim" in plain.to_dict():  # heads of two parts, whose sizes depend on each other
             del sizes["head_dim"]
     else:
         plain = AutoConfig.from_pretrained(name, **config.trust)
-        source = AutoConfig.from_pretrained
+        make = functools.partial(AutoConfig.from_pretrained, **config.trust)
     known = {*plain.to_dict(), *plain.attribute_map}
     wanted = _overrides(config.config_overrides)
     for key in wanted.keys() - known:
         raise UserError(f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}")
     asked = {key: value for key, value in sizes.items() if key in known} | wanted
     made = {plain.attribute_map.get(key, key): value for key, value in asked.items()}  # gpt2 has names of its own
-    return source(name, **made)
+    return make(name, **made)
 
 
 def _overrides(text: str | None) -> dict[str, Any]:

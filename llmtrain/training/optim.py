@@ -69,11 +69,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     return MuonBesideAdamW(hidden, adamw, config) if hidden else adamw
 
 
-def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def _hidden_matrices(model: Any) -> list[nn.Parameter]:
     """The matrices between the embedding and the head."""
-    outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
-    return [p for name, p in named if id(p) not in outer and not name.startswith("lm_head")]
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
+        outer.append(model.get_output_embeddings())
+    known = {id(p) for module in outer for p in module.parameters()}
+    return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in known]
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):

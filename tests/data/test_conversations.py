@@ -151,6 +151,18 @@ def test_a_first_token_is_no_target_even_where_the_template_says_so(tmp_path):
     assert answers_of(prepared.train, prepared) == ["bcd"]
 
 
+def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path):
+    trained = prepare_chats(tmp_path, SAID)
+    trained.tokenizer.save_pretrained(tmp_path / "chatty")
+    trained.tokenizer.chat_template = None
+    trained.tokenizer.save_pretrained(tmp_path / "silent")
+    for name, template in [("chatty", None), ("chatty", "chatml"), ("silent", "chatml")]:
+        loaded = prepare_chats(tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template)
+        assert loaded.facts.data_sha256 == trained.facts.data_sha256
+        assert loaded.train[:] == trained.train[:]
+    assert "give --chat_template" in complaint(*arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent")))
+
+
 # --- formats ---
 
 FORMATS = {
@@ -434,12 +446,12 @@ def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
-    records = [chat("q", f"{i} and then " * 20) for i in range(4)]
+    records = [chat("q", f"{i}.", "r", str(7 ** (i + 500))) for i in range(4)]
     prepared = prepare_chats(tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer)
-    said = "".join(answers_of(prepared.eval, prepared))
-    assert said
-    assert END not in said
-    assert prepared.facts.eval_bytes == len(said)
+    for said in (held_out := answers_of(prepared.eval, prepared)):
+        first, cut = said.split(END)
+        assert first + END + cut in (answers(record)[: len(said)] for record in records)
+    assert prepared.facts.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
@@ -563,3 +575,5 @@ def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp
         assert sorted(sides) == sorted(map(shown, chats(1) + chats(20, 50)))
         assert shown(chats(1)[0]) in texts_of(prepared.train, prepared)
         assert prepared.facts.eval_rows == len(prepared.eval)
+        said = "".join(answers_of(prepared.eval, prepared)).replace(END, "")
+        assert prepared.facts.eval_bytes == len(said.encode())

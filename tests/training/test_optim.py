@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
@@ -133,3 +134,17 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
         optimizer.zero_grad()
     assert losses[-1] < 0.5 * losses[0]
     assert muon == {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: str) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    muon, _ = make_optimizer(model, OptimConfig(optim="muon")).parts
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken = {names[parameter] for parameter in muon.param_groups[0]["params"]}
+    outer = {names[module.weight] for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    outer.add(names[model.get_output_embeddings().weight])
+    hidden = {name for name, parameter in model.named_parameters() if parameter.dim() == 2} - outer
+    assert taken == hidden
+    assert len(taken) >= 4
