@@ -190,6 +190,18 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
+def template_text(chat_template: str) -> str:
+    """What ``--chat_template`` stands for. Raises :class:`UserError` where it is neither chatml nor a file."""
+    if chat_template == "chatml":
+        return _CHATML
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--chat_template {chat_template}: not chatml, and no file to read ({first_line(error)})."
+        ) from None
+
+
 def set_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> int:
     """Give the tokenizer the template that ``--chat_template`` names: ``None`` (its own), ``chatml`` or a file.
 
@@ -206,10 +218,7 @@ def set_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None
         tokenizer.chat_template = ("{{- bos_token -}}" if begins else "") + _CHATML
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     elif chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{named}: not chatml, and no file to read ({first_line(error)}).") from None
+        tokenizer.chat_template = template_text(chat_template)
     elif tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template; give --chat_template chatml or a file.")
     try:

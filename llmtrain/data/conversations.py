@@ -56,7 +56,7 @@ class Audit:
         """For the banner."""
         word = {"drop": "dropped", "truncate": "cut", "error": "overlong"}[overlong]
         return [
-            f"{self.kept:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, "
+            f"{self.kept:,} of {self.conversations:,} conversations to train on: {self.overlong:,} overlong {word}, "
             f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out",
             f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
             f"{self.rows:,} rows are {self.tokens / max(self.places, 1):.1%} full, "

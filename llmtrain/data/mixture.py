@@ -24,7 +24,7 @@ class Mixture:
         """``sizes``: rows of each source, which are numbered through; ``weights``: their proportions, of any sum."""
         self.sizes = sizes
         self.first_row = np.cumsum([0, *sizes])
-        self.deal = _dealt(_parts(weights))
+        self.deal = _dealt(parts_of(weights))
         # of each source: how many of its rows come in the deal before each place
         self.earlier = [np.cumsum(self.deal == source) - (self.deal == source) for source in range(len(sizes))]
 
@@ -44,8 +44,8 @@ class Mixture:
         return rows
 
 
-def _parts(weights: Sequence[float]) -> list[int]:
-    """How many places of one deal each source has."""
+def parts_of(weights: Sequence[float]) -> list[int]:
+    """How many places of one deal each source has. Raises :class:`UserError` where one would have none."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     if min(shares) < Fraction(1, _FINEST):

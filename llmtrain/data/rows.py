@@ -12,12 +12,12 @@ import filelock
 
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import end_of_turn_ids, set_template
+from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.mixture import Mixture
-from llmtrain.data.sources import open_source
+from llmtrain.data.mixture import Mixture, parts_of
+from llmtrain.data.sources import Source, open_source
 from llmtrain.data.table import Written
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 2  # of the prepared folder; a change makes every cache entry anew
+FORMAT = 3  # of the prepared folder; a change makes every cache entry anew
 
 
 @dataclass
@@ -120,19 +120,20 @@ def prepare(
     assert spec is not None, "a recipe says which tokenizer is meant where nobody named one"
     if tok.is_trained(spec):
         tok.vocabulary_size(spec)  # a wrong size is told before any text is read
+    if config.mixture:
+        parts_of(config.mixture)  # a share too small as well
     sources = [open_source(name, config) for name in config.dataset]
-    formats = [format_of(source, chat) if chat else "text" for source in sources]
-    if len({name == "text" for name in formats}) > 1:
-        kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
-        raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
-    recipe_takes_chats, chat = chat is not None, chat if formats[0] != "text" else None
-    trained_here = tok.is_trained(spec)
-    pretrained = None if trained_here else tok.load_tokenizer(spec, trust_remote_code)
+    formats = _formats_of(sources, chat)
+    given, chat = chat, chat if formats[0] != "text" else None
+    pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     if pretrained is not None and chat:
         set_template(pretrained, chat.chat_template)
+    elif chat and spec == "char":
+        raise UserError("--tokenizer char knows no letters but the data's, and a chat template has others; use byte.")
     key: list[Any] = [FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]]
     key += [tok.digest(pretrained) if pretrained is not None else spec]
-    key += [[formats, asdict(chat), _template_text(chat)] if chat else config.text_field]
+    template = template_text(chat.chat_template) if chat and chat.chat_template else None  # a file's may change
+    key += [[formats, asdict(chat), template] if chat else config.text_field]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     prepared = _open(folder)
@@ -158,32 +159,41 @@ def prepare(
     facts.dataset, facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
     if config.mixture:
         prepared.mixture = Mixture(facts.source_rows, config.mixture)
+    _describe(facts, formats, given, found)
+    return prepared
+
+
+def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
+    """What the records of each source are; all text, or all conversations."""
+    formats = [format_of(source, chat) if chat else "text" for source in sources]
+    if len({name == "text" for name in formats}) > 1:
+        kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
+        raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
+    return formats
+
+
+def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: bool) -> None:
+    """Lines of the banner."""
     say(
         "data",
         f"{facts.dataset}: {facts.documents:,} {'documents' if facts.task == 'text' else facts.task}, "
         f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out, "
-        f"vocabulary {facts.vocabulary:,} ({spec}); {'found in the cache' if found else 'prepared'}",
+        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {'found in the cache' if found else 'prepared'}",
     )
     if facts.audit and chat:
         say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
         for line in Audit(**facts.audit).lines(chat.overlong):
             say("audit", line)
-    elif recipe_takes_chats:
+        if facts.eval_documents and not facts.eval_rows:
+            say("audit", f"none of the {facts.eval_documents:,} held-out conversations is left: nothing is evaluated")
+    elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
-    return prepared
 
 
 def cache_folder() -> Path:
     """``$LLMTRAIN_CACHE``, else ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
-
-
-def _template_text(chat: ChatConfig) -> str | None:
-    """A template's file may change under its name."""
-    if chat.chat_template and Path(chat.chat_template).is_file():
-        return Path(chat.chat_template).read_text()
-    return None
 
 
 def _open(folder: Path) -> PreparedData | None:

@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data import rows as preparation
+from llmtrain.data.chat import conversation_of
 from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _limit_of, audit_of
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _as_text, _limit_of, audit_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.rows import PreparedData, prepare
 from llmtrain.data.sources import open_source
+from llmtrain.data.table import hash_place
+from llmtrain.errors import UserError
 from tests.data.test_rows import complaint, left_behind
 
 BLOCK = 95
@@ -268,8 +271,8 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
         "ended": 12,
     }
     assert printed(capsys, "audit") == [
-        f"{11 + cut} of 16 conversations: 2 overlong {'cut' if cut else 'dropped'}, {int(cut)} without a trained token "
-        "and 3 bad ones left out",
+        f"{11 + cut} of 16 conversations to train on: 2 overlong {'cut' if cut else 'dropped'}, "
+        f"{int(cut)} without a trained token and 3 bad ones left out",
         f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
         f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
     ]
@@ -321,7 +324,7 @@ def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behi
     assert left_behind(cache) == []
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300", "char"])
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tokenizer, on_bad_row):
     given = arguments(tmp_path, [*chats(3), chat("a", "b\ud83d")], tokenizer=tokenizer, on_bad_row=on_bad_row)
@@ -577,3 +580,31 @@ def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp
         assert prepared.facts.eval_rows == len(prepared.eval)
         said = "".join(answers_of(prepared.eval, prepared)).replace(END, "")
         assert prepared.facts.eval_bytes == len(said.encode())
+
+
+def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    template = tmp_path / "t.jinja"
+    body = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    rows = []
+    for ending in ("", "{# edited #}!"):
+        template.write_text(body + ending)
+        data = config(write(tmp_path / "a.jsonl", chats(4)))
+        rows.append(prepare(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).facts.data_sha256)
+    assert rows[0] != rows[1]
+
+
+def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
+    with pytest.raises(UserError, match="--tokenizer char knows no letters but the data's"):
+        prepare(config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig())
+
+
+def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
+    def place(record: dict) -> float:
+        return hash_place(_as_text(conversation_of(record, "messages")))
+
+    shorts = chats(6)
+    long = next(r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts)))
+    prepared = prepare_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
+    assert prepared.eval is None
+    assert "none of the 1 held-out conversations is left: nothing is evaluated" in capsys.readouterr().out
