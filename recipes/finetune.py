@@ -34,9 +34,9 @@ from llmtrain import (
 DEFAULTS = (
     ModelConfig(from_config="llama", block_size=256),
     LoraConfig(),
-    DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=16),
+    DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=8),
     ChatConfig(),
-    OptimConfig(max_steps=300, learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),
+    OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
     RunConfig(output_dir="runs/finetune"),
 )
 

@@ -15,7 +15,7 @@ def show_result(folder: Path, question: list[int] | None = None, sampling: Sampl
     """Print the loss curve of a finished run, a text by its model, or its answer to the tokens of a ``question``, and
     the command for more. The run is over and kept: whatever fails here is a note."""
     try:
-        _show(folder, question, sampling or Sampling())
+        _show(folder, question, sampling or Sampling(temperature=0.8 if question is None else 0.3))
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
