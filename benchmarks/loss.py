@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +74,7 @@ def kinds() -> dict[str, Callable[[], Loss]]:
 
 
 def peak() -> int:
-    """Bytes, of this process so far."""
+    """Bytes, of this process so far; and of the one that started it, which must stay small."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -106,11 +105,10 @@ def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float
     return cost, outcome
 
 
-def difference(found: Path, expected: Path) -> str:
-    """The largest of each tensor, relative to the largest number in it."""
-    pairs = zip(torch.load(found), torch.load(expected), strict=True)
-    loss, hidden, weight = (float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    return f"{loss:.0e} {hidden:.0e} {weight:.0e}"
+def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """The largest in each tensor, relative to the largest number in it."""
+    pairs = zip(found, expected, strict=True)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
 
 def main() -> None:
@@ -122,20 +120,18 @@ def main() -> None:
     if arguments.one:
         kind, file = arguments.one
         cost, outcome = measure(kinds()[kind](), arguments.trained, arguments.autocast is not None)
-        torch.save(outcome, file)
-        print(json.dumps(cost))
+        if kind == "plain":
+            torch.save(outcome, file)
+        print(json.dumps([cost, differences(outcome, torch.load(file))]))
         return
-    names, costs, differences = list(kinds()), defaultdict[str, list[dict[str, float]]](list), {}
+    names, costs, apart = list(kinds()), defaultdict[str, list[dict[str, float]]](list), {}
     with tempfile.TemporaryDirectory(prefix="llmtrain-benchmark-") as folder:
-        expected, found = Path(folder, "plain"), Path(folder, "found")
-        for number in range(ROUNDS):
-            for name in sorted(names, key=lambda name: name != "plain"):
-                file = expected if name == "plain" else found
-                command = [sys.executable, *sys.argv, "--one", name, str(file)]
+        for _ in range(ROUNDS):
+            for name in sorted(names, key=lambda name: name != "plain"):  # with which the others compare theirs
+                command = [sys.executable, *sys.argv, "--one", name, f"{folder}/plain"]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                costs[name].append(json.loads(output.splitlines()[-1]))
-                if number == 0:
-                    differences[name] = difference(file, expected)
+                cost, apart[name] = json.loads(output.splitlines()[-1])
+                costs[name].append(cost)
     medians = {
         name: {key: statistics.median(cost[key] for cost in tries) for key in tries[0]} for name, tries in costs.items()
     }
@@ -147,7 +143,7 @@ def main() -> None:
             f"{medians[name][key] / unit:9.2f}{medians[name][key] / medians['ours'][key]:7.2f}x"
             for key, unit in (("bytes", 1e9), ("seconds", 1), ("CPU", 1))
         )
-        print(f"{name:18}{''.join(cells)}  {differences[name]}")
+        print(f"{name:18}{''.join(cells)}  {' '.join(f'{number:.0e}' for number in apart[name])}")
 
 
 if __name__ == "__main__":

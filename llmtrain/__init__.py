@@ -10,6 +10,7 @@ from llmtrain._version import __version__
 
 if TYPE_CHECKING:
     from llmtrain.config import flag as flag
+    from llmtrain.config import given as given
     from llmtrain.config import parse as parse
     from llmtrain.config import resolved as resolved
     from llmtrain.console import say as say
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from llmtrain.record.run import RunConfig as RunConfig
     from llmtrain.record.run import open_run as open_run
     from llmtrain.start import launch as launch
+    from llmtrain.start import leave_group as leave_group
     from llmtrain.start import start_accelerator as start_accelerator
     from llmtrain.training.identity import identity_of as identity_of
     from llmtrain.training.layout import Layout as Layout
@@ -52,8 +54,10 @@ _HOMES = {
     "UserError": "errors",
     "eval_loader": "data.loader",
     "flag": "config",
+    "given": "config",
     "identity_of": "training.identity",
     "launch": "start",
+    "leave_group": "start",
     "load_model": "models.pretrained",
     "make_optimizer": "training.optim",
     "open_run": "record.run",

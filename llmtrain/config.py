@@ -76,6 +76,11 @@ def parse(*defaults: Any, argv: list[str] | None = None, description: str | None
     return tuple(configs)
 
 
+def given(config: Any, name: str) -> bool:
+    """Whether a person has set this flag, on the command line or in a file."""
+    return name in getattr(config, "_origins", {})
+
+
 def resolved(*configs: Any) -> dict[str, dict[str, Any]]:
     """Every setting with its value and where it came from, for ``run.json``."""
     return {

@@ -261,7 +261,7 @@ def launch(main: Callable[[], None]) -> NoReturn:
     try:
         check_launch()
         main()
-        _leave_group()
+        leave_group()
     except UserError as error:
         _complain_once(str(error))
         status = 2
@@ -290,7 +290,8 @@ def _die_with_launcher() -> None:
             os._exit(1)
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
+    """Meet the other processes for the last time. What one of them does after it, nobody waits for."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         state = PartialState()
         state.wait_for_everyone()

@@ -14,8 +14,10 @@ from llmtrain import (
     OptimConfig,
     RunConfig,
     eval_loader,
+    given,
     identity_of,
     launch,
+    leave_group,
     load_model,
     make_optimizer,
     open_run,
@@ -44,13 +46,17 @@ DEFAULTS = (
 def main(argv: list[str] | None = None) -> None:
     config, lora, data, chat, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     data.tokenizer = data.tokenizer or config.model_name_or_path or "bpe:2048"
+    if config.model_name_or_path and not given(optim, "learning_rate"):
+        optim.learning_rate = 2e-4 if lora.lora_r else 2e-5  # what has been trained before is trained on gently
+        say("default", f"--learning_rate {optim.learning_rate:g}, of a model that was trained before")
     rows = prepare(data, config.block_size, chat, config.trust_remote_code)
 
     accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
-    about = {"packed": rows.packed, "trained_on": rows.facts.dataset, "ends": rows.ends, "bitwise": run.bitwise}
-    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, **about)
+    about = {"trained_on": rows.facts.dataset, "ends": rows.ends, "new_tokens": rows.new_tokens}
+    modes = {"packed": rows.packed, "bitwise": run.bitwise}
+    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, **modes, **about)
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
     identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config, start=start)
@@ -64,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
         record.restore(model, optimizer)
         train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
+    leave_group()
     if accelerator.is_main_process and record.step == optim.max_steps:
         show_result(record.folder, rows.unseen_question())
         publish(record.folder / "model", run.push_to_hub)

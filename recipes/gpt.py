@@ -16,6 +16,7 @@ from llmtrain import (
     eval_loader,
     identity_of,
     launch,
+    leave_group,
     make_optimizer,
     open_run,
     parse,
@@ -62,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
         record.restore(model, optimizer)
         train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
+    leave_group()
     if accelerator.is_main_process and record.step == optim.max_steps:
         show_result(record.folder)
         publish(record.folder / "model", run.push_to_hub)

@@ -19,6 +19,8 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.models.generation import model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
+    if not Path(arguments.model).is_dir():
+        raise UserError(f"{arguments.model} is no folder.")
     source = Path(model_folder(arguments.model))
     target = Path(arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export"))
     if target.exists():

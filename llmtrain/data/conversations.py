@@ -52,12 +52,18 @@ class Audit:
     turns: int = 0  # of assistants, in conversations that are not cut
     ended: int = 0  # of them: with their end-of-turn token trained
 
+    def left(self, overlong: str) -> str:
+        """How many conversations are left, and why the others are not."""
+        word = {"drop": "dropped", "truncate": "cut", "error": "overlong"}[overlong]
+        return (
+            f"{self.kept:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, "
+            f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
+        )
+
     def lines(self, overlong: str) -> list[str]:
         """For the banner."""
-        word = {"drop": "dropped", "truncate": "cut", "error": "overlong"}[overlong]
         return [
-            f"{self.kept:,} of {self.conversations:,} conversations to train on: {self.overlong:,} overlong {word}, "
-            f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out",
+            self.left(overlong),
             f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
             f"{self.rows:,} rows are {self.tokens / max(self.places, 1):.1%} full, "
             f"{self.ended:,} of {self.turns:,} turns train their end",
@@ -81,7 +87,7 @@ class Conversations:
 
     def __init__(self, source: Source, format: str, config: DataConfig, chat: ChatConfig) -> None:
         self.source, self.format, self.chat = source, format, chat
-        self.audit: Audit | None = None
+        self.audits: list[Audit] = []
         places = []
         for _, conversation in self._read():
             places.append(hash_place(_as_text(conversation)))
@@ -152,7 +158,7 @@ class Conversations:
         audit.bad += self._bad  # which side they would have been on, nobody knows
         audit.conversations += self._bad
         audit.check(self.source.name)
-        self.audit = audit
+        self.audits = [audit for _, _, audit in sides]
         return written[0], written[1]
 
     def _read(self) -> Iterator[tuple[str, Conversation]]:

@@ -4,7 +4,6 @@ A packed row holds whole documents one after the other. ``position_ids`` restart
 where one ends; the first label of each is -100, since nothing before it belongs to it.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +63,15 @@ class TokenStore:
             file.close()
         lengths = np.array(self.lengths, np.int64)
         rows = best_fit(lengths, width) if packing else [[i] for i in range(len(lengths))]
-        with row_table(path, COLUMNS, width) as write:
+        columns = COLUMNS if packing else COLUMNS[:2]  # alone in its row a document needs no position_ids
+        with row_table(path, columns, width) as write:
             for start in range(0, len(rows), ROWS_PER_BATCH):
-                write(*self._filled(rows[start : start + ROWS_PER_BATCH], lengths, width))
+                write(*self._filled(rows[start : start + ROWS_PER_BATCH], lengths, width)[: len(columns)])
         for file_path in self._paths:
             file_path.unlink()
         return len(rows)
 
-    def _filled(self, rows: list[list[int]], lengths: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    def _filled(self, rows: list[list[int]], lengths: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
         tokens, trained = np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
         starts = np.cumsum(lengths) - lengths
         ids = np.zeros((len(rows), width), np.int32)
@@ -88,4 +88,4 @@ class TokenStore:
                 positions[i, here] = np.arange(length)
                 at += length
             positions[i, at:] = np.arange(width - at)  # padding is a document of its own
-        return iter((ids, labels, positions))
+        return ids, labels, positions

@@ -4,12 +4,13 @@ import hashlib
 import itertools
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import filelock
 
+from llmtrain.config import given
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
@@ -52,6 +53,7 @@ class Facts:
     source_rows: list[int]  # rows to train on of each data set, in which they stand one after the other
     task: str = "text"
     audit: dict[str, int] | None = None  # of conversations
+    eval_audit: dict[str, int] | None = None  # of those held out
 
 
 @dataclass
@@ -63,6 +65,7 @@ class PreparedData:
     tokenizer: "PreTrainedTokenizerFast"
     facts: Facts
     mixture: Mixture | None = None
+    new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
 
     @property
     def packed(self) -> bool:
@@ -76,7 +79,7 @@ class PreparedData:
 
     def unseen_question(self) -> list[int] | None:
         """The tokens before the first answer of a held-out conversation."""
-        if self.eval is None or not self.packed:
+        if self.eval is None or self.facts.task == "text":
             return None
         row = self.eval[len(self.eval) - 1]
         answered = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
@@ -92,8 +95,8 @@ class Corpus(Protocol):
     eval_bytes: int
 
     @property
-    def audit(self) -> Audit | None:
-        """Of conversations, once they are written."""
+    def audits(self) -> list[Audit]:
+        """Of conversations, once they are written: of those to train on, and of those held out."""
 
     def everything(self) -> "Iterator[str]":
         """All texts, held out or not."""
@@ -126,6 +129,7 @@ def prepare(
     formats = _formats_of(sources, chat)
     given, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
+    vocabulary = pretrained.get_vocab() if pretrained is not None else {}
     if pretrained is not None and chat:
         set_template(pretrained, chat.chat_template)
     elif chat and spec == "char":
@@ -157,6 +161,8 @@ def prepare(
         assert prepared is not None, f"{folder} cannot be read back"
     facts = prepared.facts
     facts.dataset, facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
+    if pretrained is not None:
+        prepared.new_tokens = sorted(id for token, id in pretrained.get_vocab().items() if token not in vocabulary)
     if config.mixture:
         prepared.mixture = Mixture(facts.source_rows, config.mixture)
     _describe(facts, formats, given, found)
@@ -169,6 +175,11 @@ def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
     if len({name == "text" for name in formats}) > 1:
         kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
         raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
+    idle = [name for name in ("chat_template", "overlong", "on_bad_row", "packing") if given(chat, name)]
+    if formats[0] == "text" and idle:
+        raise UserError(
+            f"--{idle[0]} is for conversations, and {sources[0].name} is text; leave it out, or see --format."
+        )
     return formats
 
 
@@ -184,8 +195,8 @@ def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: 
         say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
         for line in Audit(**facts.audit).lines(chat.overlong):
             say("audit", line)
-        if facts.eval_documents and not facts.eval_rows:
-            say("audit", f"none of the {facts.eval_documents:,} held-out conversations is left: nothing is evaluated")
+        if facts.eval_audit and facts.eval_audit["conversations"] > facts.eval_audit["kept"]:
+            say("held out", Audit(**facts.eval_audit).left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
 
@@ -271,6 +282,7 @@ def _make(
             eval_bytes=sum(corpus.eval_bytes for corpus in corpora),
             source_rows=[part.rows for part in train],
             task=corpora[0].task,
-            audit=asdict(audit_of(corpus.audit for corpus in corpora if corpus.audit)) if chat else None,
+            audit=asdict(audit_of(corpus.audits[0] for corpus in corpora)) if chat else None,
+            eval_audit=asdict(audit_of(corpus.audits[1] for corpus in corpora)) if chat else None,
         )
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))

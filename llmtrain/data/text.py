@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -35,7 +35,7 @@ class Texts:
     """
 
     task = "text"
-    audit = None
+    audits: ClassVar[list[Any]] = []
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.source, self.field, self.fraction = source, config.text_field, config.eval_fraction

@@ -1,6 +1,7 @@
 """Tokenizers: three that are trained on the data, or any of Hugging Face's, always a ``PreTrainedTokenizerFast``."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
 
 def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
     """What identifies a tokenizer, wherever it was loaded from."""
-    content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.eos_token_id)
-    if tokenizer.chat_template:
-        content += str(tokenizer.chat_template)
+    content = tokenizer.backend_tokenizer.to_str() + json.dumps(
+        [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template], sort_keys=True, default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()

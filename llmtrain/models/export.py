@@ -1,7 +1,7 @@
 """A model as every Hugging Face tool loads it: config.json, safetensors, tokenizer files."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,7 @@ class ModelFiles:
     tokenizer: "PreTrainedTokenizerFast"
     trained_on: str = "unknown data"
     base: str | None = None  # what it was trained from
-    ends: tuple[int, ...] = ()  # tokens at which an answer ends
+    generation: dict[str, Any] = field(default_factory=dict)  # generation_config.json
 
     weights: ClassVar[str] = "model.safetensors"
 
@@ -31,9 +31,8 @@ class ModelFiles:
     def write_beside(self, folder: Path, parameters: int) -> None:
         """The tokenizer, the model card, and where generation ends."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self.ends:
-            generation = {"eos_token_id": list(self.ends), "bos_token_id": self.tokenizer.bos_token_id}
-            (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        if self.generation:
+            (folder / "generation_config.json").write_text(json.dumps(self.generation, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
 
@@ -65,14 +64,17 @@ class ModelFiles:
 
     def card(self, parameters: int) -> str:
         """The model card, in the form that the hub reads."""
-        kind = self.config["model_type"]
+        what = self._title(parameters)
         base = f"base_model: {self.base}\n" if self.base and not Path(self.base).exists() else ""
         start = f"Fine-tuned from {Path(self.base).name if base == '' else self.base}" if self.base else "Trained"
         return (
             f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base}tags: [llmtrain]\n---\n\n"
-            f"# A {kind} of {parameters:,} parameters\n\n"
+            f"# {what}\n\n"
             f"{start} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"
         )
+
+    def _title(self, parameters: int) -> str:
+        return f"A {self.config['model_type']} of {parameters:,} parameters"

@@ -71,7 +71,10 @@ class TextModel:
         dropped = 0
         while True:
             told = [*messages[:kept], *messages[kept + dropped :]]
-            text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+            try:
+                text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template can raise whatever Python can
+                raise UserError(f"the chat template refuses this: {first_line(error)}") from None
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) + answer <= self.context or kept + dropped + 2 >= len(messages):
                 return dropped, ids
@@ -133,6 +136,8 @@ def holds_model(folder: Path) -> bool:
 def model_folder(name: str) -> str:
     """The model of a run folder (finished, else the newest checkpoint's), or ``name`` itself."""
     run = Path(name)
+    if name.startswith((".", "/", "~")) and not run.is_dir():
+        raise UserError(f"{name} is no folder.")
     if not run.is_dir() or holds_model(run):
         return name
     candidates = [run / "model", *sorted(run.glob("checkpoints/step-*/model"), reverse=True)]

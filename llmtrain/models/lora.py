@@ -34,6 +34,10 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "lora_r")
+        idle = not self.lora_r and (self.lora_dropout or self.use_rslora or self.use_dora)
+        require(not idle, "--lora_dropout, --use_rslora and --use_dora need --lora_r.")
+        whole = "all-linear" not in self.lora_target_modules or len(self.lora_target_modules) == 1
+        require(whole, "--lora_target_modules: all-linear is all of them; name no others beside it.")
         require(self.lora_alpha > 0, f"--lora_alpha {self.lora_alpha} must be above 0.")
         require(0 <= self.lora_dropout < 1, f"--lora_dropout {self.lora_dropout} must be at least 0 and below 1.")
 
@@ -64,7 +68,12 @@ def add_lora(
         adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
-    adapted.peft_config["default"] = replace(settings, base_model_name_or_path=base)
+    names = [name for name, _ in model.named_modules() if name.endswith("lora_A")]
+    for target in targets:
+        if target != "all-linear" and not any(name.removesuffix(".lora_A").endswith(target) for name in names):
+            raise UserError(f"--lora_target_modules: no module is called {target}.")
+    place = str(Path(str(base)).resolve()) if Path(str(base)).is_dir() else base  # it will be looked for from anywhere
+    adapted.peft_config["default"] = replace(settings, base_model_name_or_path=place)
     return adapted
 
 
@@ -91,6 +100,9 @@ class AdapterFiles(ModelFiles):
         self.adapted.peft_config["default"].save_pretrained(str(folder))
         (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
 
+    def _title(self, parameters: int) -> str:
+        return f"A LoRA adapter of {parameters:,} parameters for a {self.config['model_type']}"
+
     def tensors(self, model: Any) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
 
@@ -115,12 +127,16 @@ def write_merged(adapter: Path, folder: Path) -> None:
     """One model of an adapter and its base: weights that compute the same logits, in float32."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
-    adapted_model(str(adapter), len(tokenizer), torch.float32).merge_and_unload().save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+    adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
+    base = adapted.peft_config["default"].base_model_name_or_path
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name in ("README.md", "generation_config.json"):
-        if (adapter / name).exists():
-            shutil.copy(adapter / name, folder)
+    card = ModelFiles(merged.config.to_dict(), tokenizer, "the data of its adapter", base).card(merged.num_parameters())
+    (folder / "README.md").write_text(card)
+    if (adapter / "generation_config.json").exists():
+        shutil.copy(adapter / "generation_config.json", folder)
 
 
 def adapted_model(folder: str, vocabulary: int, dtype: Any = "auto") -> Any:
@@ -128,15 +144,26 @@ def adapted_model(folder: str, vocabulary: int, dtype: Any = "auto") -> Any:
 
     Raises :class:`UserError` where the base is not the one that the adapter was trained on.
     """
+    try:
+        return _adapted_model(Path(folder), vocabulary, dtype)
+    except UserError:
+        raise
+    except Exception as error:  # of peft, safetensors, json, transformers: a folder can be broken in many ways
+        raise UserError(f"{folder}: its adapter could not be loaded: {first_line(error)}") from None
+
+
+def _adapted_model(folder: Path, vocabulary: int, dtype: Any) -> Any:
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
-    refuse_pickles(base)
-    known = json.loads((Path(folder) / _ORIGIN).read_text()) if (Path(folder) / _ORIGIN).exists() else None
-    if known is not None and origin_of(base) != known:
+    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    require(bool(base), f"{folder} does not say whose adapter it is (base_model_name_or_path).")
+    refuse_pickles(str(base))
+    known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
+    if "sha256" in known and origin_of(str(base)) != known:
         raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **WEIGHTS_ONLY)
+    options = {**WEIGHTS_ONLY, "dtype": dtype, "revision": known.get("commit") or "main"}
+    model: Any = AutoModelForCausalLM.from_pretrained(base, **options)
     if vocabulary > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(vocabulary)
-    return PeftModel.from_pretrained(model, folder)
+    return PeftModel.from_pretrained(model, str(folder))

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -14,16 +15,13 @@ from llmtrain.config import did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora
+from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter
 from llmtrain.models.summed import is_mixture_of_experts, leaks, summed
 from llmtrain.models.untrusted import WEIGHTS_ONLY, origin_of, refuse_pickles
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-
-# What the chatml template may add to a vocabulary.
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 # The sizes of an architecture that is named by its type alone: for a laptop. Each class takes those that it knows.
 _SMALL = {
@@ -56,6 +54,8 @@ class ModelConfig:
         with _readable_pattern(self.freeze):
             re.compile(self.freeze or "")
         named = self.model_name_or_path or self.from_config
+        overrides = self.config_overrides and self.model_name_or_path
+        require(not overrides, "--config_overrides is for --from_config: the weights of a model fit its own sizes.")
         require(bool(named), "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
 
     @property
@@ -79,6 +79,7 @@ def load_model(
     bitwise: bool = False,
     trained_on: str = "unknown data",
     ends: tuple[int, ...] = (),
+    new_tokens: Sequence[int] = (),
 ) -> Loaded:
     """The model on its device, with the summed loss for a ``forward``, its vocabulary grown to the tokenizer's, and
     LoRA's matrices in it where they are asked for.
@@ -98,7 +99,7 @@ def load_model(
         model = _from_pretrained(config, dtype, frozen)
     else:
         model = _from_config(config, tokenizer)
-    new_tokens = _fit_vocabulary(model, tokenizer, config)
+    _fit_vocabulary(model, tokenizer, config, new_tokens)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and positions < config.block_size:
         raise UserError(
@@ -111,17 +112,20 @@ def load_model(
     kind = type(model).__name__
     described = {**model.config.to_dict(), "architectures": [kind], "dtype": "float32"}
     described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
-    _freeze(model, config.freeze)
+    _freeze(model, config.freeze if not frozen else None)
     name = config.model_name_or_path
     origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
-    files = ModelFiles(described, tokenizer, trained_on, name, ends)
+    generation = _generation(model, tokenizer, ends)
+    files = ModelFiles(described, tokenizer, trained_on, name, generation)
     if frozen:
-        adapted = add_lora(model, lora, name, seed, new_tokens)
-        files = AdapterFiles(described, tokenizer, trained_on, name, ends, adapted, origin)
-    with accelerator.autocast():
-        summed(model, config.block_size)
-        if packed and leaks(model):
-            raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+        require(config.freeze is None, "--freeze is for training in full: LoRA freezes all but its own matrices.")
+        adapted = add_lora(model, lora, name, seed, list(new_tokens))
+        files = AdapterFiles(described, tokenizer, trained_on, name, generation, adapted, origin)
+    summed(model, config.block_size)
+    if packed and leaks(model):
+        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+    if not model.head_is_linear:
+        say("memory", "this head does more than multiply: its logits are held whole")
     if bitwise:
         _check_no_dropout(model)
     if is_mixture_of_experts(model.config.get_text_config()):
@@ -131,6 +135,18 @@ def load_model(
     share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
     say("model", f"{kind}: {every:,} parameters{share}")
     return Loaded(model, files, {"weights": origin, "lora": asdict(lora) if frozen else None, "freeze": config.freeze})
+
+
+def _generation(model: Any, tokenizer: "PreTrainedTokenizerFast", ends: tuple[int, ...]) -> dict[str, Any]:
+    """What the base said of generating, and also ending where answers end."""
+    found = getattr(model, "generation_config", None)
+    known = {key: value for key, value in (found.to_diff_dict() if found is not None else {}).items() if key[0] != "_"}
+    known.pop("transformers_version", None)
+    if ends:
+        before = known.get("eos_token_id")
+        before = before if isinstance(before, list) else [] if before is None else [before]
+        known |= {"eos_token_id": sorted({*before, *ends}), "bos_token_id": tokenizer.bos_token_id}
+    return known
 
 
 def _check_no_dropout(model: "PreTrainedModel") -> None:
@@ -150,6 +166,8 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "
 
     name = str(config.model_name_or_path)
     refuse_pickles(name)
+    if is_adapter(Path(name)):
+        raise UserError(f"--model_name_or_path {name} is an adapter; first: llmtrain export {name} --merge --to FOLDER")
     options = {**WEIGHTS_ONLY, **config.trust, "dtype": dtype, "output_loading_info": True}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
@@ -161,6 +179,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "
         raise UserError(f"--model_name_or_path {name}: {first_line(error)}") from None
     model, found = loaded
     absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
+    require(not getattr(model, "_hf_peft_config_loaded", False), f"--model_name_or_path {name} is an adapter.")
     if absent:
         raise UserError(f"--model_name_or_path {name}: {absent[0]} is missing or of another shape ({len(absent)} are).")
     return model
@@ -229,20 +248,21 @@ def _overrides(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _fit_vocabulary(model: Any, tokenizer: "PreTrainedTokenizerFast", config: ModelConfig) -> list[int]:
-    """Give rows to tokens that a chat template has added, and return these; any other tokenizer must fit as it is."""
+def _fit_vocabulary(
+    model: Any, tokenizer: "PreTrainedTokenizerFast", config: ModelConfig, new_tokens: Sequence[int]
+) -> None:
+    """Give rows to tokens that a chat template has added; any other tokenizer must fit as it is."""
     have = model.get_input_embeddings().weight.shape[0]
     needed = max(tokenizer.get_vocab().values()) + 1
-    beyond = tokenizer.convert_ids_to_tokens(list(range(have, needed))) if needed < have + 8 else [""]
-    if not set(beyond) <= set(CHATML_TOKENS):
+    if not set(range(have, needed)) <= set(new_tokens):
         raise UserError(
             f"the tokenizer has {needed:,} tokens and {config.model_name_or_path or config.from_config} a vocabulary "
             f"of {have:,}; use the model's own tokenizer."
         )
-    if beyond:
+    if needed > have:
         model.resize_token_embeddings(needed)
-        say("vocabulary", f"{', '.join(beyond)} joined it: {have:,} -> {needed:,}")
-    return list(range(have, needed))
+        joined = tokenizer.convert_ids_to_tokens(list(range(have, needed)))
+        say("tokens", f"{', '.join(joined)} joined the vocabulary: {have:,} -> {needed:,}")
 
 
 def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:

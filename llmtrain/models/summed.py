@@ -4,12 +4,14 @@ What a class computes beside its head (a softcap, a scale), and whether packed d
 looked up but tried, on the model at hand.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, linear_nll, summed_nll, targets_of
 
 
@@ -35,7 +37,9 @@ class SummedLoss:
         arguments = {"input_ids": inputs_of(input_ids), "position_ids": positions, "use_cache": False}
         if self.head_is_linear:
             head, hidden = self.get_output_embeddings(), self.base_model(**arguments).last_hidden_state  # type: ignore[attr-defined]
-            return linear_nll(hidden, head.weight, targets_of(labels), head.bias, softcap_of(self))
+            weight, bias = linear_parts(head)
+            assert weight is not None
+            return linear_nll(hidden, weight, targets_of(labels), bias, softcap_of(self))
         return summed_nll(super().forward(**arguments).logits, targets_of(labels))  # type: ignore[misc]
 
     def flops_per_token(self) -> int:
@@ -45,8 +49,9 @@ class SummedLoss:
         if is_mixture_of_experts(config):
             return 0
         embedding = self.get_input_embeddings().weight  # type: ignore[attr-defined]
-        head = self.get_output_embeddings().weight  # type: ignore[attr-defined]
-        parameters = [p for p in self.parameters() if p is not embedding or p is head]  # type: ignore[attr-defined]
+        head = self.get_output_embeddings()  # type: ignore[attr-defined]
+        tied = head is not None and getattr(head, "weight", None) is embedding
+        parameters = [p for p in self.parameters() if tied or p is not embedding]  # type: ignore[attr-defined]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.row_length
@@ -56,10 +61,19 @@ class SummedLoss:
 
 
 def summed(model: Any, row_length: int) -> None:
-    """Give the model of a Hugging Face causal LM class the ``forward`` of :class:`SummedLoss`, in place."""
-    model.__class__ = type(f"Summed{type(model).__name__}", (SummedLoss, type(model)), {})
+    """Give the model of a Hugging Face causal LM class the ``forward`` of :class:`SummedLoss`, in place.
+
+    Raises :class:`UserError` where earlier tokens see later ones: it is no causal LM.
+    """
+    kind = type(model).__name__
+    model.__class__ = type(f"Summed{kind}", (SummedLoss, type(model)), {})
     model.row_length = row_length
-    model.head_is_linear = _head_is_linear(model)
+    with _trying(model):
+        model.head_is_linear = _head_is_linear(model)
+        ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
+        other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
+        if _moved(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
+            raise UserError(f"{kind} lets tokens see the ones that follow: it is no causal language model.")
 
 
 def is_mixture_of_experts(config: Any) -> bool:
@@ -72,48 +86,91 @@ def softcap_of(model: Any) -> float | None:
     return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
-@torch.no_grad()
-def _head_is_linear(model: Any) -> bool:
-    """Whether the logits are the head's product with the last hidden states, softcapped where the config says so.
-    Otherwise they are taken from the model whole."""
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or getattr(model, "base_model", model) is model:
-        return False
-    training, _ = model.training, model.eval()
-    ids = _tokens(model, 8)
-    own = model(ids, use_cache=False).logits
-    ours = F.linear(model.base_model(ids, use_cache=False).last_hidden_state, head.weight, head.bias)
-    if cap := softcap_of(model):
-        ours = cap * torch.tanh(ours / cap)
-    model.train(training)
-    return ours.shape == own.shape and _same(ours, own)
+def linear_parts(head: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weight [V, C] and bias [V] of a linear head, with the rows that peft trains beside it in place; ``None`` of any
+    other head."""
+    if type(head) is nn.Linear:
+        return head.weight, head.bias
+    plain, adapter = getattr(head, "original_module", None), getattr(head, "token_adapter", None)
+    if type(plain) is nn.Linear and adapter is not None:
+        return adapter.get_merged_weights(head.active_adapters), plain.bias
+    return None, None
 
 
-@torch.no_grad()
 def leaks(model: Any) -> bool:
-    """Whether the second of two documents in a packed row changes when the first does."""
+    """Whether the second of two documents in a packed row changes when the first does; tried on rows with their border
+    at different places, which some attention looks for in a single row only."""
+    length = max(_probe_length(model) // 2, 1)
+    with _trying(model):
+        ids, other = _tokens(model, 4, 2 * length).chunk(2)
+        borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
+        places = torch.arange(2 * length, device=ids.device)[None]
+        second = places >= borders
+        positions = torch.where(second, places - borders, places)
+        changed = torch.where(second, ids, other)
+        try:
+            one, two = (_logits(model, rows, positions)[second] for rows in (ids, changed))
+        except TypeError:  # it takes no position_ids
+            return True
+        unpacked = (_logits(model, ids)[second] - _logits(model, changed)[second]).abs().max()
+        return _moved(one, two) or bool((one - two).abs().max() > unpacked / 2)  # which bfloat16 cannot hide
+
+
+def _head_is_linear(model: Any) -> bool:
+    """Whether logits are what the head makes of the last hidden states, softcapped where the configuration says so.
+    The head is made to say numbers from -100 to 100, which no scale and no cap leaves as they are."""
+    head = model.get_output_embeddings()
+    if head is None or linear_parts(head)[0] is None or getattr(model, "base_model", model) is model:
+        return False
+    heard: list[torch.Tensor] = []
+
+    def say_loudly(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        heard.append(inputs[0])
+        return torch.linspace(-100, 100, output.shape[-1], device=output.device, dtype=output.dtype).expand_as(output)
+
+    ids = _tokens(model, 1, _probe_length(model))
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state
+    hook = head.register_forward_hook(say_loudly)
+    own = _logits(model, ids)
+    hook.remove()
+    loud = torch.linspace(-100, 100, own.shape[-1], device=own.device, dtype=own.dtype)
+    if cap := softcap_of(model):
+        loud = cap * torch.tanh(loud / cap)
+    return len(heard) == 1 and torch.equal(heard[0], hidden) and torch.allclose(own, loud.expand_as(own), rtol=1e-2)
+
+
+@contextlib.contextmanager
+def _trying(model: Any) -> Iterator[None]:
+    """Without dropout, gradients or autocast, whose rounding would hide what is looked for."""
     training, _ = model.training, model.eval()
-    first, second, other = _tokens(model, 24).chunk(3, dim=1)
-    positions = torch.arange(8, device=first.device).repeat(2)[None]
     try:
-        one, two = (
-            model(torch.cat([document, second], 1), position_ids=positions, use_cache=False).logits[:, 8:]
-            for document in (first, other)
-        )
-    except TypeError:  # it takes no position_ids
-        return True
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            yield
+    except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+        kind = type(model).__mro__[2].__name__
+        raise UserError(f"{kind} cannot be trained here: {first_line(error)}") from None
     finally:
         model.train(training)
-    return not _same(one, two)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal but for rounding, which a mixture of experts does in other groups where other tokens are beside."""
-    scale = torch.finfo(one.dtype).eps ** 0.5 * other.abs().max()
-    return bool((one - other).abs().max() <= scale)
+def _logits(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    arguments = {} if positions is None else {"position_ids": positions}
+    return model(ids, use_cache=False, **arguments).logits
 
 
-def _tokens(model: Any, count: int) -> torch.Tensor:
-    """Different ones, int64 [1, count]."""
+def _moved(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ by more than rounding, which a mixture of experts does in other groups where other
+    tokens are beside. What leaks moves logits by a tenth and more of their size."""
+    limit = max(torch.finfo(one.dtype).eps ** 0.5 / 4, 1e-4)  # of the largest: 1e-4 in float32, 0.02 in bfloat16
+    return bool((one - other).abs().max() > limit * other.abs().max())
+
+
+def _probe_length(model: Any) -> int:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 16
+    return min(16, positions, model.row_length)
+
+
+def _tokens(model: Any, rows: int, length: int) -> torch.Tensor:
+    """Different ones, int64 [rows, length]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return (torch.arange(count, device=model.device)[None] * 7 + 1) % vocabulary
+    return ((torch.arange(rows * length, device=model.device) * 7 + 1) % vocabulary).view(rows, length)

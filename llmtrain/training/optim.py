@@ -75,7 +75,8 @@ def _hidden_matrices(model: Any) -> list[nn.Parameter]:
     if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
         outer.append(model.get_output_embeddings())
     known = {id(p) for module in outer for p in module.parameters()}
-    return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in known]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
+    return [p for name, p in named if id(p) not in known and "trainable_tokens" not in name]
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):

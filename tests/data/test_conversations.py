@@ -83,8 +83,10 @@ def prepare_chats(folder: Path, records: list[dict], block_size: int = BLOCK, **
 
 def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of each conversation in a row, without its padding."""
-    starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
-    ends = [*starts[1:], len(row["position_ids"])]
+    length = len([token for token in row["input_ids"] if token])  # where it stands alone, before padding
+    positions = row.get("position_ids", [*range(length), *range(len(row["labels"]) - length)])
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    ends = [*starts[1:], len(positions)]
     found = [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
     trained = [any(label != IGNORED for label in labels) for _, labels in found]
     assert all(trained[:-1]), "a conversation without a target, or padding in the middle"
@@ -137,7 +139,7 @@ def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(tmp
     prepared = prepare_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
     by_text = dict(zip(texts_of(prepared.train, prepared), answers_of(prepared.train, prepared), strict=True))
     assert by_text == {shown(record): answers(record) for record in SAID}
-    assert prepared.packed
+    assert prepared.packed == packing
     labels = np.array(prepared.train["labels"])
     assert labels.shape == (prepared.facts.train_rows, BLOCK + 1)
     assert prepared.facts.train_tokens == (labels != IGNORED).sum()
@@ -271,7 +273,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
         "ended": 12,
     }
     assert printed(capsys, "audit") == [
-        f"{11 + cut} of 16 conversations to train on: 2 overlong {'cut' if cut else 'dropped'}, "
+        f"{11 + cut} of 16 conversations: 2 overlong {'cut' if cut else 'dropped'}, "
         f"{int(cut)} without a trained token and 3 bad ones left out",
         f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
         f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
@@ -607,4 +609,4 @@ def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     long = next(r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts)))
     prepared = prepare_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
     assert prepared.eval is None
-    assert "none of the 1 held-out conversations is left: nothing is evaluated" in capsys.readouterr().out
+    assert "held out  0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out

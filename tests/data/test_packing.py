@@ -142,6 +142,9 @@ def rows_of(folder, documents=DOCUMENTS, packing=True, width=WIDTH) -> datasets.
 
 def segments(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of a row between one restart of its positions and the next."""
+    if "position_ids" not in row:  # a document alone, and padding, which has the token 0
+        length = len([token for token in row["input_ids"] if token])
+        row = row | {"position_ids": [*range(length), *range(len(row["input_ids"]) - length)]}
     starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
     ends = [*starts[1:], WIDTH]
     assert starts[0] == 0

@@ -1,6 +1,7 @@
 """Any causal LM of Hugging Face's: the loss is its own, packed documents do not see each other, and what is saved is
 what transformers, on its own, loads."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
@@ -54,6 +57,8 @@ def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Loaded]:
         family: str | None = None, lora: LoraConfig | None = None, tokenizer=None, packed: bool = False, **settings
     ) -> Loaded:
         overrides = {"config_overrides": OVERRIDES} if family else {}
+        if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
+            overrides = {}
         config = ModelConfig(**{"from_config": family, "block_size": 64} | overrides | settings)
         return load_model(config, lora or LoraConfig(), tokenizer or words, accelerator, seed=3, packed=packed)
 
@@ -133,6 +138,51 @@ def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_chang
     score(f"families: {family}: logits of a document that move with its neighbour: 0 bits; without restarts they do")
     moved = second_document(model, first, restart=False) - second_document(model, other, restart=False)
     assert moved.abs().max() > 1e-4, "without restarts it must leak, or nothing was tested"
+
+
+def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monkeypatch):
+    """As transformers' flash attention does: of several rows it takes each for one document."""
+    model = load("llama").model
+    own = type(model).__mro__[2].forward
+
+    def forward(self, input_ids, position_ids=None, **others):
+        return own(self, input_ids=input_ids, position_ids=position_ids if len(input_ids) == 1 else None, **others)
+
+    monkeypatch.setattr(type(model).__mro__[2], "forward", forward)
+    assert leaks(model)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2", "mixtral"])
+def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    config = ModelConfig(from_config=family, block_size=64)
+    leaking = family == "bloom"
+    try:
+        with pytest.raises(UserError, match="see each other") if leaking else contextlib.nullcontext():
+            load_model(config, LoraConfig(), words, accelerator, 0, packed=True)
+        for dtype in (torch.float32, torch.bfloat16):  # as a frozen base may be
+            model = load_model(config, LoraConfig(), words, accelerator, 0).model.to(dtype)
+            assert leaks(model) == leaking
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_softcap_by_another_name_is_noticed(load):
+    model = load("recurrent_gemma", config_overrides="num_hidden_layers=3,hidden_size=64,lru_width=64").model
+    assert not model.head_is_linear
+
+
+@pytest.mark.parametrize("family", ["bert", "electra"])
+def test_a_class_that_sees_what_follows_is_no_causal_model(load, family):
+    with pytest.raises(UserError, match="it is no causal language model"):
+        load(family)
+
+
+@pytest.mark.parametrize("positions", [4, 2])
+def test_a_model_with_few_positions_is_tried_within_them(load, positions):
+    assert load("gpt2", block_size=positions, packed=True).model.head_is_linear
 
 
 @pytest.mark.parametrize("family", LEAKING)
@@ -259,3 +309,15 @@ def test_bits_that_would_depend_on_the_layout_are_refused(words, accelerator, fa
 
 def test_files_of_this_package_and_of_transformers_are_written_by_one_writer(load):
     assert type(load("llama").files) is ModelFiles
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_a_class_that_leaks_trains_with_a_document_a_row(load, family):
+    model, batch = load(family).model, Batch.make()
+    first = model(batch.input_ids, batch.labels)
+    first.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 1e-3 * parameter.grad
+    assert model(batch.input_ids, batch.labels) < first

@@ -93,7 +93,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     set_template(words, "chatml")
     model = jolted(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
     path = tmp_path_factory.mktemp("chatting")
-    files = ModelFiles(model.hf_config(words.eos_token_id), words, ends=(0, 258))
+    files = ModelFiles(model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]})
     write_model(path, files, model.state_dict())
     return TextModel(str(path))
 

@@ -1,6 +1,7 @@
 """LoRA: the adapter alone is trained and kept, belongs to its base, and merges into it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def adapt(bases, accelerator) -> Callable[..., Loaded]:
     def adapt(kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings) -> Loaded:
         config = ModelConfig(str(bases(kind)), block_size=64)
         lora = LoraConfig(**{"lora_r": 4} | settings)
-        return load_model(config, lora, tokenizer or words(), accelerator, seed=3)
+        new_tokens = [257, 258] if tokenizer is not None and len(tokenizer) == 259 else []
+        return load_model(config, lora, tokenizer or words(), accelerator, seed=3, new_tokens=new_tokens)
 
     return adapt
 
@@ -161,7 +163,7 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     write_model(tmp_path / "model", files, files.exported(model))
     path = tmp_path / "model" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"}))
-    with pytest.raises(UserError, match="no model could be loaded") as caught:
+    with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
         TextModel(str(tmp_path / "model"))
     assert "\n" not in str(caught.value)
 
@@ -170,6 +172,9 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     ("settings", "message"),
     [
         ({"lora_target_modules": ["no_such_proj"]}, r"--lora_target_modules no_such_proj: "),
+        ({"lora_target_modules": ["q_proj", "v_porj"]}, r"no module is called v_porj"),
+        ({"lora_target_modules": ["all-linear", "q_proj"]}, r"all-linear is all of them"),
+        ({"lora_r": 0, "use_dora": True}, r"--use_dora need --lora_r"),
         ({"lora_r": -1}, r"--lora_r -1"),
         ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
         ({"lora_alpha": 0}, r"--lora_alpha 0"),
@@ -178,6 +183,75 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
 def test_bad_settings_are_one_line(adapt, settings, message):
     with pytest.raises(UserError, match=message):
         adapt(**settings)
+
+
+def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(bases, accelerator, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(bases("untied"))
+    base.resize_token_embeddings(320)
+    base.save_pretrained(tmp_path / "padded")
+    config = ModelConfig(str(tmp_path / "padded"), block_size=64)
+    loaded = load_model(config, LoraConfig(lora_r=4), chatting(), accelerator, 3, new_tokens=[257, 258])
+    rows = [p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name]
+    assert [len(part) for part in rows] == [2, 2]
+    assert loaded.model.head_is_linear, "the loss must not hold the logits of a long vocabulary for it"
+    train_a_little(loaded.model, torch.full((4, 24), 258))
+    expected = logits(loaded.model)
+    write_model(tmp_path / "model", loaded.files, loaded.files.exported(loaded.model))
+    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
+
+
+def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
+    _, files, _ = loaded = adapt()
+    write_model(tmp_path / "model", files, files.exported(loaded.model))
+    for rank in (0, 4):
+        config = ModelConfig(str(tmp_path / "model"), block_size=64)
+        with pytest.raises(UserError, match=r"is an adapter; first: llmtrain export .* --merge"):
+            load_model(config, LoraConfig(lora_r=rank), words(), accelerator, 0)
+
+
+def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
+    config = ModelConfig(str(bases("untied")), block_size=64, freeze="embed")
+    with pytest.raises(UserError, match="--freeze is for training in full"):
+        load_model(config, LoraConfig(lora_r=4), words(), accelerator, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", "{"),
+        ("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": null}'),
+        ("adapter_model.safetensors", None),
+    ],
+)
+def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
+    model, files, _ = adapt()
+    write_model(tmp_path / "model", files, files.exported(model))
+    (tmp_path / "model" / name).unlink()
+    if content is not None:
+        (tmp_path / "model" / name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        write_merged(tmp_path / "model", tmp_path / "merged")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(bases, accelerator, tmp_path, monkeypatch):
+    monkeypatch.chdir(bases("untied").parent)
+    config = ModelConfig(bases("untied").name, block_size=64)
+    model, files, _ = load_model(config, LoraConfig(lora_r=4), words(), accelerator, 3)
+    write_model(tmp_path / "model", files, files.exported(model))
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(logits(TextModel("model").model), logits(model))
+
+
+def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(bases("untied"), folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}')
+    for ends, expected in (((), [0, 7]), ((0, 258), [0, 7, 258])):
+        config = ModelConfig(str(folder), block_size=64)
+        files = load_model(config, LoraConfig(), words(), accelerator, 3, ends=ends).files
+        assert files.generation["eos_token_id"] == expected
+        assert files.generation["temperature"] == 0.6
 
 
 def test_random_weights_get_no_adapter(accelerator):
@@ -198,7 +272,8 @@ def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
     tokenizer = chatting()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model, files, _ = adapt("untied", tokenizer)
-    write_model(tmp_path / "model", type(files)(**{**vars(files), "ends": (end,)}), files.exported(model))
+    ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
+    write_model(tmp_path / "model", ending, files.exported(model))
     loaded = TextModel(str(tmp_path / "model"))
     said = torch.full((1, 2, 259), -100.0)
     said[..., end] = 100.0
