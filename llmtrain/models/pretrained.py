@@ -105,6 +105,7 @@ def load_model(
         raise UserError(
             f"--block_size {config.block_size} is more than the {positions} positions of this model; lower it."
         )
+    _warn_of_scaled_positions(model, config.block_size)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if not config.load_in_4bit:
@@ -263,6 +264,16 @@ def _fit_vocabulary(
         model.resize_token_embeddings(needed)
         joined = tokenizer.convert_ids_to_tokens(list(range(have, needed)))
         say("tokens", f"{', '.join(joined)} joined the vocabulary: {have:,} -> {needed:,}")
+
+
+def _warn_of_scaled_positions(model: Any, block_size: int) -> None:
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") or block_size
+    if rope.get("rope_type") in ("longrope", "dynamic") and block_size > first:
+        say(
+            "positions",
+            f"scaled by the longest row of a micro-batch beyond {first:,} tokens: layouts agree less closely",
+        )
 
 
 def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:

@@ -319,5 +319,5 @@ def test_a_class_that_leaks_trains_with_a_document_a_row(load, family):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= 1e-3 * parameter.grad
+                parameter.sub_(1e-3 * parameter.grad)
     assert model(batch.input_ids, batch.labels) < first

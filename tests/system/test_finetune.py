@@ -2,19 +2,23 @@
 
 import io
 import json
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import main
+from llmtrain.errors import UserError
 from tests.families import FAMILIES
 from tests.launching import (
     BIN,
     FINETUNE,
     PYTHON,
+    ROOT,
     SMALL_LLAMA,
     accelerate,
     long_form,
@@ -155,7 +159,7 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, tmp_path: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "128", "--dry_run", "--output_dir", str(tmp_path / "run")]
     ended = run([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
     for shown in ("tokens are trained", "8 rows = 1 process x 4 micro-batches x 2", "LlamaForCausalLM:", "===== row 0"):
@@ -163,6 +167,43 @@ def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, text_fil
     assert "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}" in ended.out
     assert "----- the next document of this row" in ended.out
     assert not (tmp_path / "run").exists()
-    ended = run([*PYTHON, FINETUNE, *flags, "--dataset", str(text_file)]).assert_ok()
-    assert "tokens are trained" not in ended.out
-    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def dry_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """What the recipe prints before its first update, in this process."""
+    main = runpy.run_path(str(ROOT / FINETUNE))["main"]
+
+    def dry_run(*flags: str) -> str:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        capsys.readouterr()
+        main([*SMALL_LLAMA[2:], "--block_size", "64", "--dry_run", "--output_dir", str(tmp_path / "run"), *flags])
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().out
+
+    yield dry_run
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_text_is_trained_on_as_text(dry_run: Callable[..., str], text_file: Path) -> None:
+    out = dry_run("--dataset", str(text_file))
+    assert "going on with pretraining: the records are text" in out
+    assert "tokens are trained" not in out
+    with pytest.raises(UserError, match=r"--overlong is for conversations, and .*text\.txt is text"):
+        dry_run("--dataset", str(text_file), "--overlong", "error")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"), [([], "2e-05"), (["--lora_r", "4"], "0.0002"), (["--learning_rate", "1e-3"], None)]
+)
+def test_a_model_that_was_trained_before_is_trained_on_gently(
+    dry_run: Callable[..., str], base: Path, chats: Path, flags: list[str], rate: str | None
+) -> None:
+    out = dry_run("--model_name_or_path", str(base / "model"), "--dataset", str(chats), *flags)
+    assert (f"--learning_rate {rate}, of a model that was trained before" in out) == (rate is not None)
+    assert ("that was trained before" in out) == (rate is not None)
+
+
+def test_what_would_do_nothing_is_refused(dry_run: Callable[..., str], base: Path, chats: Path) -> None:
+    with pytest.raises(UserError, match="--config_overrides is for --from_config"):
+        dry_run("--model_name_or_path", str(base), "--config_overrides", "hidden_size=8", "--dataset", str(chats))
