@@ -27,6 +27,10 @@ def run(arguments: argparse.Namespace) -> None:
         if dropped:
             print(f"(the first {dropped} messages no longer fit into what the model can look at)")
             del messages[len(told) : len(told) + dropped]
+        if len(prompt) >= model.context:
+            print(f"(these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less)")
+            messages.pop()
+            continue
         answer = ""
         for piece in model.stream(prompt, sampling):
             print(piece, end="", flush=True)

@@ -301,9 +301,10 @@ class Renderer:
     def __call__(self, conversation: Conversation) -> Rendered:
         """Raises :class:`BadRow` where the template does, and where it cannot be told what to train."""
         messages, tools = conversation
-        for number, message in enumerate(messages, start=1):
-            if found := self.controls.search(json.dumps(message, ensure_ascii=False, default=str)):
-                raise BadRow(f"message {number} ({message['role']}) holds the control token {found[0]}")
+        said = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages, start=1)]
+        for place, part in [*said, ("field 'tools'", tools)]:
+            if found := self.controls.search(json.dumps(part, ensure_ascii=False, default=str)):
+                raise BadRow(f"{place} holds the control token {found[0]}")
         text, spans = _render(self.tokenizer, messages, tools)
         if spans is None:
             spans = self._turns(text, messages, tools)

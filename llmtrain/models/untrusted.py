@@ -29,9 +29,10 @@ def refuse_pickles(name: str) -> None:
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Which weights a name stands for: the hash of a folder's files, or the hub's commit."""
+    """Which model a name stands for: the hash of a folder's weights and configuration, or the hub's commit."""
     if Path(name).is_dir():
-        hashes = [read_hashed(path)["sha256"] for path in sorted(Path(name).glob("*.safetensors"))]
+        files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
+        hashes = [read_hashed(path)["sha256"] for path in files]
         return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
     from transformers import AutoConfig
 

@@ -698,6 +698,13 @@ def test_a_control_token_in_a_text_is_refused(role, control):
     assert str(caught.value) == f"message 3 ({role}) holds the control token {control}"
 
 
+def test_a_control_token_in_the_tools_is_refused():
+    tokenizer = make()
+    set_template(tokenizer, "chatml")
+    with pytest.raises(BadRow, match=r"field 'tools' holds the control token </s>"):
+        Renderer(tokenizer)(Conversation(chat("a", "b").messages, [{"name": "close", "description": "says </s>"}]))
+
+
 @pytest.mark.parametrize(
     "hidden",
     [

@@ -158,6 +158,17 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
         TextModel(str(tmp_path / "model"))
 
 
+def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):
+    base = shutil.copytree(bases("untied"), tmp_path / "base")
+    loaded = load_model(ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4), words(), accelerator, 3)
+    write_model(tmp_path / "model", loaded.files, loaded.files.exported(loaded.model))
+    assert TextModel(str(tmp_path / "model"))
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match="is an adapter of other weights"):
+        TextModel(str(tmp_path / "model"))
+
+
 def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     model, files, _ = adapt()
     write_model(tmp_path / "model", files, files.exported(model))
