@@ -88,54 +88,71 @@ def load_model(
     that is the precision. Raises :class:`UserError` where there is no such model, a weight is missing, the vocabulary
     is too small, ``packed`` documents would see each other, or ``bitwise`` bits would depend on the layout.
     """
-    frozen = lora.lora_r > 0
+    frozen, name = lora.lora_r > 0, config.model_name_or_path
+    require(not (frozen and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
+    model = _load(config, tokenizer, accelerator, seed, frozen)
+    _fit_vocabulary(model, tokenizer, config, new_tokens)
+    _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    kind = type(model).__name__
+    described = {**model.config.to_dict(), "architectures": [kind], "dtype": "float32"}
+    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
+    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
+    files = ModelFiles(described, tokenizer, trained_on, name, _generation(model, tokenizer, ends))
+    if frozen:
+        adapted = add_lora(model, lora, name, seed, list(new_tokens))
+        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
+
+    summed(model, config.block_size)
+    if packed and leaks(model):
+        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+    if bitwise:
+        _check_no_dropout(model)
+    _describe(model, kind, config)
+    return Loaded(model, files, {"weights": origin, "lora": asdict(lora) if frozen else None, "freeze": config.freeze})
+
+
+def _load(
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", accelerator: "Accelerator", seed: int, frozen: bool
+) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    dtype = torch.bfloat16 if frozen and accelerator.mixed_precision == "bf16" else torch.float32
     torch.manual_seed(seed)
     if config.model_name_or_path:
-        model = _from_pretrained(config, dtype, frozen)
+        dtype = torch.bfloat16 if frozen and accelerator.mixed_precision == "bf16" else torch.float32
+        model: Any = _from_pretrained(config, dtype, frozen)
     else:
         model = _from_config(config, tokenizer)
-    _fit_vocabulary(model, tokenizer, config, new_tokens)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and positions < config.block_size:
-        raise UserError(
-            f"--block_size {config.block_size} is more than the {positions} positions of this model; lower it."
-        )
-    _warn_of_scaled_positions(model, config.block_size)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if not config.load_in_4bit:
-        model.to(accelerator.device)
-    kind = type(model).__name__
-    described = {**model.config.to_dict(), "architectures": [kind], "dtype": "float32"}
-    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
-    _freeze(model, config.freeze if not frozen else None)
-    name = config.model_name_or_path
-    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
-    generation = _generation(model, tokenizer, ends)
-    files = ModelFiles(described, tokenizer, trained_on, name, generation)
-    if frozen:
-        require(config.freeze is None, "--freeze is for training in full: LoRA freezes all but its own matrices.")
-        adapted = add_lora(model, lora, name, seed, list(new_tokens))
-        files = AdapterFiles(described, tokenizer, trained_on, name, generation, adapted, origin)
-    summed(model, config.block_size)
-    if packed and leaks(model):
-        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
-    if not model.head_is_linear:
-        say("memory", "this head does more than multiply: its logits are held whole")
-    if bitwise:
-        _check_no_dropout(model)
-    if is_mixture_of_experts(model.config.get_text_config()):
-        model.config.get_text_config().output_router_logits = False
-        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
+    settings = model.config.get_text_config()
+    positions = getattr(settings, "max_position_embeddings", None) or config.block_size
+    if positions < config.block_size:
+        raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
+    if is_mixture_of_experts(settings):
+        settings.output_router_logits = False
+    return model if config.load_in_4bit else model.to(accelerator.device)
+
+
+def _describe(model: Any, kind: str, config: ModelConfig) -> None:
+    """Lines of the banner: what is trained, and what is not as it might be thought."""
     every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
     say("model", f"{kind}: {every:,} parameters{share}")
-    return Loaded(model, files, {"weights": origin, "lora": asdict(lora) if frozen else None, "freeze": config.freeze})
+    settings = model.config.get_text_config()
+    if is_mixture_of_experts(settings):
+        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
+    if not model.head_is_linear:
+        say("memory", "this head does more than multiply: its logits are held whole")
+    rope = getattr(settings, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") or config.block_size
+    if rope.get("rope_type") in ("longrope", "dynamic") and config.block_size > first:
+        say(
+            "positions",
+            f"scaled by the longest row of a micro-batch beyond {first:,} tokens: layouts agree less closely",
+        )
 
 
 def _generation(model: Any, tokenizer: "PreTrainedTokenizerFast", ends: tuple[int, ...]) -> dict[str, Any]:
@@ -264,16 +281,6 @@ def _fit_vocabulary(
         model.resize_token_embeddings(needed)
         joined = tokenizer.convert_ids_to_tokens(list(range(have, needed)))
         say("tokens", f"{', '.join(joined)} joined the vocabulary: {have:,} -> {needed:,}")
-
-
-def _warn_of_scaled_positions(model: Any, block_size: int) -> None:
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    first = rope.get("original_max_position_embeddings") or block_size
-    if rope.get("rope_type") in ("longrope", "dynamic") and block_size > first:
-        say(
-            "positions",
-            f"scaled by the longest row of a micro-batch beyond {first:,} tokens: layouts agree less closely",
-        )
 
 
 def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:

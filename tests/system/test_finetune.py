@@ -86,6 +86,7 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
     assert answers[0] == tokenizer.decode(answer, skip_special_tokens=True)
 
 
+@long_form
 def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "6", "--dataset", str(chats), "--log_rows"]
     one, two = tmp_path / "one", tmp_path / "two"
