@@ -7,7 +7,6 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,7 +59,6 @@ _CHATML = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-_TODAY = datetime(2024, 7, 26)  # to templates that write the date: Llama 3's own default, and no other tomorrow
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 # What is rendered to learn a template's ways; two turns, because many treat the last one differently.
@@ -264,7 +262,6 @@ def _render(
             chat_template=template,
             return_assistant_tokens_mask=marks,
             add_generation_prompt=add_generation_prompt,
-            strftime_now=_TODAY.strftime,
             **tokenizer.special_tokens_map,
         )
     except Exception as error:  # a template can raise whatever Python can

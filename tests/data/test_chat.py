@@ -698,14 +698,6 @@ def test_a_control_token_in_a_text_is_refused(role, control):
     assert str(caught.value) == f"message 3 ({role}) holds the control token {control}"
 
 
-def test_a_template_that_writes_the_date_writes_the_same_tomorrow():
-    tokenizer = make()
-    set_template(tokenizer, "chatml")
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
-    ids = Renderer(tokenizer)(chat("a", "b")).ids
-    assert tokenizer.decode(ids).startswith("26 Jul 2024")
-
-
 def test_a_control_token_in_the_tools_is_refused():
     tokenizer = make()
     set_template(tokenizer, "chatml")
