@@ -73,7 +73,7 @@ def add_lora(
         if target != "all-linear" and not any(name.removesuffix(".lora_A").endswith(target) for name in names):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
     place = str(Path(str(base)).resolve()) if Path(str(base)).is_dir() else base  # it will be looked for from anywhere
-    adapted.peft_config["default"] = replace(settings, base_model_name_or_path=place)
+    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=place)
     return adapted
 
 

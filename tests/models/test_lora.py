@@ -130,6 +130,14 @@ def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown,
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == (259 if grown else 257)
 
 
+def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
+    model, files, _ = adapt()
+    write_model(tmp_path / "model", files, files.exported(model))
+    settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    products = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert sorted(settings["target_modules"]) == sorted(products)
+
+
 def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt, tmp_path):
     model, files, _ = adapt()
     train_a_little(model)
