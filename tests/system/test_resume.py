@@ -63,7 +63,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
         assert series(folder, key) == series(reference, key)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=long_form), signal.SIGTERM])
 def test_one_process_ends_in_the_same_bits(number: int, text_file: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
