@@ -46,7 +46,7 @@ def preview(rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", coun
                 spans.append((trained, []))
             spans[-1][1].append(token)
         _print_spans(spans, tokenizer, before, after)
-    print("===== that would be the first update; without --dry_run it is made", flush=True)
+    print("===== so far --dry_run goes; nothing was trained or written", flush=True)
 
 
 def _print_spans(
