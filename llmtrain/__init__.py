@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from llmtrain.models.pretrained import ModelConfig as ModelConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.observe.preview import preview as preview
+    from llmtrain.parallel.fsdp import empty_if_sharded as empty_if_sharded
+    from llmtrain.parallel.fsdp import shard as shard
     from llmtrain.record.publish import publish as publish
     from llmtrain.record.run import RunConfig as RunConfig
     from llmtrain.record.run import open_run as open_run
@@ -52,6 +54,7 @@ _HOMES = {
     "OptimConfig": "training.optim",
     "RunConfig": "record.run",
     "UserError": "errors",
+    "empty_if_sharded": "parallel.fsdp",
     "eval_loader": "data.loader",
     "flag": "config",
     "given": "config",
@@ -67,6 +70,7 @@ _HOMES = {
     "publish": "record.publish",
     "resolved": "config",
     "say": "console",
+    "shard": "parallel.fsdp",
     "show_result": "training.summary",
     "start_accelerator": "start",
     "train": "training.loop",

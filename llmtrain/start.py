@@ -19,11 +19,13 @@ import psutil
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import __version__ as accelerate_version
 from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
 from llmtrain.errors import UserError
 from llmtrain.parallel.ddp import ddp_settings
+from llmtrain.parallel.fsdp import Sharding, is_sharded, let_cpus_shard
 
 _ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -93,14 +95,13 @@ def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
 _UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "accelerate_configs/multi_gpu.yaml"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "accelerate_configs/multi_gpu.yaml"),
-    "ACCELERATE_USE_FSDP": ("FSDP", "accelerate_configs/multi_gpu.yaml"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", "accelerate_configs/multi_gpu.yaml"),
 }
 
 
 def check_launch() -> None:
     """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
     launcher = Launcher.find()
+    Sharding.asked(int(os.environ.get("WORLD_SIZE", "1")))
     for variable, (name, instead) in _UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("true", "1"):
             ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
@@ -131,7 +132,7 @@ def check_launch() -> None:
 
 
 def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerator:
-    """Join the process group and make the one Accelerator of this run.
+    """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
     GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
@@ -146,18 +147,23 @@ def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerat
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
-    _meet_after_restart(cpu, timeout + 60)
-    accelerator = _make_accelerator(cpu, precision, timeout + 60)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    sharding = Sharding.asked(world)
+    _check_precision(precision, cpu, sharding, bitwise)
+    _meet_after_restart(cpu, timeout + 60)
+    accelerator = _make_accelerator(cpu, precision, timeout + 60, sharding)
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
             "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
         )
+    if bool(sharding) != is_sharded(accelerator):
+        raise UserError(
+            f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config."
+        )
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
-    asked_gpu = (
-        launcher.config.get("distributed_type") == "MULTI_GPU" or "--multi_gpu" in launcher.words
-    ) and world > 1
+    several = ("MULTI_GPU", "FSDP")
+    asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
     over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
     how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
@@ -226,11 +232,26 @@ def _meet_after_restart(cpu: bool, timeout: float) -> None:
     )
 
 
-def _make_accelerator(cpu: bool, precision: str, timeout: float) -> Accelerator:
+def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
     if cpu and precision == "fp16":  # which accelerate would take, and compute in float32
         raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
+    if sharding and precision == "fp16":
+        raise UserError("mixed precision fp16 is not supported where the model is sharded; use bf16 or no.")
+    if sharding and bitwise:
+        raise UserError(
+            "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
+        )
+
+
+def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Sharding | None) -> Accelerator:
+    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    if not sharding:  # one process has nobody to share with, whatever its config says
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+            os.environ.pop(name, None)
+    elif cpu:
+        let_cpus_shard(timeout=wait.timeout)
     return Accelerator(
         cpu=cpu,
         mixed_precision=precision,
@@ -238,8 +259,9 @@ def _make_accelerator(cpu: bool, precision: str, timeout: float) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(
             split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
         ),
-        kwargs_handlers=[ddp_settings(), InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))],
+        kwargs_handlers=[ddp_settings(), wait],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
+        **(sharding.settings(cpu, precision) if sharding else {}),
     )
 
 

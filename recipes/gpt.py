@@ -13,6 +13,7 @@ from llmtrain import (
     ModelFiles,
     OptimConfig,
     RunConfig,
+    empty_if_sharded,
     eval_loader,
     identity_of,
     launch,
@@ -25,6 +26,7 @@ from llmtrain import (
     publish,
     resolved,
     say,
+    shard,
     show_result,
     start_accelerator,
     train,
@@ -46,9 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
-    model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)
+    with empty_if_sharded(accelerator):
+        model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)
     say("model", f"{sum(p.numel() for p in model.parameters()):,} parameters")
     files = ModelFiles(model.hf_config(rows.tokenizer.eos_token_id), rows.tokenizer, trained_on=rows.facts.dataset)
+    shard(accelerator, model, model.first_weights(run.seed))
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
     identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config)

@@ -2,6 +2,7 @@ import pytest
 
 from llmtrain import start
 from llmtrain.errors import UserError
+from llmtrain.parallel.fsdp import Sharding
 from llmtrain.start import Launcher, check_launch
 
 
@@ -90,7 +91,7 @@ def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) ->
 
 def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> None:
     launcher([], {}, {})
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(start.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
     with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
         check_launch()
@@ -113,7 +114,14 @@ def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(processes, devic
 
 def test_fp16_on_a_cpu_is_refused() -> None:
     with pytest.raises(UserError, match="fp16 needs a GPU"):
-        start._make_accelerator(True, "fp16", 60)
+        start._check_precision("fp16", True, None, False)
+
+
+def test_what_sharding_does_not_do_is_refused() -> None:
+    with pytest.raises(UserError, match="fp16 is not supported where the model is sharded"):
+        start._check_precision("fp16", False, Sharding(1, 2), False)
+    with pytest.raises(UserError, match="--bitwise adds gradients in an order that FSDP does not know"):
+        start._check_precision("no", True, Sharding(1, 2), True)
 
 
 def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch) -> None:
@@ -123,7 +131,7 @@ def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch)
         check_launch()
 
 
-@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "FSDP", "PARALLELISM_CONFIG"])
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
 def test_what_the_loop_does_not_support_is_refused_with_a_command(name, launcher, monkeypatch) -> None:
     launcher([], {}, {})
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")

@@ -22,6 +22,7 @@ class ModelFiles:
     generation: dict[str, Any] = field(default_factory=dict)  # generation_config.json
 
     weights: ClassVar[str] = "model.safetensors"
+    divisible: ClassVar[bool] = True  # into several files
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write all of a model folder but the weights."""
@@ -39,19 +40,12 @@ class ModelFiles:
     def tensors(self, model: Any) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps, by the names of the model at hand; of tied weights one."""
         kept: dict[str, torch.Tensor] = {}
-        places = set()
-        for name, tensor in model.state_dict().items():
-            place = (tensor.data_ptr(), tensor.shape)
-            if place not in places or not tensor.numel():
-                kept[name] = tensor
-            places.add(place)
+        seen = set()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                kept[name] = tensor.detach()
+            seen.add(id(tensor))
         return kept
-
-    def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """Give back what :meth:`tensors` took."""
-        own = self.tensors(model)
-        assert own.keys() == tensors.keys(), own.keys() ^ tensors.keys()
-        model.load_state_dict(tensors, strict=False)  # the other name of a tied weight is absent
 
     def exported(self, model: Any) -> dict[str, torch.Tensor]:
         """The finished model's tensors, by the names that published models of this kind have."""

@@ -5,6 +5,7 @@ B rows, T positions, C = n_embd, H heads, V vocabulary. The state dict of this m
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -150,13 +151,23 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.transformer = Transformer(config, vocab_size)
+        parameters = dict(self.named_parameters())
+        if not self.transformer.wte.weight.is_meta:  # else they are filled elsewhere, each process its part
+            with torch.no_grad():
+                for name, drawn in self.first_weights(seed):
+                    parameters[name].copy_(drawn)
+
+    def first_weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What every parameter begins with, one at a time."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
             if parameter.dim() < 2:
-                nn.init.constant_(parameter, 1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
+                nn.init.constant_(drawn, 1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
             else:
-                scale = 1 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 1.0
-                nn.init.normal_(parameter, std=_INIT_STD * scale, generator=generator)
+                scale = 1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0
+                nn.init.normal_(drawn, std=_INIT_STD * scale, generator=generator)
+            yield name, drawn
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, dropout_keys: torch.Tensor | None = None

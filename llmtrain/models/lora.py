@@ -93,6 +93,7 @@ class AdapterFiles(ModelFiles):
     adapted: "PeftModel | None" = None
     origin: dict[str, Any] = field(default_factory=dict)  # of the base
     weights: ClassVar[str] = "adapter_model.safetensors"
+    divisible: ClassVar[bool] = False
 
     def write(self, folder: Path, parameters: int) -> None:
         assert self.adapted is not None
@@ -108,12 +109,6 @@ class AdapterFiles(ModelFiles):
 
         assert self.adapted is not None
         return get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
-
-    def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
-        from peft import set_peft_model_state_dict
-
-        result: Any = set_peft_model_state_dict(self.adapted, tensors)
-        assert not result.unexpected_keys, result.unexpected_keys
 
     def exported(self, model: Any) -> dict[str, torch.Tensor]:
         return self.tensors(model)

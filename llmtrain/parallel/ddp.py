@@ -6,6 +6,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llmtrain.parallel.fsdp import reduces_gradients
 
 
 def data_parallel_size(accelerator: Accelerator) -> int:
@@ -25,13 +28,13 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, batch: dict[str, 
     the buckets, so on three processes or more the sums of a run that goes on would else differ in their last bits from
     those of one that never stopped.
     """
-    if accelerator.num_processes > 1:
+    if isinstance(model, DistributedDataParallel):
         accelerator.backward(model(**batch))
         model.zero_grad()
 
 
 class GradientSyncs:
-    """Counts the backward passes whose gradients DDP reduces: one an update, however many micro-batches it has.
+    """Counts the backward passes whose gradients are reduced: one an update, however many micro-batches it has.
 
     Losses and weights agree even when every micro-batch is reduced; only the time does not.
     """
@@ -41,7 +44,9 @@ class GradientSyncs:
         model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", False):
+        if torch.is_grad_enabled() and (
+            getattr(model, "require_backward_grad_sync", False) or reduces_gradients(model)
+        ):
             self.count += 1
 
     def restart(self) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError
 from llmtrain.record.provenance import code_digest, difference, versions
+from llmtrain.record.team import attempt, value_of
 
 # Flags that may differ between machines: where things are, and what only the main process does.
 _LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
@@ -31,17 +32,10 @@ def check_same_everywhere(
 
 def on_main(accelerator: Accelerator, action: Any) -> Any:
     """What ``action`` returns on the main process, told to all; its :class:`UserError` becomes everyone's."""
-    told: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            told = [("done", action())]
-        except UserError as error:
-            told = [("failed", str(error))]
-        except (OSError, ValueError) as error:
-            told = [("failed", f"{getattr(error, 'filename', None) or 'the run folder'}: {first_line(error)}.")]
+    told: list[Any] = [attempt(action) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         told = broadcast_object_list(told)
-    outcome, value = told[0]
-    if outcome == "failed":
-        raise UserError(value)
-    return value
+    try:
+        return value_of(told[0])
+    except OSError as error:
+        raise UserError(f"{error}.") from None

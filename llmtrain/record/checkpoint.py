@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent, hold safetensors and JSON only, and say so with a hash for every file.
 
     step-00000400/
-      model/            what from_pretrained loads
-      optimizer/        state.safetensors, keyed by parameter name
+      model/            what from_pretrained loads: one file, or one of each process where the model is sharded
+      optimizer/        safetensors, keyed by parameter name
       state.json        step, tokens, identity, layout
       MANIFEST.json     bytes and sha256 of every file above
 
@@ -11,32 +11,31 @@ A folder is filled under another name and renamed when all of it is on the disk:
 
 import contextlib
 import hashlib
-import inspect
 import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, write_hashed
-from llmtrain.record.tensors import write_tensors
+from llmtrain.record.team import ALONE, Team
+from llmtrain.record.tensors import Share, write_tensors
+from llmtrain.shards import fill
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_WEIGHTS = "model/*.safetensors"  # one file: the model's, or an adapter's
-_OPTIMIZER = "optimizer/state.safetensors"
+_PARTS = ("model/*.safetensors", "optimizer/*.safetensors")  # of the model, or of an adapter
+_OPTIMIZER = "state.safetensors"
 _KEPT_AT_LEAST = 2
-# Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
-_READ: Any = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
 _SPARE_BYTES = 1 << 24  # for everything that is no tensor
 
 
@@ -45,16 +44,17 @@ class ModelWriter(Protocol):
 
     @property
     def weights(self) -> str:
-        """The name of the file that holds the weights."""
+        """The name of the file that holds the weights, where it is one."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether there may be several."""
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write all of a model folder but its weights, of which there are ``parameters``."""
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of a model."""
-
-    def load(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Give it back."""
+        """What a checkpoint keeps of a model: the tensors themselves, which are filled when it is loaded."""
 
     def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What the finished model's folder holds."""
@@ -64,35 +64,70 @@ def write_checkpoint(
     folder: Path,
     step: int,
     files: ModelWriter,
-    weights: dict[str, torch.Tensor],
-    optimizer_state: dict[str, torch.Tensor],
+    weights: Share,
+    optimizer: Share,
     state: dict[str, Any],
+    team: Team = ALONE,
 ) -> Path:
-    """Commit ``folder/step-N``; only one process of a run calls this. Raises :class:`UserError` where it cannot be
-    written, and then leaves what was there untouched."""
+    """Commit ``folder/step-N``; the processes of a team call this together. Raises :class:`UserError` where it cannot
+    be written, and then leaves what was there untouched."""
     target = folder / f"step-{step:08d}"
-    needed = sum(t.numel() * t.element_size() for part in (weights, optimizer_state) for t in part.values())
-    try:
+
+    def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(t.numel() * t.element_size() for share in (weights, optimizer) for t in share.tensors.values())
         free = shutil.disk_usage(folder).free
         if free < needed + _SPARE_BYTES:
             raise OSError(f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk")
-        with new_folder(target) as working:
-            manifest = {f"model/{files.weights}": write_model(working / "model", files, weights)}
-            (working / "optimizer").mkdir()
-            manifest[_OPTIMIZER] = write_tensors(working / _OPTIMIZER, optimizer_state)
-            manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
-            manifest |= {name: read_hashed(working / name) for name in _files(working) - manifest.keys()}
-            write_hashed(working / MANIFEST, [_as_json(manifest)])
+        working = committing.enter_context(new_folder(target))
+        (working / "model").mkdir()
+        (working / "optimizer").mkdir()
+        return working
+
+    def write_shares() -> dict[str, Any]:
+        return {
+            f"{part}/{file}": about
+            for part, name, share in (("model", files.weights, weights), ("optimizer", _OPTIMIZER, optimizer))
+            for file, about in write_tensors(working / part, name, share).items()
+        }
+
+    try:
+        with contextlib.ExitStack() as committing:
+            working = team.main(begin)
+            manifest = {name: about for written in team.each(write_shares) for name, about in written.items()}
+            if team.is_main:
+                _write_beside(working / "model", files, weights)
+                manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
+                manifest |= {name: read_hashed(working / name) for name in _files(working) - manifest.keys()}
+                write_hashed(working / MANIFEST, [_as_json(manifest)])
     except OSError as error:
         raise UserError(f"{target} could not be written ({error}); older checkpoints are untouched.") from None
     return target
 
 
-def write_model(folder: Path, files: ModelWriter, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Write a complete model folder; returns ``bytes`` and ``sha256`` of the weights' file."""
-    files.write(folder, sum(tensor.numel() for tensor in weights.values()))
-    return write_tensors(folder / files.weights, weights)
+def write_model(folder: Path, files: ModelWriter, tensors: dict[str, torch.Tensor], team: Team = ALONE) -> None:
+    """Write a complete model folder in the place of ``folder``; the processes of a team call this together."""
+    weights = share_of(tensors, team, files.divisible)
+    with contextlib.ExitStack() as committing:
+        working = team.main(lambda: committing.enter_context(new_folder(folder)))
+        team.each(lambda: write_tensors(working, files.weights, weights))
+        if team.is_main:
+            _write_beside(working, files, weights)
+
+
+def share_of(tensors: dict[str, torch.Tensor], team: Team = ALONE, divisible: bool = True) -> Share:
+    return Share(tensors, team.rank, team.writers if divisible else team.writers[:1])
+
+
+def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:
+    """All of a model folder but the weights; with an index, where those are several files."""
+    files.write(folder, sum(tensor.numel() for tensor in weights.tensors.values()))
+    names = weights.files(files.weights)
+    if len(names) > 1:
+        places = {name: file for file, dealt in zip(names, weights.dealt, strict=True) for name in dealt}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -138,9 +173,8 @@ def _faults(path: Path) -> Iterator[str]:
         yield "it is a link"
     present = _files(path)
     manifest = json.loads((path / MANIFEST).read_text()) if MANIFEST in present else {}
-    if not any(Path(name).match(_WEIGHTS) for name in present):
-        yield f"{_WEIGHTS} is missing"
-    needed = {MANIFEST, _OPTIMIZER, "state.json", *manifest}
+    yield from (f"{part} is missing" for part in _PARTS if not any(Path(name).match(part) for name in present))
+    needed = {MANIFEST, "state.json", *manifest}
     yield from (f"{name} is missing" for name in sorted(needed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys()))
     with ThreadPoolExecutor() as readers:
@@ -172,7 +206,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """The optimizer's state as ``{parameter name}.{key}`` tensors."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}.{key}": torch.as_tensor(value)
+        f"{names[parameter]}.{key}": value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
         for parameter, entries in optimizer.state.items()
         for key, value in entries.items()
     }
@@ -185,21 +219,21 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
 
 
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(path.glob(_WEIGHTS)), **_READ)
-
-
-def load_optimizer_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / _OPTIMIZER, **_READ)
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Give back what :func:`optimizer_tensors` took, by name; the groups' settings stay those of this run."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Give back what :func:`optimizer_tensors` took, by name, one whole tensor at a time; the groups' settings stay
+    those of this run."""
+    parameters = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
     by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, whole in tensors:
         name, _, entry = key.rpartition(".")
-        by_parameter.setdefault(name, {})[entry] = tensor
+        like, held = parameters[name].detach(), whole
+        if isinstance(like, DTensor) and whole.shape == like.shape:  # not the count of steps, which all hold
+            held = torch.empty_like(like, dtype=whole.dtype)
+            fill({key: held}, [(key, whole)])
+        by_parameter.setdefault(name, {})[entry] = held
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {i: by_parameter[names[p]] for i, p in enumerate(order) if names[p] in by_parameter}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

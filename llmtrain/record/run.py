@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from torch import nn
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import append_json_line, forget_after, new_folder, sync_file, write_json
+from llmtrain.files import append_json_line, forget_after, sync_file, write_json
 from llmtrain.record import checkpoint
 from llmtrain.record.agreement import check_same_everywhere, on_main
 from llmtrain.record.provenance import digest, run_record, versions
@@ -26,8 +26,11 @@ from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.saver import Saver
 from llmtrain.record.status import Status
 from llmtrain.record.stopping import Deadline, stop_signals
+from llmtrain.record.team import Team
+from llmtrain.record.tensors import headers, read_tensors
 from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
+from llmtrain.shards import fill, local
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl")
 
@@ -52,6 +55,10 @@ class RunConfig:
     )
     bitwise: bool = flag(
         False, "add gradients in one fixed order, so that 1, 2, 4, ... processes give the same bits (slower)"
+    )
+    sync_each_batch: bool = flag(
+        False,
+        "reduce gradients in every micro-batch, not once an update: less memory where the model is sharded",
     )
     check_replicas_steps: int = flag(
         100, "updates between two comparisons of all processes' weights, beside one before each checkpoint; 0: never"
@@ -130,13 +137,18 @@ class Run:
     def save(self, model: nn.Module, optimizer: Any) -> None:
         """Commit a checkpoint of the updates made so far; all processes call this and agree whether it worked."""
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        _check_finite(plain)
+        _check_finite(self.accelerator, plain)
         scaler = self.accelerator.scaler
 
-        def write() -> None:
+        def ready() -> None:
             self.saver.wait()
             if self._taken_over():
                 raise UserError(f"{self.folder}: another run has taken over this folder; nothing was saved here.")
+            for name in _LEDGERS:  # what is logged of the updates before a checkpoint is as durable as it
+                if (self.folder / name).exists():
+                    sync_file(self.folder / name)
+
+        def write() -> None:
             at_step, loss = self._evaluated or (None, None)
             state = {
                 "step": self.step,
@@ -152,13 +164,11 @@ class Run:
                 "versions": versions(),
             }
             tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer)
-            for name in _LEDGERS:  # what is logged of the updates before a checkpoint is as durable as it
-                if (self.folder / name).exists():
-                    sync_file(self.folder / name)
             weights = self.files.tensors(plain)
             self.saver.save(self.step, weights, tensors, state, self._status("running").write)
 
-        on_main(self.accelerator, write)
+        self._on_writers(ready)
+        self._on_writers(write)
         self.deadline.reserve("save", 2 * self.saver.longest_seconds)
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
@@ -167,12 +177,9 @@ class Run:
         if self.resumed_from is None:
             return
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        here = self.accelerator.is_main_process
         path = self.resumed_from
-        weights = self._from_main_process(checkpoint.load_weights(path) if here else None)
-        self.files.load(plain, weights)
-        tensors = self._from_main_process(checkpoint.load_optimizer_tensors(path) if here else None)
-        checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
+        fill(self.files.tensors(plain), self._from_main_process(path / "model"))
+        checkpoint.restore_optimizer(plain, optimizer.optimizer, self._from_main_process(path / "optimizer"))
         state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
         self.skipped = state.get("skipped", 0)
         if self.accelerator.scaler is not None and state["loss_scaler"]:
@@ -188,20 +195,16 @@ class Run:
     def finish(self, model: nn.Module) -> None:
         """Write ``model/``: the finished model."""
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-
-        _check_finite(plain)
-
-        def write() -> None:
-            self.saver.wait()
-            with new_folder(self.folder / "model") as working:
-                checkpoint.write_model(working, self.files, self.files.exported(plain))
-
-        on_main(self.accelerator, write)
+        _check_finite(self.accelerator, plain)
+        self._on_writers(self.saver.wait)
+        team = self.saver.team
+        finished = self.folder / "model"
+        self._on_writers(lambda: checkpoint.write_model(finished, self.files, self.files.exported(plain), team))
         self._outcome = {"state": "finished", "reason": "all updates were made"}
 
     def preempted(self) -> None:
         """The run stops before its last update, with a checkpoint of where it stands."""
-        on_main(self.accelerator, self.saver.wait)
+        self._on_writers(self.saver.wait)
         why = self.stop_reason or "asked to stop"
         self._outcome = {"state": "preempted", "reason": f"{why}; step {self.step} is saved"}
         how = f" with --resume_from_checkpoint auto --output_dir {self.folder}"
@@ -214,6 +217,16 @@ class Run:
         with contextlib.suppress(OSError):
             self._write_status("failed", redacted(reason))
 
+    def _on_writers(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the processes that write; a failure of one is everyone's."""
+        if self.saver.team.group is None:
+            on_main(self.accelerator, action)
+            return
+        try:
+            self.saver.team.each(action)
+        except OSError as error:
+            raise UserError(f"{error}.") from None
+
     def _status(self, state: str, reason: str = "") -> Status:
         return Status(self.folder, state, self.step, reason, self.incarnation)
 
@@ -221,23 +234,23 @@ class Run:
         if self.accelerator.is_main_process and not self._taken_over():
             self._status(state, reason).write()
 
-    def _taken_over(self) -> bool:
-        """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices."""
+    def _taken_over(self, missing: bool = False) -> bool:
+        """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices.
+        ``missing``: what to answer where there is no folder to see."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return json.loads((self.folder / "status.json").read_text())["incarnation"] != self.incarnation
-        return False
+        return missing
 
-    def _from_main_process(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    def _from_main_process(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a folder that the main process sees, one at a time."""
+        here = self.accelerator.is_main_process
         if self.accelerator.num_processes == 1:
-            assert tensors is not None
-            return tensors
-        shapes = {k: (t.shape, t.dtype) for k, t in tensors.items()} if tensors is not None else None
-        shapes = broadcast_object_list([shapes])[0]
-        received = {}
-        for name, (shape, dtype) in shapes.items():
-            tensor = tensors[name] if tensors is not None else torch.empty(shape, dtype=dtype)
-            received[name] = broadcast(tensor.to(self.accelerator.device)).cpu()
-        return received
+            yield from read_tensors(folder)
+            return
+        tensors = read_tensors(folder) if here else None
+        for name, shape, dtype in broadcast_object_list([headers(folder) if here else None])[0]:
+            tensor = next(tensors)[1] if tensors is not None else torch.empty(shape, dtype=dtype)
+            yield name, broadcast(tensor.to(self.accelerator.device))
 
 
 @contextlib.contextmanager
@@ -285,6 +298,8 @@ def open_run(
             run._status("running").write()
 
         on_main(accelerator, claim)
+        if accelerator.is_fsdp2:
+            saver.team = Team.of_all(sees_folder=not run._taken_over(missing=True))
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:
@@ -305,7 +320,11 @@ def open_run(
         run.metrics.close(exit_code=0)
 
 
-def _check_finite(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    bad = torch.stack([(~torch.isfinite(local(parameter))).any() for parameter in parameters.values()])
+    if accelerator.is_fsdp2:  # each process has seen its part
+        bad = accelerator.reduce(bad.to(accelerator.device, torch.int32), reduction="sum")
+    for name, found in zip(parameters, bad.tolist(), strict=True):
+        if found:
             raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")

@@ -3,24 +3,29 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmtrain.record.checkpoint import ModelWriter, prune, write_checkpoint
+from llmtrain.record.checkpoint import ModelWriter, prune, share_of, write_checkpoint
+from llmtrain.record.team import ALONE, Team
+from llmtrain.record.tensors import Share
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Saver:
-    """Writes checkpoints of a run into its folder and deletes old ones; used by the process that writes.
+    """Writes checkpoints of a run into its folder and deletes old ones; used by the processes of a team, together.
 
     In the background there is one save at a time; what fails there is raised by the next :meth:`wait`.
     """
 
-    def __init__(self, folder: Path, files: ModelWriter, keep: int, in_background: bool = False) -> None:
-        self.folder, self.files, self.keep = folder, files, keep
+    def __init__(
+        self, folder: Path, files: ModelWriter, keep: int, in_background: bool = False, team: Team = ALONE
+    ) -> None:
+        self.folder, self.files, self.keep, self.team = folder, files, keep, team
         self.verified: list[Path] = []  # what this process has written, or read whole
         self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
         self._under_way: Future[None] | None = None
@@ -39,11 +44,12 @@ class Saver:
         """Commit a checkpoint, then call ``done``. In the background it is a checkpoint of the tensors as they are
         now."""
         self.wait()
+        shares = share_of(weights, self.team, self.files.divisible), share_of(optimizer, self.team)
         if self._pool is None:
-            self._write(step, weights, optimizer, state, done)
+            self._write(step, *shares, state, done)
             return
-        weights, optimizer = self._copy("weights", weights), self._copy("optimizer", optimizer)
-        self._under_way = self._pool.submit(self._write, step, weights, optimizer, state, done)
+        weights_kept, optimizer_kept = self._copy("weights", shares[0]), self._copy("optimizer", shares[1])
+        self._under_way = self._pool.submit(self._write, step, weights_kept, optimizer_kept, state, done)
 
     def wait(self) -> None:
         """Until no save is under way. Raises what the last one raised."""
@@ -51,24 +57,26 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _copy(self, part: str, tensors: Tensors) -> Tensors:
-        """On the host, into memory that is kept from save to save: new pages cost more than the copying."""
-        copies = {}
-        for name, tensor in tensors.items():
+    def _copy(self, part: str, share: Share) -> Share:
+        """What this process writes, on the host, in memory that is kept from save to save: new pages cost more than
+        the copying. Of what others write the shapes stay."""
+        copies = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in share.tensors.items()}
+        for name, tensor in share.wholes():
             place = self._copies.get(f"{part} {name}")
             if place is None:
                 place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._copies[f"{part} {name}"] = place
             copies[name] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        if any(tensor.is_cuda for tensor in share.tensors.values()):
             torch.cuda.synchronize()
-        return copies
+        return replace(share, tensors=copies)
 
     def _write(
-        self, step: int, weights: Tensors, optimizer: Tensors, state: dict[str, Any], done: Callable[[], None]
+        self, step: int, weights: Share, optimizer: Share, state: dict[str, Any], done: Callable[[], None]
     ) -> None:
         began = time.monotonic()
-        self.verified.append(write_checkpoint(self.folder, step, self.files, weights, optimizer, state))
-        prune(self.folder, self.keep, self.verified)
-        done()
+        self.verified.append(write_checkpoint(self.folder, step, self.files, weights, optimizer, state, self.team))
+        if self.team.is_main:
+            prune(self.folder, self.keep, self.verified)
+            done()
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)

@@ -9,6 +9,7 @@ from torch import nn
 
 from llmtrain.data.loader import Window
 from llmtrain.models.loss import count_targets
+from llmtrain.parallel.fsdp import reshard
 
 
 @torch.no_grad()
@@ -26,6 +27,7 @@ def evaluate(
         for batch in window.batches:
             total[0] += model(**batch).item()
             total[1] += count_targets(batch["labels"]).item()
+    reshard(model)
     model.train()
     if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
         total = accelerator.reduce(total.to(accelerator.device), reduction="sum")

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -73,12 +74,22 @@ def count_tokens(accelerator: Accelerator, batches: Batches, stop_requested: boo
     return tokens, bool(stops)
 
 
-def accumulate(accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor) -> torch.Tensor:
-    """Accumulate the gradient of sum(nll) / tokens over the micro-batches; returns their own summed nll."""
+def accumulate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: Batches,
+    tokens: torch.Tensor,
+    sync_each_batch: bool = False,
+) -> torch.Tensor:
+    """Accumulate the gradient of sum(nll) / tokens over the micro-batches; returns their own summed nll.
+
+    With ``sync_each_batch`` it is reduced in each: where the model is sharded, no process then holds more of the
+    gradient than its part and that of one unit.
+    """
     replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
-        sync = i == len(batches) - 1
+        sync = sync_each_batch or i == len(batches) - 1
         with contextlib.nullcontext() if sync else accelerator.no_sync(model):
             nll = model(**batch)  # a sum, not a mean
             accelerator.backward(nll * replicas / tokens.clamp(min=1))
@@ -100,7 +111,7 @@ def train(
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
     _check_can_train(model, record, optim)
     _say_what_changed(record, optim)
-    gradients = BitwiseGradients(model) if run.bitwise else None
+    gradients = BitwiseGradients(model) if run.bitwise else partial(accumulate, sync_each_batch=run.sync_each_batch)
     syncs = GradientSyncs(model)
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)

@@ -15,7 +15,9 @@ from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import LoraConfig, write_merged
 from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
-from llmtrain.record.checkpoint import load_weights, write_checkpoint, write_model
+from llmtrain.record.checkpoint import write_checkpoint, write_model
+from llmtrain.record.tensors import Share, read_tensors
+from llmtrain.shards import fill
 
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 
@@ -96,13 +98,13 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     tokenizer = chatting() if grown else words()
     model, files, _ = adapt(kind, tokenizer)
     train_a_little(model, ids)
-    path = write_checkpoint(tmp_path, 4, files, files.tensors(model), {}, {"step": 4})
+    path = write_checkpoint(tmp_path, 4, files, Share(files.tensors(model)), Share({}), {"step": 4})
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 
     again, more_files, _ = adapt(kind, tokenizer)
     assert not torch.equal(logits(again, ids), logits(model, ids))
-    more_files.load(again, load_weights(path))
+    fill(more_files.tensors(again), read_tensors(path / "model"))
     assert torch.equal(logits(again, ids), logits(model, ids))
 
 

@@ -11,6 +11,7 @@ class TwoRanks:
     """An accelerator whose other rank holds ``other``."""
 
     num_processes = 2
+    is_fsdp2 = False
 
     def __init__(self, other: nn.Module) -> None:
         self.other = other
@@ -64,3 +65,30 @@ def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(replicas, "fingerprint", lazy)
     monkeypatch.setitem(globals(), "fingerprint", lazy)
     check_replicas(TwoRanks(other), model())
+
+
+class TwoReplicasOfTwo:
+    """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
+
+    num_processes, is_fsdp2 = 4, True
+    parallelism_config = type("Sizes", (), {"dp_shard_size": 2})
+
+    def __init__(self, *halves: nn.Module) -> None:
+        self.halves = halves
+
+    def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
+        return model
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return torch.stack([fingerprint(half) for half in self.halves])
+
+
+def test_replicas_of_sharded_models_are_compared_part_by_part() -> None:
+    one, two, drifted = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), model()
+    check_replicas(TwoReplicasOfTwo(one, two, one, two), one)
+    with torch.no_grad():
+        drifted[1].weight.view(torch.int32)[2, 5] ^= 1
+    with pytest.raises(UserError, match=r"1\.weight of rank 2 differs from rank 0's"):
+        check_replicas(TwoReplicasOfTwo(one, two, drifted, two), one)
+    with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
+        check_replicas(TwoReplicasOfTwo(one, two, one, one), one)

@@ -9,6 +9,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
+from llmtrain.record.tensors import Share, read_tensors
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 
@@ -16,6 +17,7 @@ class Files:
     """A model writer that needs no kind of model."""
 
     weights = "model.safetensors"
+    divisible = True
 
     def write(self, folder: Path, parameters: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -24,23 +26,22 @@ class Files:
     def tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
-    def load(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        model.load_state_dict(tensors)
-
     exported = tensors
 
 
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
-    return write_checkpoint(folder, step, Files(), weights, {"w.exp_avg": weights["w"] * 2}, {"step": step})
+    return write_checkpoint(
+        folder, step, Files(), Share(weights), Share({"w.exp_avg": weights["w"] * 2}), {"step": step}
+    )
 
 
 def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     assert path.name == "step-00000007"
     assert find_fault(path) is None
-    assert float(checkpoint.load_weights(path)["w"][0]) == 7
-    assert float(checkpoint.load_optimizer_tensors(path)["w.exp_avg"][0]) == 14
+    assert float(dict(read_tensors(path / "model"))["w"][0]) == 7
+    assert float(dict(read_tensors(path / "optimizer"))["w.exp_avg"][0]) == 14
     assert checkpoint.read_state(path)["step"] == 7
     manifest = json.loads((path / "MANIFEST.json").read_text())
     files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
@@ -142,7 +143,7 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str) -> None:
     assert {"0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.step"} < set(tensors)
     other, restored = make()
     other.load_state_dict(straight.state_dict())
-    checkpoint.restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()})
+    checkpoint.restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()}.items())
     step(straight, optimizer, 2)
     step(other, restored, 2)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), other.parameters(), strict=True))

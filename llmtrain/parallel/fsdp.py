@@ -1,0 +1,181 @@
+"""Fully sharded data parallel, in torch's second form (FSDP2): every process holds a part of each weight, of its
+gradient and of its optimizer state, and sees the whole of a block's weights only while it computes that block."""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.shards import fill, local
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """``replicas`` groups of ``shards`` processes; each group holds the model once."""
+
+    replicas: int
+    shards: int
+    cpu_offload: bool = False
+
+    @classmethod
+    def asked(cls, processes: int) -> "Sharding | None":
+        """What the accelerate config asks for, as its launcher passes it on; ``None`` where it does not shard, or
+        where one process has nobody to share with. Raises :class:`UserError` for what this package does not do."""
+        if not _said("ACCELERATE_USE_FSDP"):
+            if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
+                raise _refused("has a parallelism config without FSDP; see accelerate_configs/hsdp.yaml")
+            return None
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise _refused("asks for FSDP 1; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
+        if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
+            raise _refused("has an fsdp_auto_wrap_policy; leave it out: blocks are found from the model")
+        if _said("FSDP_ACTIVATION_CHECKPOINTING"):  # which would not draw the same dropout again
+            raise _refused("has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing")
+        for name in ("TP", "CP", "SP"):
+            if _size(name) > 1:
+                raise _refused(f"has {name.lower()}_size {_size(name)}, which is not supported; leave it out")
+        replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
+        if replicas == shards == 1:
+            shards = processes
+        if replicas * shards != processes:
+            raise _refused(
+                f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
+                f"(parallelism_config_dp_shard_size), and {processes} processes were started"
+            )
+        return cls(replicas, shards, _said("FSDP_OFFLOAD_PARAMS")) if shards > 1 else None
+
+    def settings(self, cpu: bool, precision: str) -> dict[str, Any]:
+        """Arguments of ``Accelerator``. Gradients are summed in float32, as the loss is, which nothing casts."""
+        casts = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            mixed_precision_policy=casts,
+            cpu_ram_efficient_loading=False,  # weights come as a stream
+            cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if self.cpu_offload else None,
+        )
+        sizes = ParallelismConfig(dp_replicate_size=self.replicas, dp_shard_size=self.shards)
+        return {"fsdp_plugin": plugin, "parallelism_config": sizes}
+
+
+def _refused(why: str) -> UserError:
+    return UserError(f"the accelerate config {why}.")
+
+
+def _said(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
+
+
+def _size(name: str) -> int:
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+
+
+def let_cpus_shard(**process_group: Any) -> None:
+    """Join the process group over gloo and let accelerate see devices that can shard: it looks for FSDP only where it
+    has found several accelerators, and would silently use DDP (accelerate 1.15, state.py)."""
+    state = PartialState(cpu=True, **process_group)
+    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    return accelerator.is_fsdp2
+
+
+def empty_if_sharded(accelerator: Accelerator) -> contextlib.AbstractContextManager[Any]:
+    """Where a model is built: without memory (the meta device) if it is to be sharded, as no process could hold it."""
+    return torch.device("meta") if is_sharded(accelerator) else contextlib.nullcontext()
+
+
+def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
+    """Where the accelerate config asks for it, spread a model, in place, over the processes: each block is a unit that
+    is gathered and freed on its own, and so is what stands before and after the blocks. Parameters on the meta device
+    are made only as far as this process holds them, and filled from ``weights``, one whole tensor at a time; ties stay.
+
+    Raises :class:`UserError` where the model has no blocks to find.
+    """
+    if not is_sharded(accelerator):
+        return
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    plugin.transformer_cls_names_to_wrap = sorted(block_classes(model))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Slicing a flattened dim")  # which accelerate 1.15 does
+        fsdp2_prepare_model(accelerator, model)
+    home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+    empty = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    for parameter in empty.values():
+        made = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, made)  # the same object, wherever it is tied or referred to
+    model.to(home)  # by which FSDP learns of it
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(accelerator.device))
+    fill(empty, weights)
+    _give_addresses(model)
+    over = f"{mesh.dp_replicate_size} x {mesh.dp_shard_size}" if mesh.dp_replicate_size > 1 else str(mesh.dp_shard_size)
+    here, everywhere = held_bytes(model)
+    say(
+        "sharded",
+        f"FSDP2 over {over} processes in {units(model)} units; this one holds {here / 2**20:.2f} of "
+        f"{everywhere / 2**20:.2f} MiB of weights",
+    )
+
+
+def _give_addresses(model: Any) -> None:
+    """Accelerate knows an optimizer's parameters again by the address of their part, and empty parts have none."""
+    for parameter in model.parameters():
+        if not local(parameter).numel():
+            parameter._local_tensor.data_ptr = functools.partial(id, parameter)
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Names of the classes of a model's blocks: what it says must not be split, else what its longest list holds."""
+    present = {type(module).__name__ for module in model.modules()}
+    named = set(getattr(model, "_no_split_modules", None) or ()) & present
+    if not named:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        named = {type(block).__name__ for block in max(lists, key=len, default=[])}
+    if not named:
+        raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
+    return named
+
+
+def units(model: nn.Module) -> int:
+    """How many parts of a model are gathered and freed on their own."""
+    return len(_groups(model))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forward passes without a backward have gathered; the parameters are this process's parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reduces_gradients(model: nn.Module) -> bool:
+    """Whether a backward pass of a sharded model would reduce its gradients."""
+    return isinstance(model, FSDPModule) and any(group.reduce_grads for group in _groups(model))
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [m._get_fsdp_state()]}
+    return [state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None]
+
+
+def held_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the parameters that this process holds, and of all."""
+    here = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    return here, sum(p.numel() * p.element_size() for p in model.parameters())
