@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -21,6 +23,13 @@ def gathered(tensor: torch.Tensor, to: int) -> torch.Tensor | None:
     tensor = tensor.detach()
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole if not dist.is_initialized() or dist.get_rank() == to else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forward passes without a backward have gathered; the parameters are this process's parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from llmtrain import (
     publish,
     resolved,
     say,
+    shard,
     show_result,
     start_accelerator,
     train,
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     say("batch", str(layout))
     about = {"trained_on": rows.facts.dataset, "ends": rows.ends, "new_tokens": rows.new_tokens}
     modes = {"packed": rows.packed, "bitwise": run.bitwise}
-    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, **modes, **about)
+    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, shard, **modes, **about)
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
     identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config, start=start)

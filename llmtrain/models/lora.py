@@ -11,6 +11,7 @@ import torch
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
+from llmtrain.models.streaming import Weights
 from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, origin_of, refuse_pickles
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def add_lora(
         trainable_token_indices=_both_ends(model, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
     )
-    torch.manual_seed(seed)
     try:
         adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
@@ -72,9 +72,36 @@ def add_lora(
     for target in targets:
         if target != "all-linear" and not any(name.removesuffix(".lora_A").endswith(target) for name in names):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
+    _draw(model, seed)
     place = str(Path(str(base)).resolve()) if Path(str(base)).is_dir() else base  # it will be looked for from anywhere
     adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=place)
     return adapted
+
+
+def _draw(model: "PreTrainedModel", seed: int) -> None:
+    """Random matrices that depend on the seed and their place alone; real ones, also in a model without memory."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for place, layer in enumerate(layers):
+        for name in ("lora_A", "lora_B"):
+            for matrix in getattr(layer, name).values():
+                if matrix.weight.is_meta:
+                    matrix.to_empty(device="cpu")
+        torch.manual_seed((seed + (place << 32)) % 2**63)
+        layer.reset_lora_parameters("default", True)
+
+
+def with_magnitudes(model: "PreTrainedModel", weights: Weights) -> Weights:
+    """Weights for a model without memory, and what DoRA begins with: the norm of each row of a weight beside which it
+    stands."""
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if getattr(m, "lora_magnitude_vector", None)}
+    for name, whole in weights:
+        yield name, whole
+        layer = name.removesuffix(".base_layer.weight")
+        if layer in layers and layer != name:
+            rows = whole.T if layers[layer].fan_in_fan_out else whole
+            yield f"{layer}.lora_magnitude_vector.default.weight", torch.linalg.norm(rows, dim=1).to(whole.dtype)
 
 
 def _both_ends(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]]:

@@ -1,9 +1,10 @@
 """Hugging Face causal LMs: from a folder, from the hub, or from their configuration with random weights."""
 
 import contextlib
+import copy
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -15,9 +16,10 @@ from llmtrain.config import did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter
-from llmtrain.models.summed import is_mixture_of_experts, leaks, summed
-from llmtrain.models.untrusted import WEIGHTS_ONLY, origin_of, refuse_pickles
+from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
+from llmtrain.models.streaming import Weights, draw, drawn, renamed, stored
+from llmtrain.models.summed import is_mixture_of_experts, leaks, probe, summed
+from llmtrain.models.untrusted import WEIGHTS_ONLY, local_folder, origin_of, refuse_pickles
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -75,6 +77,7 @@ def load_model(
     tokenizer: "PreTrainedTokenizerFast",
     accelerator: "Accelerator",
     seed: int,
+    spread: "Callable[[Accelerator, PreTrainedModel, Weights], None]" = lambda *_: None,
     packed: bool = False,
     bitwise: bool = False,
     trained_on: str = "unknown data",
@@ -82,7 +85,8 @@ def load_model(
     new_tokens: Sequence[int] = (),
 ) -> Loaded:
     """The model on its device, with the summed loss for a ``forward``, its vocabulary grown to the tokenizer's, and
-    LoRA's matrices in it where they are asked for.
+    LoRA's matrices in it where they are asked for. Where it is to be sharded it is built without memory, and
+    ``spread`` over the processes with its weights as a stream.
 
     Weights are float32, which mixed precision casts as it goes; frozen ones (a LoRA's base) are held in bfloat16 where
     that is the precision. Raises :class:`UserError` where there is no such model, a weight is missing, the vocabulary
@@ -91,7 +95,9 @@ def load_model(
     frozen, name = lora.lora_r > 0, config.model_name_or_path
     require(not (frozen and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
     model = _load(config, tokenizer, accelerator, seed, frozen)
-    _fit_vocabulary(model, tokenizer, config, new_tokens)
+    plan = copy.deepcopy(model) if accelerator.is_fsdp2 else None  # of what is about to be changed
+    planned = dict(model.named_parameters())
+    _fit_vocabulary(model, tokenizer, config, new_tokens, plan, seed)
     _freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -106,6 +112,12 @@ def load_model(
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     summed(model, config.block_size)
+    if plan is not None:
+        places = {id(parameter): now for now, parameter in model.named_parameters() if parameter.is_meta}
+        names = {before: places[id(parameter)] for before, parameter in planned.items() if id(parameter) in places}
+        weights = drawn(plan, seed) if name is None else stored(plan, local_folder(name), plan.dtype)
+        spread(accelerator, model, with_magnitudes(model, renamed(weights, names)))
+    probe(model)
     if packed and leaks(model):
         raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
     if bitwise:
@@ -121,19 +133,22 @@ def _load(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    empty = accelerator.is_fsdp2
+    require(not (config.load_in_4bit and empty), "--load_in_4bit weights cannot be sharded; use a DDP config.")
     if config.model_name_or_path:
         dtype = torch.bfloat16 if frozen and accelerator.mixed_precision == "bf16" else torch.float32
-        model: Any = _from_pretrained(config, dtype, frozen)
+        model: Any = (_planned if empty else _from_pretrained)(config, dtype, frozen)
     else:
-        model = _from_config(config, tokenizer)
+        model = _from_config(config, tokenizer, empty)
+        if not empty:
+            draw(model, seed)
     settings = model.config.get_text_config()
     positions = getattr(settings, "max_position_embeddings", None) or config.block_size
     if positions < config.block_size:
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
     if is_mixture_of_experts(settings):
         settings.output_router_logits = False
-    return model if config.load_in_4bit else model.to(accelerator.device)
+    return model if config.load_in_4bit or empty else model.to(accelerator.device)
 
 
 def _describe(model: Any, kind: str, config: ModelConfig) -> None:
@@ -177,13 +192,56 @@ def _check_no_dropout(model: "PreTrainedModel") -> None:
         raise UserError(f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0.")
 
 
+def _check_is_whole(name: str) -> None:
+    refuse_pickles(name)
+    if is_adapter(Path(name)):
+        raise UserError(f"--model_name_or_path {name} is an adapter; first: llmtrain export {name} --merge --to FOLDER")
+
+
+def _planned(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrainedModel":
+    """A model as a folder or the hub describes it, without memory for its weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    name = str(config.model_name_or_path)
+    _check_is_whole(name)
+    try:
+        described = AutoConfig.from_pretrained(name, **config.trust)
+        require(
+            getattr(described, "quantization_config", None) is None,
+            f"--model_name_or_path {name} holds quantized weights, which cannot be sharded; use a DDP config.",
+        )
+        model = _without_memory(described, dtype, config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--model_name_or_path {name}: {first_line(error)}") from None
+    with contextlib.suppress(OSError):  # it has none of its own
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
+
+
+def _without_memory(described: Any, dtype: torch.dtype, config: ModelConfig) -> "PreTrainedModel":
+    """A model whose parameters are on the meta device; what it computes from its configuration is real."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = _make(described, dtype, config)
+    model.tie_weights()  # which making them empty one by one has undone
+    return model
+
+
+def _make(described: Any, dtype: torch.dtype, config: ModelConfig) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    options = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    return AutoModelForCausalLM.from_config(described, dtype=dtype, **config.trust, **options)
+
+
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     name = str(config.model_name_or_path)
-    refuse_pickles(name)
-    if is_adapter(Path(name)):
-        raise UserError(f"--model_name_or_path {name} is an adapter; first: llmtrain export {name} --merge --to FOLDER")
+    _check_is_whole(name)
     options = {**WEIGHTS_ONLY, **config.trust, "dtype": dtype, "output_loading_info": True}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
@@ -214,14 +272,11 @@ def _four_bits(frozen: bool) -> Any:
     )
 
 
-def _from_config(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
+def _from_config(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", empty: bool) -> "PreTrainedModel":
     require(not config.load_in_4bit, "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep.")
     try:
         made = _configuration(config, tokenizer)
-        options = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-        return AutoModelForCausalLM.from_config(made, dtype=torch.float32, **config.trust, **options)
+        return (_without_memory if empty else _make)(made, torch.float32, config)
     except UserError:
         raise
     except Exception as error:
@@ -265,9 +320,15 @@ def _overrides(text: str | None) -> dict[str, Any]:
 
 
 def _fit_vocabulary(
-    model: Any, tokenizer: "PreTrainedTokenizerFast", config: ModelConfig, new_tokens: Sequence[int]
+    model: Any,
+    tokenizer: "PreTrainedTokenizerFast",
+    config: ModelConfig,
+    new_tokens: Sequence[int],
+    plan: Any,
+    seed: int,
 ) -> None:
-    """Give rows to tokens that a chat template has added; any other tokenizer must fit as it is."""
+    """Give rows to tokens that a chat template has added; any other tokenizer must fit as it is. Where there is a
+    ``plan``, the matrices that they stand in are made real before."""
     have = model.get_input_embeddings().weight.shape[0]
     needed = max(tokenizer.get_vocab().values()) + 1
     if not set(range(have, needed)) <= set(new_tokens):
@@ -275,7 +336,14 @@ def _fit_vocabulary(
             f"the tokenizer has {needed:,} tokens and {config.model_name_or_path or config.from_config} a vocabulary "
             f"of {have:,}; use the model's own tokenizer."
         )
+    if new_tokens and plan is not None and config.model_name_or_path:
+        ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]
+        for name, whole in stored(plan, local_folder(config.model_name_or_path), plan.dtype, ends):
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, torch.nn.Parameter(whole))
+        model.tie_weights()
     if needed > have:
+        torch.manual_seed(seed)
         model.resize_token_embeddings(needed)
         joined = tokenizer.convert_ids_to_tokens(list(range(have, needed)))
         say("tokens", f"{', '.join(joined)} joined the vocabulary: {have:,} -> {needed:,}")

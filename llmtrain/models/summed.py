@@ -13,6 +13,7 @@ from torch import nn
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, linear_nll, summed_nll, targets_of
+from llmtrain.shards import reshard
 
 
 class SummedLoss:
@@ -36,10 +37,8 @@ class SummedLoss:
         # a cache, or a mask, would keep transformers from seeing where documents end
         arguments = {"input_ids": inputs_of(input_ids), "position_ids": positions, "use_cache": False}
         if self.head_is_linear:
-            head, hidden = self.get_output_embeddings(), self.base_model(**arguments).last_hidden_state  # type: ignore[attr-defined]
-            weight, bias = linear_parts(head)
-            assert weight is not None
-            return linear_nll(hidden, weight, targets_of(labels), bias, softcap_of(self))
+            hidden = self.base_model(**arguments).last_hidden_state  # type: ignore[attr-defined]
+            return self.get_output_embeddings()(hidden, targets_of(labels), softcap_of(self))  # type: ignore[attr-defined]
         return summed_nll(super().forward(**arguments).logits, targets_of(labels))  # type: ignore[misc]
 
     def flops_per_token(self) -> int:
@@ -48,26 +47,56 @@ class SummedLoss:
         config = self.config.get_text_config()  # type: ignore[attr-defined]
         if is_mixture_of_experts(config):
             return 0
-        embedding = self.get_input_embeddings().weight  # type: ignore[attr-defined]
+        looked_up = {*self.get_input_embeddings().parameters()}  # type: ignore[attr-defined]
         head = self.get_output_embeddings()  # type: ignore[attr-defined]
-        tied = head is not None and getattr(head, "weight", None) is embedding
-        parameters = [p for p in self.parameters() if tied or p is not embedding]  # type: ignore[attr-defined]
+        multiplied = {*head.parameters()} if head is not None else set()
+        parameters = [p for p in self.parameters() if p in multiplied or p not in looked_up]  # type: ignore[attr-defined]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.row_length
         return 4 * weights + 2 * trained + attention
 
     row_length = 0  # tokens that attention spans
+    vocabulary = 0
+
+
+class SummedHead:
+    """A ``forward`` in front of a linear head's own: where it is called, and only there, its weights are whole."""
+
+    own_class: type
+
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """With ``targets`` [B, T] (shifted) the summed nll of ``hidden`` [B, T, C]; without, logits."""
+        if targets is None:
+            return super().forward(hidden)  # type: ignore[misc]
+        weight, bias = linear_parts(self)
+        assert weight is not None
+        return linear_nll(hidden, weight, targets, bias, softcap)
 
 
 def summed(model: Any, row_length: int) -> None:
-    """Give the model of a Hugging Face causal LM class the ``forward`` of :class:`SummedLoss`, in place.
+    """Give the model of a Hugging Face causal LM class, and its head, the ``forward`` of :class:`SummedLoss`, in
+    place; :func:`probe` has to follow."""
+    model.__class__ = _in_front(SummedLoss, model)
+    model.row_length, model.vocabulary = row_length, model.get_input_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    if head is not None and linear_parts(head)[0] is not None:
+        head.__class__ = _in_front(SummedHead, head)
+
+
+def _in_front(of: type, module: nn.Module) -> type:
+    kind = type(module)
+    return type(f"Summed{kind.__name__}", (of, kind), {"own_class": kind})
+
+
+def probe(model: Any) -> None:
+    """Find out how the head of a :func:`summed` model, which has its weights, computes.
 
     Raises :class:`UserError` where earlier tokens see later ones: it is no causal LM.
     """
-    kind = type(model).__name__
-    model.__class__ = type(f"Summed{kind}", (SummedLoss, type(model)), {})
-    model.row_length = row_length
+    kind = model.own_class.__name__
     with _trying(model):
         model.head_is_linear = _head_is_linear(model)
         ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
@@ -89,7 +118,7 @@ def softcap_of(model: Any) -> float | None:
 def linear_parts(head: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Weight [V, C] and bias [V] of a linear head, with the rows that peft trains beside it in place; ``None`` of any
     other head."""
-    if type(head) is nn.Linear:
+    if getattr(head, "own_class", type(head)) is nn.Linear:
         return head.weight, head.bias
     plain, adapter = getattr(head, "original_module", None), getattr(head, "token_adapter", None)
     if type(plain) is nn.Linear and adapter is not None:
@@ -119,24 +148,28 @@ def leaks(model: Any) -> bool:
 def _head_is_linear(model: Any) -> bool:
     """Whether logits are what the head makes of the last hidden states, softcapped where the configuration says so.
     The head is made to say numbers from -100 to 100, which no scale and no cap leaves as they are."""
-    head = model.get_output_embeddings()
-    if head is None or linear_parts(head)[0] is None or getattr(model, "base_model", model) is model:
+    head: Any = model.get_output_embeddings()
+    if not issubclass(type(head), SummedHead) or getattr(model, "base_model", model) is model:
         return False
+    said: list[torch.Tensor] = []
     heard: list[torch.Tensor] = []
 
     def say_loudly(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         heard.append(inputs[0])
         return torch.linspace(-100, 100, output.shape[-1], device=output.device, dtype=output.dtype).expand_as(output)
 
-    ids = _tokens(model, 1, _probe_length(model))
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state
-    hook = head.register_forward_hook(say_loudly)
-    own = _logits(model, ids)
-    hook.remove()
+    listening = [
+        model.base_model.register_forward_hook(lambda _, __, output: said.append(output.last_hidden_state)),
+        head.register_forward_hook(say_loudly),
+    ]
+    own = _logits(model, _tokens(model, 1, _probe_length(model)))
+    for hook in listening:
+        hook.remove()
     loud = torch.linspace(-100, 100, own.shape[-1], device=own.device, dtype=own.dtype)
     if cap := softcap_of(model):
         loud = cap * torch.tanh(loud / cap)
-    return len(heard) == 1 and torch.equal(heard[0], hidden) and torch.allclose(own, loud.expand_as(own), rtol=1e-2)
+    alone = len(said) == len(heard) == 1 and torch.equal(heard[0], said[0])
+    return alone and torch.allclose(own, loud.expand_as(own), rtol=1e-2)
 
 
 @contextlib.contextmanager
@@ -147,9 +180,9 @@ def _trying(model: Any) -> Iterator[None]:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
-        kind = type(model).__mro__[2].__name__
-        raise UserError(f"{kind} cannot be trained here: {first_line(error)}") from None
+        raise UserError(f"{model.own_class.__name__} cannot be trained here: {first_line(error)}") from None
     finally:
+        reshard(model)
         model.train(training)
 
 
@@ -172,5 +205,4 @@ def _probe_length(model: Any) -> int:
 
 def _tokens(model: Any, rows: int, length: int) -> torch.Tensor:
     """Different ones, int64 [rows, length]."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return ((torch.arange(rows * length, device=model.device) * 7 + 1) % vocabulary).view(rows, length)
+    return ((torch.arange(rows * length, device=model.device) * 7 + 1) % model.vocabulary).view(rows, length)

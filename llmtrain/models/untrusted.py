@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import read_hashed
 
 # For every `from_pretrained`; without the first, transformers asks on the terminal whether to run what it found.
@@ -26,6 +26,18 @@ def refuse_pickles(name: str) -> None:
                 f"{name} holds its weights as a pickle ({path.name}), which can run code when it is read, and not as "
                 "safetensors; save it again with save_pretrained where you trust it."
             )
+
+
+def local_folder(name: str) -> Path:
+    """Where the files of a model are: the folder itself, or what the hub has been asked for."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # of the network, the hub, the cache
+        raise UserError(f"{name} is no folder, and could not be had from the hub: {first_line(error)}") from None
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:

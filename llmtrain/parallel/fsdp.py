@@ -4,17 +4,16 @@ gradient and of its optimizer state, and sees the whole of a block's weights onl
 import contextlib
 import functools
 import os
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
@@ -63,7 +62,7 @@ class Sharding:
         casts = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            auto_wrap_policy="NO_WRAP",  # shard() knows the units
             mixed_precision_policy=casts,
             cpu_ram_efficient_loading=False,  # weights come as a stream
             cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if self.cpu_offload else None,
@@ -109,11 +108,16 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     """
     if not is_sharded(accelerator):
         return
-    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    plugin.transformer_cls_names_to_wrap = sorted(block_classes(model))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Slicing a flattened dim")  # which accelerate 1.15 does
-        fsdp2_prepare_model(accelerator, model)
+    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    settings: dict[str, Any] = {
+        "mesh": accelerator.torch_device_mesh[tuple(sizes.dp_dim_names)],
+        "mp_policy": plugin.mixed_precision_policy,
+        "offload_policy": plugin.cpu_offload,
+    }
+    for modules, used_again_at_once in _units(model):
+        keep = False if used_again_at_once else plugin.reshard_after_forward
+        fully_shard(modules, reshard_after_forward=keep, **settings)
+    fully_shard(model, **settings)
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     for parameter in empty.values():
@@ -125,13 +129,30 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
             setattr(module, name, buffer.to(accelerator.device))
     fill(empty, weights)
     _give_addresses(model)
-    over = f"{mesh.dp_replicate_size} x {mesh.dp_shard_size}" if mesh.dp_replicate_size > 1 else str(mesh.dp_shard_size)
+    parts = f"{units(model)} units"
+    replicas = f"{sizes.dp_replicate_size} x " if sizes.dp_replicate_size > 1 else ""
     here, everywhere = held_bytes(model)
     say(
         "sharded",
-        f"FSDP2 over {over} processes in {units(model)} units; this one holds {here / 2**20:.2f} of "
+        f"FSDP2 over {replicas}{sizes.dp_shard_size} processes in {parts}; this one holds {here / 2**20:.2f} of "
         f"{everywhere / 2**20:.2f} MiB of weights",
     )
+
+
+def _units(model: Any) -> Iterator[tuple[list[nn.Module], bool]]:
+    """What is gathered and freed on its own, and whether backward begins with it: the blocks; the embedding; the head,
+    and with it an embedding that it shares weights with, for each weight belongs to one unit. What is left, a norm or
+    the like, stays with the model itself."""
+    blocks = block_classes(model)
+    yield from (([module], False) for module in model.modules() if type(module).__name__ in blocks)
+    if not hasattr(model, "get_output_embeddings"):
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    shared = {*embedding.parameters()} & {*head.parameters()} if head is not None else set()
+    if not shared:
+        yield [embedding], False
+    if head is not None:
+        yield ([embedding, head] if shared else [head]), True
 
 
 def _give_addresses(model: Any) -> None:
@@ -156,13 +177,6 @@ def block_classes(model: nn.Module) -> set[str]:
 def units(model: nn.Module) -> int:
     """How many parts of a model are gathered and freed on their own."""
     return len(_groups(model))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what forward passes without a backward have gathered; the parameters are this process's parts again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def reduces_gradients(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from llmtrain.data.loader import Window
 from llmtrain.models.loss import count_targets
-from llmtrain.parallel.fsdp import reshard
+from llmtrain.shards import reshard
 
 
 @torch.no_grad()
