@@ -1,8 +1,11 @@
 """Run by test_sharding.py on one process, under DDP, FSDP2 and HSDP: some updates of many models; writes what each was
-and did, and its last weights. `sharded_ranks.py FOLDER CASE...`; FOLDER holds the bases of adapters."""
+and did, and its last weights. `sharded_ranks.py BASES FOLDER UPDATES CASE...`, a case being such as `gpt/4`, with four
+micro-batches; BASES holds the folders that adapters stand beside."""
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,13 @@ from llmtrain.parallel.ddp import GradientSyncs
 from llmtrain.parallel.fsdp import held_bytes, units
 from llmtrain.shards import gathered
 from llmtrain.training.loop import accumulate, train_step
+from tests.families import OVERRIDES
 
-ROWS, LENGTH, UPDATES = 16, 24, 10
-SMALL = "num_hidden_layers=2,hidden_size=64"
+ROWS, LENGTH = 16, 24
 
 
 def words() -> Any:
+    """A tokenizer of 257 tokens."""
     return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
 
 
@@ -50,19 +54,19 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
 
-def model_of(case: str, accelerator: Accelerator, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model of a case, and the tensors that its checkpoint would hold."""
+def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, Callable[[], dict[str, torch.Tensor]]]:
+    """The model of a case, and what tells the tensors that its checkpoint would hold."""
     kind, _, rest = case.partition("-")
     if kind == "gpt":
         config = GPTConfig(n_layer=2, n_head=2, n_embd=66, block_size=LENGTH)  # 66 rows do not divide by four
         with empty_if_sharded(accelerator):
             gpt = GPT(config, 300, seed=3)
         shard(accelerator, gpt, gpt.first_weights(3))
-        return gpt, gpt.state_dict()
+        return gpt, gpt.state_dict
     lora = LoraConfig(lora_r=3, use_dora="dora" in rest) if "lora" in rest or "dora" in rest else LoraConfig()
-    settings: dict[str, Any] = {"from_config": kind, "config_overrides": SMALL}
+    settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
     if rest:
-        settings = {"model_name_or_path": str(folder / kind), "gradient_checkpointing": "again" in rest}
+        settings = {"model_name_or_path": str(bases / kind), "gradient_checkpointing": "again" in rest}
     new = {"tokenizer": words(), "new_tokens": []}
     if "grown" in rest:
         new["tokenizer"].add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
@@ -71,11 +75,12 @@ def model_of(case: str, accelerator: Accelerator, folder: Path) -> tuple[Any, di
     model, files, _ = load_model(
         config, lora, new["tokenizer"], accelerator, 3, shard, packed=False, new_tokens=new["new_tokens"]
     )
-    return model, files.tensors(model)
+    return model, lambda: files.tensors(model)
 
 
-def readings(case: str, accelerator: Accelerator, folder: Path, accumulation: int, each: bool = False) -> dict:
-    model, tensors = model_of(case, accelerator, folder)
+def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, updates: int) -> dict[str, Any]:
+    name, _, accumulation = case.partition("/")
+    model, tensors = model_of(name.removesuffix("-each"), accelerator, bases)
     plain: Any = model
     optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2, optim="muon" if "muon" in case else "adamw"))
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -84,29 +89,21 @@ def readings(case: str, accelerator: Accelerator, folder: Path, accumulation: in
     found: dict[str, Any] = {"losses": [], "norms": [], "syncs": [], "scattered": [], "units": units(plain)}
     found["same_parameters"] = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
     found["held"], found["all"] = held_bytes(plain)
-    syncs, scattered = GradientSyncs(model), []
-    original = dist.reduce_scatter_tensor
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        scattered.append(1)
-        return original(*args, **kwargs)
-
-    dist.reduce_scatter_tensor = counting
-    for step in range(UPDATES):
+    syncs, scattered, how = GradientSyncs(model), COUNTS, partial(accumulate, sync_each_batch="-each" in name)
+    for step in range(updates):
         syncs.restart()
         scattered.clear()
-        window = batches(accelerator, step, accumulation)
-        how = (lambda *a: accumulate(*a, sync_each_batch=True)) if each else None
+        window = batches(accelerator, step, int(accumulation))
         update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
         found["losses"].append(float(accelerator.reduce(update.nll, reduction="sum") / update.tokens))
         found["norms"].append(update.grad_norm)
         found["syncs"].append(syncs.count)
         found["scattered"].append(len(scattered))
-    dist.reduce_scatter_tensor = original
     check_replicas(accelerator, model)
-    wholes = {name: gathered(tensor, 0) for name, tensor in tensors.items()}
+    wholes = {name: gathered(tensor, 0) for name, tensor in tensors().items()}
     if accelerator.is_main_process:
-        save_file({name: whole.contiguous() for name, whole in wholes.items()}, folder / f"{case}-{accumulation}.tmp")
+        flat = torch.cat([whole.flatten() for _, whole in sorted(wholes.items())])
+        save_file({"weights": flat}, folder / f"{case.replace('/', '-')}.safetensors")
     if hasattr(plain, "get_output_embeddings"):
         ends = plain.get_output_embeddings(), plain.get_input_embeddings()
         found["tied"] = bool({*ends[0].parameters()} & {*ends[1].parameters()})
@@ -114,14 +111,26 @@ def readings(case: str, accelerator: Accelerator, folder: Path, accumulation: in
     return found
 
 
+COUNTS: list[int] = []  # one for each reduce-scatter
+
+
+def count_reduce_scatters() -> None:
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 calls the first, 2.11 the second
+        if hasattr(dist, name):
+            setattr(dist, name, partial(counting, getattr(dist, name)))
+
+
+def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    COUNTS.append(1)
+    return original(*args, **kwargs)
+
+
 def main() -> None:
-    folder, *cases = sys.argv[1:]
+    bases, folder, updates, *cases = sys.argv[1:]
     accelerator = start_accelerator()
-    found = {}
-    for case in cases:
-        for accumulation in (1, 4):
-            found[f"{case} {accumulation}"] = readings(case, accelerator, Path(folder), accumulation)
-    found["each"] = readings(cases[0], accelerator, Path(folder), 4, each=True)
+    Path(folder).mkdir(exist_ok=True)
+    count_reduce_scatters()
+    found = {case: readings(case, accelerator, Path(bases), Path(folder), int(updates)) for case in cases}
     if accelerator.is_main_process:
         Path(folder, "found.json").write_text(json.dumps(found))
 

@@ -1,0 +1,92 @@
+"""Run on two ranks by test_sharding.py: processes that write a checkpoint together, and what becomes of it when one of
+them cannot. `team_ranks.py FOLDER` writes what was seen.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from llmtrain.errors import UserError
+from llmtrain.record import checkpoint, tensors
+from llmtrain.record.saver import Saver
+from llmtrain.record.team import Team
+from llmtrain.record.tensors import read_tensors
+from llmtrain.shards import fill, local
+from tests.record.test_checkpoint import Files
+
+SHAPES = {"wide": (7, 5), "narrow": (3,), "one": (1, 4), "even": (8, 2)}  # also parts that are uneven, or empty
+
+
+def spread(value: float) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) + value for name, shape in SHAPES.items()}
+    parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    return {**parts, "count": torch.tensor(value)}  # which all hold
+
+
+def gives_back(path: Path, value: float) -> bool:
+    target = spread(0.0)
+    for part in ("model", "optimizer"):
+        fill(target, read_tensors(path / part))
+        if not all(torch.equal(local(tensor), local(spread(value)[name])) for name, tensor in target.items()):
+            return False
+    return checkpoint.find_fault(path) is None
+
+
+def refused(action: Callable[[], None]) -> str:
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, root = dist.get_rank(), Path(sys.argv[1])
+    team, found = Team.of_all(sees_folder=True), {}
+    saver = Saver(root / "checkpoints", Files(), 2, team=team)
+
+    def save(saver: Saver, step: int) -> Path:
+        saver.save(step, spread(step), spread(step), {"step": step}, lambda: None)
+        return saver.folder / f"step-{step:08d}"
+
+    found["gives back"] = gives_back(save(saver, 1), 1.0)
+    found["files"] = sorted(str(path.relative_to(root)) for path in (root / "checkpoints").rglob("*.safetensors"))
+    background = Saver(root / "checkpoints", Files(), 2, in_background=True, team=team)
+    path = save(background, 2)
+    background.wait()
+    dist.barrier()  # the main process commits
+    found["in the background"] = gives_back(path, 2.0)
+
+    original: Any = tensors.write_hashed
+
+    def full(path: Path, pieces: Any) -> Any:
+        if rank == 1 and "optimizer" in str(path):
+            next(pieces)
+            raise OSError(28, "No space left on device", str(path))
+        return original(path, pieces)
+
+    tensors.write_hashed = full
+    found["full"] = refused(lambda: save(saver, 3))
+    tensors.write_hashed = original
+    dist.barrier()  # the main process cleans up
+    found["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
+    dist.barrier()
+    alone = Saver(root / "elsewhere", Files(), 2, team=Team.of_all(sees_folder=rank == 0))
+    found["one disk"] = gives_back(save(alone, 4), 4.0)
+    found["files on one disk"] = sorted(path.name for path in (root / "elsewhere").rglob("*.safetensors"))
+    (root / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A run whose model is sharded over the processes is the same run, and leaves the same checkpoints."""
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.record.checkpoint import find_fault
+from tests.launching import FINETUNE, GPT, PYTHON, TINY, accelerate, long_form, read_json, run, series, torchrun
+from tests.launching import LONG as LONG_FORM
+from tests.system.test_resume import interrupt
+
+SCRIPT = "tests/system/sharded_ranks.py"
+FLOAT32 = ("--mixed_precision", "no")
+LAUNCHERS = {
+    "one process": [*PYTHON],
+    "DDP 2": accelerate("cpu_ddp"),
+    "FSDP2 2": accelerate("fsdp2", *FLOAT32),
+    "FSDP2 4": accelerate("fsdp2", *FLOAT32, "--num_processes", "4"),
+    "HSDP 2x2": accelerate("hsdp", *FLOAT32, "--num_machines", "1", "--main_process_port", "0"),
+}
+TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
+MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
+MORE += ["tied-lora-again/4", "gpt2base-dora/1", "mixtral/1"]
+UPDATES = 10 if LONG_FORM else 3
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders as others publish them, in several files."""
+    folder = tmp_path_factory.mktemp("bases")
+    ends = {"bos_token_id": 256, "eos_token_id": 256, "vocab_size": 257}
+    llama = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    llama |= {"num_key_value_heads": 2, "max_position_embeddings": 64, **ends}
+    gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, **ends}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    for name, kind, sizes, tied in (
+        ("base", "llama", llama, False),
+        ("tied", "llama", llama, True),
+        ("gpt2base", "gpt2", gpt2, True),
+    ):
+        config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Readings of all cases under one launcher: launched once."""
+    folder, known = tmp_path_factory.mktemp("found"), {}
+
+    def find(name: str) -> dict[str, Any]:
+        if name not in known:
+            cases = TABLE if name in ("HSDP 2x2", "FSDP2 4", "DDP 2") and not LONG_FORM else [*TABLE, *MORE]
+            place = folder / name.replace(" ", "-")
+            run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], timeout=600).assert_ok()
+            known[name] = read_json(place / "found.json")
+            for case, readings in known[name].items():
+                readings["weights"] = load_file(place / f"{case.replace('/', '-')}.safetensors")["weights"].double()
+        return known[name]
+
+    return find
+
+
+def apart(readings: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Largest relative deviations."""
+    pairs = {key: zip(readings[key], reference[key], strict=True) for key in ("losses", "norms")}
+    weights = (readings["weights"] - reference["weights"]).norm() / reference["weights"].norm()
+    return {key: max(abs(a / b - 1) for a, b in both) for key, both in pairs.items()} | {"weights": float(weights)}
+
+
+LAYOUTS = ["FSDP2 2", "HSDP 2x2", *(pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2"))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_makes_the_updates_of_one_process(name: str, found, score: Callable[[str], None]) -> None:
+    for case, readings in found(name).items():
+        difference = apart(readings, found("one process")[case])
+        score(f"sharding: {name}: {case}: " + ", ".join(f"{key} {value:.1e}" for key, value in difference.items()))
+        # Muon orthogonalises in bfloat16, and AdamW lets the sign of a gradient that is nearly nothing count
+        assert difference["losses"] < (1e-4 if "muon" in case else 1e-5), case
+        assert difference["norms"] < 5e-3, case
+        assert difference["weights"] < (2e-2 if "muon" in case else 1e-3), case
+        assert len(set(readings["losses"])) == UPDATES
+
+
+def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found) -> None:
+    for case, readings in found("FSDP2 2").items():
+        assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
+        assert readings["same_parameters"], f"{case}: the optimizer has other parameters than the model"
+        tied = case.startswith(("tied", "gpt2base"))
+        blocks, ends = 2, 0 if case.startswith("gpt-") or case.startswith("gpt/") else 1 if tied else 2
+        assert readings["units"] == blocks + ends + 1, case
+        assert readings.get("tied", False) is tied, case
+    assert found("one process")["llama/1"]["units"] == 0
+    for case, readings in found("HSDP 2x2").items():
+        assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
+
+
+def test_gradients_are_reduced_once_an_update_or_in_each_micro_batch_where_asked(found) -> None:
+    readings = found("FSDP2 2")
+    for case in ("gpt/1", "gpt/4", "llama/4"):
+        assert set(readings[case]["syncs"]) == {1}
+        assert set(readings[case]["scattered"]) == {readings[case]["units"]}
+    assert set(readings["gpt-each/4"]["syncs"]) == {4}
+    assert set(readings["gpt-each/4"]["scattered"]) == {4 * readings["gpt-each/4"]["units"]}
+
+
+def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> None:
+    run([*torchrun(2), "tests/system/team_ranks.py", str(tmp_path)]).assert_ok()
+    for rank in (0, 1):
+        seen = read_json(tmp_path / f"found-{rank}.json")
+        assert seen["gives back"]
+        assert seen["in the background"]
+        assert seen["files"] == [
+            f"checkpoints/step-00000001/{name}-0000{part}-of-00002.safetensors"
+            for name in ("model/model", "optimizer/state")
+            for part in (1, 2)
+        ]
+        assert "No space left on device" in seen["full"]  # on both, though it was one of them that failed
+        assert "older checkpoints are untouched" in seen["full"]
+        assert seen["left"] == ["step-00000001", "step-00000002"]
+        assert seen["one disk"]
+        assert seen["files on one disk"] == ["model.safetensors", "state.safetensors"]
+
+
+LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1", "--log_rows"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(("FSDP2 2", "one process", "FSDP2 2"), id="2"),
+        pytest.param(("FSDP2 4", "DDP 2", "one process", "FSDP2 2"), id="4", marks=long_form),
+    ],
+)
+def test_a_sharded_run_goes_on_as_any_other_and_back(
+    layouts: tuple[str, ...], text_file: Path, uninterrupted: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    folder = tmp_path / "run"
+    flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
+    for place, name in enumerate(layouts[:-1]):
+        interrupt([*LAUNCHERS[name], *flags], folder, signal.SIGTERM, 10 + 12 * place)
+    run([*LAUNCHERS[layouts[-1]], *flags]).assert_ok()
+    starts = read_json(folder / "run.json")["starts"]
+    assert len(starts) == len(layouts)
+    assert all(start["step"] > 0 for start in starts[1:])
+    ledger, expected = ((path / "rows.jsonl").read_text() for path in (folder, uninterrupted))
+    assert ledger == expected
+    losses = series(folder, "train/loss")
+    assert losses == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-5)
+    worst = max(abs(loss / series(uninterrupted, "train/loss")[step] - 1) for step, loss in losses.items())
+    score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")
+    last = folder / "checkpoints" / "step-00000060"
+    assert find_fault(last) is None
+    assert json.loads((last / "model/model.safetensors.index.json").read_text())["metadata"]["total_size"] > 0
+    for model in (last / "model", folder / "model"):
+        assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 0
+
+
+@pytest.mark.parametrize("recipe", [GPT, FINETUNE])
+def test_the_shipped_config_shards_in_bfloat16(recipe: str, text_file: Path, bases: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*TINY, "--max_steps", "2"]
+    if recipe == FINETUNE:
+        flags = ["--model_name_or_path", str(bases / "tied"), "--block_size", "32", *TINY[10:], "--max_steps", "2"]
+        flags += ["--lora_r", "4", "--tokenizer", "byte", "--eval_fraction", "0.1", "--gradient_checkpointing"]
+    command = [*accelerate("fsdp2"), recipe, *flags, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ended = run(command).assert_ok()
+    assert "FSDP2 over 2 processes in 3 units" in ended.out or "FSDP2 over 2 processes in 4 units" in ended.out
+    start = read_json(folder / "run.json")["starts"][0]
+    assert start["processes"] == 2
+    assert start["mixed_precision"] == "bf16"
+    assert all(loss < 7 for loss in series(folder, "train/loss").values())
