@@ -184,6 +184,7 @@ class Outcome(NamedTuple):
     name: str
     precision: str
     bitwise: bool
+    sync_each_batch: bool
     rows: dict[int, list[int]]
     targets: dict[int, int]  # trained tokens up to each step, by the data's own count
     series: dict[str, dict[int, float]]
@@ -193,24 +194,23 @@ class Outcome(NamedTuple):
     @classmethod
     def read(cls, name: str, folder: Path, precision: str | None = None) -> "Outcome":
         import torch
-        from safetensors.torch import load_file
 
         from llmtrain.record.checkpoint import checkpoints, digest_of
+        from llmtrain.record.tensors import read_tensors
 
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         keys = ("tokens", *(f"train/{key}" for key in _TRAIN), "eval/loss", "eval/bits_per_byte")
         series = {key: {line["step"]: line[key] for line in lines if key in line} for key in keys}
         record = json.loads((folder / "run.json").read_text())
         mixed = record["starts"][0]["mixed_precision"]
-        bitwise = bool(record["settings"].get("bitwise", {}).get("value"))
-        final = load_file(next(folder.glob("model/*.safetensors")))
-        weights = {name: tensor.to(torch.float64) for name, tensor in final.items()}
+        bitwise, each = (bool(record["settings"].get(key, {}).get("value")) for key in ("bitwise", "sync_each_batch"))
+        weights = {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
         ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         rows = {line["step"]: line["rows"] for line in ledger}
         targets = dict(zip(rows, itertools.accumulate(sum(line["targets"]) for line in ledger), strict=True))
         digest = digest_of(checkpoints(folder / "checkpoints")[-1])
         known = precision or {"no": "float32"}.get(mixed, mixed)
-        return cls(name, known, bitwise, rows, targets, series, weights, digest)
+        return cls(name, known, bitwise, each, rows, targets, series, weights, digest)
 
     def miscounted(self) -> list[str]:
         """Whether the update counted the tokens that its rows hold; a wrong count is the same on every layout."""
@@ -252,7 +252,7 @@ class Outcome(NamedTuple):
         ):
             if not value <= limit:
                 wrong.append(f"{other.name}: {what} by {value:.1e}, more than {limit:.0e}")
-        if syncs > 1:
+        if syncs > 1 and not other.sync_each_batch:
             wrong.append(f"{other.name}: gradients are reduced {syncs} times an update, where once is enough")
         if same_bits and self.digest != other.digest:
             wrong.append(f"{other.name}: other bits of weights or optimizer")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
@@ -30,6 +31,7 @@ class GPTConfig:
     n_embd: int = flag(256, "width of the residual stream")
     block_size: int = flag(128, "tokens that the model can look at")
     dropout: float = flag(0.0, "share of activations dropped after the embedding and in each residual branch")
+    gradient_checkpointing: bool = flag(False, "compute activations again in the backward pass instead of keeping them")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
@@ -133,12 +135,16 @@ class Transformer(nn.Module):
         self.drop = KeyedDropout(config.dropout, 0)
         self.h = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.compute_again = config.gradient_checkpointing
 
     def forward(self, input_ids: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # [B, T] -> [B, T, C]
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.drop(self.wte(input_ids) + self.wpe(positions), keys)
         for block in self.h:
-            x = block(x, keys)
+            if self.compute_again and self.training:
+                x = checkpoint(block, x, keys, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
+            else:
+                x = block(x, keys)
         return self.ln_f(x)
 
 

@@ -34,7 +34,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes == parts:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    mine = fingerprint(plain)
+    mine = fingerprint(plain).to(accelerator.device)  # weights may live on the host
     everyone = accelerator.gather(mine[None])
     different = everyone != everyone[:parts].repeat(len(everyone) // parts, 1)
     if different.any():

@@ -47,6 +47,8 @@ class Sharding:
         for name in ("TP", "CP", "SP"):
             if _size(name) > 1:
                 raise _refused(f"has {name.lower()}_size {_size(name)}, which is not supported; leave it out")
+        if processes == 1:
+            return None
         replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
         if replicas == shards == 1:
             shards = processes

@@ -74,6 +74,7 @@ def run_record(
         "command": redacted(sys.argv),
         "host": platform.node(),
         "processes": accelerator.num_processes,
+        "sharded": _sharded(accelerator),
         "device": str(accelerator.device.type),
         "threads": torch.get_num_threads(),
         "mixed_precision": accelerator.mixed_precision,
@@ -89,6 +90,12 @@ def run_record(
         **redacted(details),
         "starts": [*starts, start],
     }
+
+
+def _sharded(accelerator: Accelerator) -> str | None:
+    """Replicas x processes that share one."""
+    sizes = accelerator.parallelism_config
+    return f"{sizes.dp_replicate_size}x{sizes.dp_shard_size}" if accelerator.is_fsdp2 and sizes is not None else None
 
 
 def _git_sha() -> str | None:

@@ -1,11 +1,11 @@
 """The loop: windows of micro-batches in, updates, metrics and checkpoints out. The step is its only state."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size, settle_buckets
+from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.optim import OptimConfig, lr_at
@@ -111,7 +112,7 @@ def train(
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
     _check_can_train(model, record, optim)
     _say_what_changed(record, optim)
-    gradients = BitwiseGradients(model) if run.bitwise else partial(accumulate, sync_each_batch=run.sync_each_batch)
+    gradients = _how_to_accumulate(accelerator, model, train_batches, run)
     syncs = GradientSyncs(model)
     throughput = Throughput(accelerator, model)
     progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
@@ -126,7 +127,7 @@ def train(
             record.log(results)
             progress.evaluated(record.step, results)
 
-    with heartbeat.beating(), _memory_explained(train_batches):
+    with heartbeat.beating(), _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch):
         if record.step == 0:
             evaluate_now()
         model.train()
@@ -200,8 +201,25 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
     say("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
 
 
+def _how_to_accumulate(
+    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig
+) -> ForwardBackward:
+    """Forward and backward over a window; says the price of reducing once where the model is sharded: between its
+    micro-batches the gradient is not."""
+    if run.bitwise:
+        return BitwiseGradients(model)
+    if is_sharded(accelerator) and not run.sync_each_batch:
+        rows = train_batches.batch_sampler.batch_size // accelerator.num_processes
+        count = rows // train_batches.collate_fn.micro_batch
+        size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**20
+        if count > 1:
+            held = f"of {count} micro-batches are held whole, {size:.1f} MiB a process, and reduced once"
+            say("gradients", f"{held}; --sync_each_batch holds this process's part")
+    return functools.partial(accumulate, sync_each_batch=run.sync_each_batch)
+
+
 @contextlib.contextmanager
-def _memory_explained(train_batches: DataLoaderShard) -> Iterator[None]:
+def _memory_explained(train_batches: DataLoaderShard, holds_gradients: bool) -> Iterator[None]:
     """Say how to do with less memory, where there was too little: the global batch need not change."""
     try:
         yield
@@ -214,6 +232,8 @@ def _memory_explained(train_batches: DataLoaderShard) -> Iterator[None]:
             if rows > 1
             else "one row at a time is too much; lower --block_size, or make the model smaller."
         )
+        if holds_gradients:
+            smaller += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
         raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
 
 

@@ -168,3 +168,25 @@ def test_flops_count_every_matrix_but_the_positions() -> None:
     model = GPT(CONFIG, 100)
     weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n)
     assert model.flops_per_token() == 6 * weights + 12 * 3 * 32 * 24
+
+
+def test_activations_computed_again_give_the_same_gradients_and_dropout() -> None:
+    ids, keys = torch.randint(50, (3, 9)), torch.tensor([5, 6, 7])
+    gradients = []
+    for again in (False, True):
+        model = GPT(
+            GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, dropout=0.2, gradient_checkpointing=again), 50
+        )
+        model(ids, ids, keys).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_model_built_without_memory_is_given_the_same_first_weights() -> None:
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8)
+    with torch.device("meta"):
+        empty = GPT(config, 50, seed=4)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    drawn, real = dict(empty.first_weights(4)), dict(GPT(config, 50, seed=4).named_parameters())
+    assert drawn.keys() == real.keys()
+    assert all(torch.equal(drawn[name], real[name]) for name in real)
