@@ -11,13 +11,36 @@ import psutil
 import pytest
 
 from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
-from tests.launching import GPT, PYTHON, TINY, accelerate, begin, bound, metrics, read_json, run, stop_group, torchrun
+from tests.launching import (
+    GPT,
+    PYTHON,
+    TINY,
+    accelerate,
+    begin,
+    bound,
+    long_form,
+    metrics,
+    read_json,
+    run,
+    stop_group,
+    torchrun,
+)
 from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 STEPS, INTERVAL = 150, 3
-FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--bitwise", "--log_rows", "--n_embd", "128"]
+FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--log_rows", "--n_embd", "128"]
 FLAGS += ["--ddp_timeout", "8"]
+FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
+# Where the order of sums is fixed, any layout has the bits of one process; else each has its own.
+LAYOUTS = {
+    "bitwise": (
+        ["--bitwise"],
+        [[*PYTHON]],
+        [accelerate("cpu_ddp")] * 3 + [torchrun(4), accelerate("cpu_ddp"), [*PYTHON]],
+    ),
+    "sharded": ([], [FSDP2], [FSDP2]),
+}
 
 
 def end_of(folder: Path) -> tuple[str, str]:
@@ -61,14 +84,15 @@ def kill(process: subprocess.Popen, draw: random.Random) -> str:
     return victim
 
 
-@pytest.mark.timeout(200 + 60 * KILLS)
+@pytest.mark.timeout(300 + 60 * KILLS)
+@pytest.mark.parametrize("how", ["bitwise", pytest.param("sharded", marks=long_form)])
 def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
-    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+    how: str, text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    flags = [GPT, *FLAGS, "--dataset", str(text_file), "--output_dir"]
-    run([*PYTHON, *flags, str(tmp_path / "straight")]).assert_ok()
+    more, [straight], launchers = LAYOUTS[how]
+    flags = [GPT, *FLAGS, *more, "--dataset", str(text_file), "--output_dir"]
+    run([*straight, *flags, str(tmp_path / "straight")]).assert_ok()
     expected = end_of(tmp_path / "straight")
-    launchers = [accelerate("cpu_ddp")] * 3 + [torchrun(4), accelerate("cpu_ddp"), [*PYTHON]]
     draw, kills, starts, inside, redone, finished = random.Random(KILLS), [], 0, 0, [], 0
     folder = tmp_path / "run-0"
     while len(kills) < KILLS or not (folder / "status.json").exists() or not is_finished(folder):
@@ -101,10 +125,10 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
                     folder = tmp_path / f"run-{finished}"
     kinds = ", ".join(f"{kills.count(kind)} of {kind}" for kind in sorted(set(kills)))
     score(
-        f"kills: checkpoints lost: {bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
+        f"kills, {how}: checkpoints lost: {bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
     )
-    score(f"kills: at most {max(redone)} updates redone, of an interval of {INTERVAL}")
-    score(f"kills: runs that ended in another hash or other rows: {bound(0, finished)}")
+    score(f"kills, {how}: at most {max(redone)} updates redone, of an interval of {INTERVAL}")
+    score(f"kills, {how}: runs that ended in another hash or other rows: {bound(0, finished)}")
 
 
 def is_finished(folder: Path) -> bool:
