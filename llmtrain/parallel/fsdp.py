@@ -42,6 +42,9 @@ class Sharding:
             raise _refused("asks for FSDP 1; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
         if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
             raise _refused("has an fsdp_auto_wrap_policy; leave it out: blocks are found from the model")
+        for name in ("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"):
+            if os.environ.get(name):
+                raise _refused(f"names modules ({os.environ[name]}); leave them out: blocks are found from the model")
         if _said("FSDP_ACTIVATION_CHECKPOINTING"):  # which would not draw the same dropout again
             raise _refused("has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing")
         for name in ("TP", "CP", "SP"):

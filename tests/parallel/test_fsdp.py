@@ -42,6 +42,7 @@ def test_what_a_config_asks_for(asked) -> None:
         ),
         ({"FSDP_VERSION": "1"}, "asks for FSDP 1; set fsdp_version: 2"),
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy; leave it out"),
+        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, r"names modules \(Block\); leave them out"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2, which is not supported"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),

@@ -31,7 +31,7 @@ KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 STEPS, INTERVAL = 150, 3
 FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--log_rows", "--n_embd", "128"]
 FLAGS += ["--ddp_timeout", "8"]
-FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
+DDP, FSDP2 = accelerate("cpu_ddp"), accelerate("fsdp2", "--mixed_precision", "no")
 # Where the order of sums is fixed, any layout has the bits of one process; else each has its own.
 LAYOUTS = {
     "bitwise": (
@@ -124,9 +124,8 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
                 if len(kills) < KILLS:
                     folder = tmp_path / f"run-{finished}"
     kinds = ", ".join(f"{kills.count(kind)} of {kind}" for kind in sorted(set(kills)))
-    score(
-        f"kills, {how}: checkpoints lost: {bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
-    )
+    lost = f"{bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
+    score(f"kills, {how}: checkpoints lost: {lost}")
     score(f"kills, {how}: at most {max(redone)} updates redone, of an interval of {INTERVAL}")
     score(f"kills, {how}: runs that ended in another hash or other rows: {bound(0, finished)}")
 

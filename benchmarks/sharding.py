@@ -1,0 +1,103 @@
+"""What a process holds while a sharded model is saved and loaded, beside accelerate's own gathering of a state dict.
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no benchmarks/sharding.py
+
+The model is a GPT of 24 equal blocks and a small vocabulary, so that its shards are the bulk of it. Peaks are of the
+resident memory (Linux: VmHWM), above what the process held before, of the process with the highest.
+"""
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from llmtrain import (
+    GPT,
+    GPTConfig,
+    OptimConfig,
+    empty_if_sharded,
+    launch,
+    make_optimizer,
+    say,
+    shard,
+    start_accelerator,
+)
+from llmtrain.parallel.fsdp import held_bytes
+from llmtrain.record import checkpoint
+from llmtrain.record.saver import Saver
+from llmtrain.record.team import Team
+from llmtrain.record.tensors import read_tensors
+from llmtrain.shards import fill
+from llmtrain.training.loop import train_step
+
+CONFIG, VOCABULARY = GPTConfig(n_layer=24, n_head=8, n_embd=512, block_size=32), 512
+
+
+class Files:
+    """Of a model folder only the weights."""
+
+    weights, divisible = "model.safetensors", True
+
+    def write(self, folder: Path, parameters: int) -> None:
+        pass
+
+
+def resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def main() -> None:
+    accelerator = start_accelerator()
+
+    def measure(what: str, action: Callable[[], object]) -> None:
+        gc.collect()
+        accelerator.wait_for_everyone()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before, began = resident("VmRSS"), time.perf_counter()
+        kept = action()
+        seconds = time.perf_counter() - began
+        peak = torch.tensor(resident("VmHWM") - before, device=accelerator.device)
+        highest = int(accelerator.gather(peak[None]).max())
+        say("measured", f"{what:<34}{highest / 2**20:8.1f} MiB above, {seconds:6.2f} s")
+        del kept
+
+    with empty_if_sharded(accelerator):
+        model = GPT(CONFIG, VOCABULARY)
+    measure("making and filling the model", lambda: shard(accelerator, model, model.first_weights(0)))
+    optimizer = make_optimizer(model, OptimConfig())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.randint(VOCABULARY, (1, 33))
+    train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+    here, everywhere = held_bytes(model)
+    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    say("weights", f"{here / 2**20:.1f} of {everywhere / 2**20:.1f} MiB here, the largest {largest / 2**20:.1f} MiB")
+
+    team = Team.of_all(sees_folder=True)
+    folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])
+    state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
+    for name, in_background in (("saving", False), ("saving in the background", True)):
+        saver = Saver(folder / name, Files(), 2, in_background, team)
+
+        def save(saver: Saver = saver) -> None:
+            saver.save(1, model.state_dict(), state, {"step": 1}, lambda: None)
+            saver.wait()
+
+        measure(name, save)
+    accelerator.wait_for_everyone()
+    saved = folder / "saving" / "step-00000001"
+    measure("loading weights", lambda: fill(model.state_dict(), read_tensors(saved / "model")))
+
+    def load() -> None:
+        checkpoint.restore_optimizer(model, optimizer.optimizer, read_tensors(saved / "optimizer"))
+
+    measure("loading the optimizer", load)
+    measure("accelerator.get_state_dict", lambda: accelerator.get_state_dict(model))
+
+
+if __name__ == "__main__":
+    launch(main)
