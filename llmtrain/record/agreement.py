@@ -35,7 +35,16 @@ def on_main(accelerator: Accelerator, action: Any) -> Any:
     told: list[Any] = [attempt(action) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         told = broadcast_object_list(told)
+    return _agreed(told)[0]
+
+
+def on_all(accelerator: Accelerator, action: Any) -> None:
+    """Run ``action`` on every process; the :class:`UserError` of one becomes everyone's."""
+    _agreed(gather_object([attempt(action)]))
+
+
+def _agreed(outcomes: list[Any]) -> list[Any]:
     try:
-        return value_of(told[0])
+        return [value_of(outcome) for outcome in outcomes]
     except OSError as error:
         raise UserError(f"{error}.") from None

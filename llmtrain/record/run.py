@@ -20,7 +20,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line, forget_after, sync_file, write_json
 from llmtrain.record import checkpoint
-from llmtrain.record.agreement import check_same_everywhere, on_main
+from llmtrain.record.agreement import check_same_everywhere, on_all, on_main
 from llmtrain.record.provenance import digest, run_record, versions
 from llmtrain.record.resume import choose_folder, lock
 from llmtrain.record.saver import Saver
@@ -219,13 +219,7 @@ class Run:
 
     def _on_writers(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the processes that write; a failure of one is everyone's."""
-        if self.saver.team.group is None:
-            on_main(self.accelerator, action)
-            return
-        try:
-            self.saver.team.each(action)
-        except OSError as error:
-            raise UserError(f"{error}.") from None
+        (on_main if self.saver.team.group is None else on_all)(self.accelerator, action)
 
     def _status(self, state: str, reason: str = "") -> Status:
         return Status(self.folder, state, self.step, reason, self.incarnation)
@@ -299,7 +293,7 @@ def open_run(
 
         on_main(accelerator, claim)
         if accelerator.is_fsdp2:
-            saver.team = Team.of_all(sees_folder=not run._taken_over(missing=True))
+            saver.team = Team.of_all(not run._taken_over(missing=True), config.ddp_timeout + 60)
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -40,9 +41,9 @@ class Team:
     group: Any = None  # over gloo, of its own: a save in the background must not meet the training's collectives
 
     @classmethod
-    def of_all(cls, sees_folder: bool) -> "Team":
-        """Of all processes, all of which call this."""
-        group = dist.new_group(backend="gloo")
+    def of_all(cls, sees_folder: bool, timeout: float = 1800) -> "Team":
+        """Of all processes, all of which call this; what they do together fails after ``timeout`` seconds."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         everyone = [False] * dist.get_world_size()
         dist.all_gather_object(everyone, sees_folder, group)
         return cls(dist.get_rank(), tuple(rank for rank, sees in enumerate(everyone) if sees), group)

@@ -1,5 +1,5 @@
 """Run by test_sharding.py on one process, under DDP, FSDP2 and HSDP: some updates of many models; writes what each was
-and did, and its last weights. `sharded_ranks.py BASES FOLDER UPDATES CASE...`, a case being such as `gpt/4`, with four
+and did, and the model. `sharded_ranks.py BASES FOLDER UPDATES CASE...`, a case being such as `gpt/4`, with four
 micro-batches; BASES holds the folders that adapters stand beside."""
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from llmtrain import (
     GPT,
     GPTConfig,
     LoraConfig,
     ModelConfig,
+    ModelFiles,
     OptimConfig,
     empty_if_sharded,
     launch,
@@ -31,7 +31,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import GradientSyncs
 from llmtrain.parallel.fsdp import held_bytes, units
-from llmtrain.shards import gathered
+from llmtrain.record.checkpoint import write_model
+from llmtrain.record.team import Team
 from llmtrain.training.loop import accumulate, train_step
 from tests.families import OVERRIDES
 
@@ -54,15 +55,14 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
 
-def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, Callable[[], dict[str, torch.Tensor]]]:
-    """The model of a case, and what tells the tensors that its checkpoint would hold."""
+def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, ModelFiles]:
     kind, _, rest = case.partition("-")
     if kind == "gpt":
         config = GPTConfig(n_layer=2, n_head=2, n_embd=66, block_size=LENGTH)  # 66 rows do not divide by four
         with empty_if_sharded(accelerator):
             gpt = GPT(config, 300, seed=3)
         shard(accelerator, gpt, gpt.first_weights(3))
-        return gpt, gpt.state_dict
+        return gpt, ModelFiles(gpt.hf_config(), words())
     lora = LoraConfig(lora_r=3, use_dora="dora" in rest) if "lora" in rest or "dora" in rest else LoraConfig()
     settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
     if rest:
@@ -75,12 +75,12 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, Cal
     model, files, _ = load_model(
         config, lora, new["tokenizer"], accelerator, 3, shard, packed=False, new_tokens=new["new_tokens"]
     )
-    return model, lambda: files.tensors(model)
+    return model, files
 
 
 def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, updates: int) -> dict[str, Any]:
     name, _, accumulation = case.partition("/")
-    model, tensors = model_of(name.removesuffix("-each"), accelerator, bases)
+    model, files = model_of(name.removesuffix("-each"), accelerator, bases)
     plain: Any = model
     optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2, optim="muon" if "muon" in case else "adamw"))
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -100,10 +100,10 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         found["syncs"].append(syncs.count)
         found["scattered"].append(len(scattered))
     check_replicas(accelerator, model)
-    wholes = {name: gathered(tensor, 0) for name, tensor in tensors().items()}
-    if accelerator.is_main_process:
-        flat = torch.cat([whole.flatten() for _, whole in sorted(wholes.items())])
-        save_file({"weights": flat}, folder / f"{case.replace('/', '-')}.safetensors")
+    if accelerator.is_fsdp2:
+        write_model(folder / case.replace("/", "-"), files, files.exported(plain), Team.of_all(sees_folder=True))
+    elif accelerator.is_main_process:
+        write_model(folder / case.replace("/", "-"), files, files.exported(plain))
     if hasattr(plain, "get_output_embeddings"):
         ends = plain.get_output_embeddings(), plain.get_input_embeddings()
         found["tied"] = bool({*ends[0].parameters()} & {*ends[1].parameters()})

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import find_fault
+from llmtrain.record.tensors import read_tensors
 from tests.launching import FINETUNE, GPT, PYTHON, TINY, accelerate, long_form, read_json, run, series, torchrun
 from tests.launching import LONG as LONG_FORM
 from tests.system.test_resume import interrupt
@@ -62,7 +63,9 @@ def found(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
             run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], timeout=600).assert_ok()
             known[name] = read_json(place / "found.json")
             for case, readings in known[name].items():
-                readings["weights"] = load_file(place / f"{case.replace('/', '-')}.safetensors")["weights"].double()
+                readings["folder"] = place / case.replace("/", "-")
+                tensors = dict(read_tensors(readings["folder"]))
+                readings["weights"] = torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
         return known[name]
 
     return find
@@ -102,6 +105,19 @@ def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found)
     assert found("one process")["llama/1"]["units"] == 0
     for case, readings in found("HSDP 2x2").items():
         assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
+
+
+@pytest.mark.parametrize("case", ["gpt/1", "llama/1", "tied-lora-grown/1", "mixtral/1"])
+def test_what_a_sharded_model_leaves_is_what_others_load(case: str, found) -> None:
+    readings = found("FSDP2 2")[case]
+    files = {path.name for path in readings["folder"].glob("*.safetensors")}
+    if "lora" in case:
+        assert files == {"adapter_model.safetensors"}
+        return
+    assert files == {f"model-0000{part}-of-00002.safetensors" for part in (1, 2)}
+    model, about = AutoModelForCausalLM.from_pretrained(readings["folder"], output_loading_info=True)
+    assert not any(about.values()), about
+    assert sum(tensor.numel() for _, tensor in read_tensors(readings["folder"])) == model.num_parameters()
 
 
 def test_gradients_are_reduced_once_an_update_or_in_each_micro_batch_where_asked(found) -> None:
@@ -155,7 +171,7 @@ def test_a_sharded_run_goes_on_as_any_other_and_back(
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
     for place, name in enumerate(layouts[:-1]):
         interrupt([*LAUNCHERS[name], *flags], folder, signal.SIGTERM, 10 + 12 * place)
-    run([*LAUNCHERS[layouts[-1]], *flags]).assert_ok()
+    run([*LAUNCHERS[layouts[-1]], *flags, "--async_save"]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
     assert len(starts) == len(layouts)
     assert all(start["step"] > 0 for start in starts[1:])
