@@ -6,6 +6,7 @@ without memory (its parameters on the meta device) is the plan; one piece of it 
 
 import contextlib
 import copy
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -78,7 +79,7 @@ def stored(plan: Any, folder: Path, dtype: torch.dtype, only: Collection[nn.Modu
     homes = {key: name for name, piece in pieces(plan) for key in piece.state_dict(prefix=f"{name}." if name else "")}
     with contextlib.ExitStack() as opened:
         slices: dict[str, dict[str, Any]] = defaultdict(dict)
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in _files(folder):
             file = opened.enter_context(safe_open(path, "pt"))
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 name, _ = rename_source_key(key, renamings, converters, plan.base_model_prefix, known)
@@ -99,6 +100,15 @@ def stored(plan: Any, folder: Path, dtype: torch.dtype, only: Collection[nn.Modu
     needed = {name for name, parameter in plan.named_parameters() if not only or parameter.is_meta}
     if not only and (absent := sorted(needed - done)):
         raise UserError(f"{folder}: {absent[0]} is missing ({len(absent)} are).")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that hold the weights: others may stand beside them, with the same in another format."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    one = folder / "model.safetensors"
+    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _new(prefix: str, piece: nn.Module, plan: Any, done: set[str]) -> Weights:

@@ -35,7 +35,7 @@ def local_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
     except Exception as error:  # of the network, the hub, the cache
         raise UserError(f"{name} is no folder, and could not be had from the hub: {first_line(error)}") from None
 

@@ -8,7 +8,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.parallel.fsdp import reduces_gradients
+from llmtrain.parallel.fsdp import parameter_groups
 
 
 def data_parallel_size(accelerator: Accelerator) -> int:
@@ -41,12 +41,12 @@ class GradientSyncs:
 
     def __init__(self, model: nn.Module) -> None:
         self.count = 0
+        self.sharded = parameter_groups(model)
         model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and (
-            getattr(model, "require_backward_grad_sync", False) or reduces_gradients(model)
-        ):
+        ddp = getattr(model, "require_backward_grad_sync", False)
+        if torch.is_grad_enabled() and (ddp or any(group.reduce_grads for group in self.sharded)):
             self.count += 1
 
     def restart(self) -> None:

@@ -149,7 +149,8 @@ def _units(model: Any) -> Iterator[tuple[list[nn.Module], bool]]:
     and with it an embedding that it shares weights with, for each weight belongs to one unit. What is left, a norm or
     the like, stays with the model itself."""
     blocks = block_classes(model)
-    yield from (([module], False) for module in model.modules() if type(module).__name__ in blocks)
+    inner_first = reversed([*model.modules()])
+    yield from (([module], False) for module in inner_first if type(module).__name__ in blocks)
     if not hasattr(model, "get_output_embeddings"):
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -181,15 +182,11 @@ def block_classes(model: nn.Module) -> set[str]:
 
 def units(model: nn.Module) -> int:
     """How many parts of a model are gathered and freed on their own."""
-    return len(_groups(model))
+    return len(parameter_groups(model))
 
 
-def reduces_gradients(model: nn.Module) -> bool:
-    """Whether a backward pass of a sharded model would reduce its gradients."""
-    return isinstance(model, FSDPModule) and any(group.reduce_grads for group in _groups(model))
-
-
-def _groups(model: nn.Module) -> list[Any]:
+def parameter_groups(model: nn.Module) -> list[Any]:
+    """Torch's own records of the units; ``reduce_grads`` of one says whether a backward pass reduces its gradient."""
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [m._get_fsdp_state()]}
     return [state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None]
 

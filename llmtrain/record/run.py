@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import filelock
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast
 from torch import nn
 
 from llmtrain.config import flag, require, require_at_least
@@ -242,7 +242,7 @@ class Run:
             yield from read_tensors(folder)
             return
         tensors = read_tensors(folder) if here else None
-        for name, shape, dtype in broadcast_object_list([headers(folder) if here else None])[0]:
+        for name, shape, dtype in on_main(self.accelerator, lambda: headers(folder)):
             tensor = next(tensors)[1] if tensors is not None else torch.empty(shape, dtype=dtype)
             yield name, broadcast(tensor.to(self.accelerator.device))
 

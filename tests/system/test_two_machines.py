@@ -16,6 +16,7 @@ from tests.launching import (
     Ended,
     accelerate,
     begin,
+    long_form,
     read_json,
     run,
     series,
@@ -52,12 +53,12 @@ def machines() -> Iterator[list[str]]:
         yield [FIRST, SECOND]
 
 
-def start_on(machines: list[str], flags: list[str]) -> list[subprocess.Popen]:
+def start_on(machines: list[str], flags: list[str], config: str = "multi_node") -> list[subprocess.Popen]:
     """README's command on each machine."""
     processes = []
     for rank, name in enumerate(machines):
         where = ["--machine_rank", str(rank), "--main_process_ip", ADDRESS[FIRST], "--mixed_precision", "no"]
-        command = ["ip", "netns", "exec", name, *accelerate("multi_node", *where), GPT, *flags]
+        command = ["ip", "netns", "exec", name, *accelerate(config, *where), GPT, *flags]
         processes.append(begin(command, env={"GLOO_SOCKET_IFNAME": "cable0"}))
     return processes
 
@@ -82,6 +83,22 @@ def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Pa
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-5)
     assert series(tmp_path / "two", "tokens") == series(tmp_path / "one", "tokens")
+
+
+@long_form
+def test_a_model_that_is_sharded_inside_two_machines_is_the_same_run(
+    machines: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--dataset", str(text_file)]
+    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
+    ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "four")], "hsdp"))
+    for machine in ended:
+        machine.assert_ok()
+    assert "FSDP2 over 2 x 2 processes" in "".join(machine.out for machine in ended)
+    assert read_json(tmp_path / "four" / "run.json")["starts"][0]["sharded"] == "2x2"
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(tmp_path / "four", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-5)
+    assert len([*tmp_path.glob("four/model/*.safetensors")]) == 4
 
 
 def test_a_machine_that_is_cut_off_is_named(machines: list[str], text_file: Path, tmp_path: Path) -> None:
