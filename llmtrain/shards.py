@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,10 +19,44 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(tensor: torch.Tensor, to: int) -> torch.Tensor | None:
-    """The whole of a tensor on the process ``to``, ``None`` on the others; all processes call this."""
+    """The whole of a tensor on the process ``to``, ``None`` on the others, which only send; all processes call this."""
     tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole if not dist.is_initialized() or dist.get_rank() == to else None
+    here = not dist.is_initialized() or dist.get_rank() == to
+    if not isinstance(tensor, DTensor):
+        return tensor if here else None
+    if tensor.placements[-1] != Shard(0):
+        whole = tensor.full_tensor()
+        return whole if here else None
+    mesh, part = tensor.device_mesh, tensor.to_local().contiguous()
+    ranks = mesh.mesh.flatten(0, -2) if mesh.ndim > 1 else mesh.mesh[None]  # a row holds the model once
+    [row] = [row.tolist() for row in ranks if to in row]
+    if not here:
+        if dist.get_rank() in row and part.numel():
+            _exchange([dist.P2POp(dist.isend, part, to)])
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=part.device)
+    parts = dict(zip(row, whole.chunk(len(row)), strict=False))  # the last ones may have nothing
+    _exchange([dist.P2POp(dist.irecv, parts[rank], rank) for rank in parts if rank != to])
+    if to in parts:
+        parts[to].copy_(part)
+    return whole
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Names of the classes of a model's blocks: what it says must not be split, else what its longest list holds, which
+    is not inside of another."""
+    present = {type(module).__name__ for module in model.modules()}
+    named = set(getattr(model, "_no_split_modules", None) or ()) & present
+    if named:
+        return named
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return {type(block).__name__ for block in max(outer, key=len, default=[])}
 
 
 def reshard(model: nn.Module) -> None:

@@ -150,7 +150,10 @@ def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerat
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sharding = Sharding.asked(world)
     _check_precision(precision, cpu, sharding, bitwise)
-    _meet_after_restart(cpu, timeout + 60)
+    if Sharding.is_asked() and sharding is None:
+        say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
+    backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
+    _meet_after_restart(backend, timeout + 60)
     accelerator = _make_accelerator(cpu, precision, timeout + 60, sharding)
     if accelerator.num_processes != world:
         raise UserError(
@@ -211,7 +214,7 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
-def _meet_after_restart(cpu: bool, timeout: float) -> None:
+def _meet_after_restart(backend: str, timeout: float) -> None:
     """Join the group under keys of this attempt's own, where the launcher has restarted its processes.
 
     With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
@@ -224,7 +227,7 @@ def _meet_after_restart(cpu: bool, timeout: float) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, world, is_master=False, timeout=wait)
     torch.distributed.init_process_group(
-        "gloo" if cpu else "nccl",
+        backend,
         store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
         rank=int(os.environ["RANK"]),
         world_size=world,

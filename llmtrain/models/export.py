@@ -1,6 +1,7 @@
 """A model as every Hugging Face tool loads it: config.json, safetensors, tokenizer files."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,6 +56,27 @@ class ModelFiles:
 
             tensors = revert_weight_conversion(model, tensors)
         return tensors
+
+    def publishing(self, model: Any) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What turns one tensor of a checkpoint into those that :meth:`exported` has of it, so that the others need not
+        be there. Where published tensors are made of several, it leaves all as they are, which transformers loads, too.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        def one(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+            return revert_weight_conversion(model, {name: whole})
+
+        def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+            return {name: tensor.shape for name, tensor in tensors.items()}
+
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self.tensors(model).items()}
+        if not hasattr(model, "get_output_embeddings"):  # this package's GPT
+            return lambda name, whole: {name: whole}
+        whole = shapes(revert_weight_conversion(model, dict(empty)))
+        if whole == shapes(empty):
+            return lambda name, whole: {name: whole}
+        apart = {key: shape for name, tensor in empty.items() for key, shape in shapes(one(name, tensor)).items()}
+        return one if apart == whole else lambda name, whole: {name: whole}
 
     def card(self, parameters: int) -> str:
         """The model card, in the form that the hub reads."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -83,12 +84,13 @@ def _draw(model: "PreTrainedModel", seed: int) -> None:
     from peft.tuners.lora import LoraLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for place, layer in enumerate(layers):
-        for name in ("lora_A", "lora_B"):
-            for matrix in getattr(layer, name).values():
-                if matrix.weight.is_meta:
-                    matrix.to_empty(device="cpu")
-        torch.manual_seed((seed + (place << 32)) % 2**63)
+    for number, layer in enumerate(layers):
+        for name, parameter in [*layer.named_parameters()]:
+            if parameter.is_meta and not name.startswith(("base_layer", "lora_magnitude_vector")):
+                place, _, leaf = name.rpartition(".")
+                real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                setattr(layer.get_submodule(place), leaf, real)
+        torch.manual_seed((seed + (number << 32)) % 2**63)
         layer.reset_lora_parameters("default", True)
 
 
@@ -139,6 +141,9 @@ class AdapterFiles(ModelFiles):
 
     def exported(self, model: Any) -> dict[str, torch.Tensor]:
         return self.tensors(model)
+
+    def publishing(self, model: Any) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
+        return lambda name, whole: {name: whole}
 
 
 def is_adapter(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
-from llmtrain.models.streaming import Weights, draw, drawn, renamed, stored
+from llmtrain.models.streaming import Weights, draw, drawn, load_buffers, renamed, stored
 from llmtrain.models.summed import is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import WEIGHTS_ONLY, local_folder, origin_of, refuse_pickles
 
@@ -211,6 +211,8 @@ def _planned(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrain
             f"--model_name_or_path {name} holds quantized weights, which cannot be sharded; use a DDP config.",
         )
         model = _without_memory(described, dtype, config)
+        with torch.no_grad():
+            load_buffers(model, local_folder(name))
     except UserError:
         raise
     except Exception as error:

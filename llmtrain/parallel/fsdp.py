@@ -4,6 +4,7 @@ gradient and of its optimizer state, and sees the whole of a block's weights onl
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,39 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.shards import fill, local
+from llmtrain.shards import block_classes, fill, local
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+# What an accelerate config may say: variable that the launcher sets -> default, values that are fine, why not others
+_OWN_UNITS = "; leave it out: blocks are found from the model"
+_LIMITS = {
+    "FSDP_VERSION": ("1", "2", "asks for FSDP {}; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does"),
+    "FSDP_AUTO_WRAP_POLICY": ("", "|TRANSFORMER_BASED_WRAP", "has an fsdp_auto_wrap_policy" + _OWN_UNITS),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", "", "has fsdp_transformer_layer_cls_to_wrap {}" + _OWN_UNITS),
+    "FSDP_IGNORED_MODULES": ("", "", "has fsdp_ignored_modules {}" + _OWN_UNITS),
+    "FSDP_RESHARD_AFTER_FORWARD": (
+        *("true", "true|false"),
+        "has fsdp_reshard_after_forward: {}, which is a value of FSDP 1; write true or false",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING": (  # which would not draw the same dropout again
+        *("false", "false"),
+        "has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+        *("false", "false"),
+        "has fsdp_activation_checkpointing_offload, which is not supported; leave it out",
+    ),
+    **{
+        f"PARALLELISM_CONFIG_{name}_SIZE": (
+            "1",
+            "1",
+            f"has {name.lower()}_size {{}}, which is not supported; leave it out",
+        )
+        for name in ("TP", "CP", "SP")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -34,22 +65,13 @@ class Sharding:
     def asked(cls, processes: int) -> "Sharding | None":
         """What the accelerate config asks for, as its launcher passes it on; ``None`` where it does not shard, or
         where one process has nobody to share with. Raises :class:`UserError` for what this package does not do."""
-        if not _said("ACCELERATE_USE_FSDP"):
+        if not cls.is_asked():
             if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
                 raise _refused("has a parallelism config without FSDP; see accelerate_configs/hsdp.yaml")
             return None
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise _refused("asks for FSDP 1; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
-        if os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
-            raise _refused("has an fsdp_auto_wrap_policy; leave it out: blocks are found from the model")
-        for name in ("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"):
-            if os.environ.get(name):
-                raise _refused(f"names modules ({os.environ[name]}); leave them out: blocks are found from the model")
-        if _said("FSDP_ACTIVATION_CHECKPOINTING"):  # which would not draw the same dropout again
-            raise _refused("has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing")
-        for name in ("TP", "CP", "SP"):
-            if _size(name) > 1:
-                raise _refused(f"has {name.lower()}_size {_size(name)}, which is not supported; leave it out")
+        for name, (default, fits, why) in _LIMITS.items():
+            if not re.fullmatch(fits, value := os.environ.get(name, default), re.IGNORECASE):
+                raise _refused(why.format(value))
         if processes == 1:
             return None
         replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
@@ -62,6 +84,10 @@ class Sharding:
             )
         return cls(replicas, shards, _said("FSDP_OFFLOAD_PARAMS")) if shards > 1 else None
 
+    @staticmethod
+    def is_asked() -> bool:
+        return _said("ACCELERATE_USE_FSDP")
+
     def settings(self, cpu: bool, precision: str) -> dict[str, Any]:
         """Arguments of ``Accelerator``. Gradients are summed in float32, as the loss is, which nothing casts."""
         casts = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
@@ -70,6 +96,7 @@ class Sharding:
             auto_wrap_policy="NO_WRAP",  # shard() knows the units
             mixed_precision_policy=casts,
             cpu_ram_efficient_loading=False,  # weights come as a stream
+            state_dict_type="SHARDED_STATE_DICT",  # which nobody asks for
             cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if self.cpu_offload else None,
         )
         sizes = ParallelismConfig(dp_replicate_size=self.replicas, dp_shard_size=self.shards)
@@ -123,6 +150,9 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
         keep = False if used_again_at_once else plugin.reshard_after_forward
         fully_shard(modules, reshard_after_forward=keep, **settings)
     fully_shard(model, **settings)
+    reduce_all: Any = getattr(model, "set_reduce_scatter_unused_params", None)
+    if reduce_all is not None:
+        reduce_all(True)  # torch 2.13: also what one process has not used, an expert that no token chose
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     for parameter in empty.values():
@@ -149,6 +179,8 @@ def _units(model: Any) -> Iterator[tuple[list[nn.Module], bool]]:
     and with it an embedding that it shares weights with, for each weight belongs to one unit. What is left, a norm or
     the like, stays with the model itself."""
     blocks = block_classes(model)
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
     inner_first = reversed([*model.modules()])
     yield from (([module], False) for module in inner_first if type(module).__name__ in blocks)
     if not hasattr(model, "get_output_embeddings"):
@@ -166,18 +198,6 @@ def _give_addresses(model: Any) -> None:
     for parameter in model.parameters():
         if not local(parameter).numel():
             parameter._local_tensor.data_ptr = functools.partial(id, parameter)
-
-
-def block_classes(model: nn.Module) -> set[str]:
-    """Names of the classes of a model's blocks: what it says must not be split, else what its longest list holds."""
-    present = {type(module).__name__ for module in model.modules()}
-    named = set(getattr(model, "_no_split_modules", None) or ()) & present
-    if not named:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        named = {type(block).__name__ for block in max(lists, key=len, default=[])}
-    if not named:
-        raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
-    return named
 
 
 def units(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, write_hashed
 from llmtrain.record.team import ALONE, Team
-from llmtrain.record.tensors import Share, write_tensors
+from llmtrain.record.tensors import Published, Share, as_it_is, write_tensors
 from llmtrain.shards import fill
 
 MANIFEST = "MANIFEST.json"
@@ -58,6 +59,9 @@ class ModelWriter(Protocol):
 
     def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What the finished model's folder holds."""
+
+    def publishing(self, model: nn.Module) -> Published:
+        """What turns one of a checkpoint's tensors into those of the finished model's folder."""
 
 
 def write_checkpoint(
@@ -105,9 +109,15 @@ def write_checkpoint(
     return target
 
 
-def write_model(folder: Path, files: ModelWriter, tensors: dict[str, torch.Tensor], team: Team = ALONE) -> None:
+def write_model(
+    folder: Path,
+    files: ModelWriter,
+    tensors: dict[str, torch.Tensor],
+    team: Team = ALONE,
+    published: Published = as_it_is,
+) -> None:
     """Write a complete model folder in the place of ``folder``; the processes of a team call this together."""
-    weights = share_of(tensors, team, files.divisible)
+    weights = replace(share_of(tensors, team, files.divisible), published=published)
     with contextlib.ExitStack() as committing:
         working = team.main(lambda: committing.enter_context(new_folder(folder)))
         team.each(lambda: write_tensors(working, files.weights, weights))
@@ -124,7 +134,8 @@ def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:
     files.write(folder, sum(tensor.numel() for tensor in weights.tensors.values()))
     names = weights.files(files.weights)
     if len(names) > 1:
-        places = {name: file for file, dealt in zip(names, weights.dealt, strict=True) for name in dealt}
+        files_of = zip(names, weights.dealt, strict=True)
+        places = {about[0]: file for file, dealt in files_of for about in weights.headers(dealt)}
         size = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))

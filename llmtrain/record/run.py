@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +143,8 @@ class Run:
 
         def ready() -> None:
             self.saver.wait()
+            if not self.accelerator.is_main_process:
+                return
             if self._taken_over():
                 raise UserError(f"{self.folder}: another run has taken over this folder; nothing was saved here.")
             for name in _LEDGERS:  # what is logged of the updates before a checkpoint is as durable as it
@@ -197,9 +200,16 @@ class Run:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         _check_finite(self.accelerator, plain)
         self._on_writers(self.saver.wait)
-        team = self.saver.team
-        finished = self.folder / "model"
-        self._on_writers(lambda: checkpoint.write_model(finished, self.files, self.files.exported(plain), team))
+        team, target = self.saver.team, self.folder / "model"
+
+        def write() -> None:
+            if team.group is None:
+                checkpoint.write_model(target, self.files, self.files.exported(plain))
+            else:
+                tensors, published = self.files.tensors(plain), self.files.publishing(plain)
+                checkpoint.write_model(target, self.files, tensors, team, published)
+
+        self._on_writers(write)
         self._outcome = {"state": "finished", "reason": "all updates were made"}
 
     def preempted(self) -> None:
@@ -228,12 +238,20 @@ class Run:
         if self.accelerator.is_main_process and not self._taken_over():
             self._status(state, reason).write()
 
-    def _taken_over(self, missing: bool = False) -> bool:
-        """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices.
-        ``missing``: what to answer where there is no folder to see."""
+    def _taken_over(self) -> bool:
+        """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices."""
+        return self._incarnation() not in (None, self.incarnation)
+
+    def _can_write(self) -> bool:
+        """Whether this process sees the folder of this very run, and not one of its name, and may write there."""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.folder):
+            return self._incarnation() == self.incarnation
+        return False
+
+    def _incarnation(self) -> str | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return json.loads((self.folder / "status.json").read_text())["incarnation"] != self.incarnation
-        return missing
+            return json.loads((self.folder / "status.json").read_text())["incarnation"]
+        return None
 
     def _from_main_process(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a folder that the main process sees, one at a time."""
@@ -293,7 +311,7 @@ def open_run(
 
         on_main(accelerator, claim)
         if accelerator.is_fsdp2:
-            saver.team = Team.of_all(not run._taken_over(missing=True), config.ddp_timeout + 60)
+            saver.team = Team.of_all(run._can_write(), config.ddp_timeout + 60)
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:

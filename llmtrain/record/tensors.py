@@ -6,7 +6,7 @@ The format: 8 bytes with the header's length, the header as JSON (name -> dtype,
 import inspect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,27 @@ _NAMES = {
 }
 
 
+Published = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+Header = tuple[str, torch.Size, torch.dtype]
+
+
+def as_it_is(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: whole}
+
+
 @dataclass(frozen=True)
 class Share:
     """The tensors of a file that several processes write, each its part: the largest first, dealt out in turn.
 
     ``tensors`` are all of them, by name, and may be spread over the processes: each is gathered to the one that writes
-    it, as many at a time as there are writers. They may lie on any device.
+    it, as many at a time as there are writers. They may lie on any device. ``published`` makes of a whole tensor those
+    that are written.
     """
 
     tensors: dict[str, torch.Tensor]
     rank: int = 0
     writers: tuple[int, ...] = (0,)
+    published: Published = as_it_is
 
     @property
     def dealt(self) -> list[list[str]]:
@@ -60,6 +70,14 @@ class Share:
     @property
     def mine(self) -> list[str]:
         return self.dealt[self.writers.index(self.rank)] if self.rank in self.writers else []
+
+    def headers(self, names: list[str]) -> list[Header]:
+        """Of what is written for these tensors."""
+        shapes = {
+            name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="meta") for name in names
+        }
+        written = (item for name, shape in shapes.items() for item in self.published(name, shape).items())
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in written]
 
     def files(self, name: str) -> list[str]:
         """Of all writers, of which this is the one file where there is one."""
@@ -95,21 +113,18 @@ def write_tensors(folder: Path, name: str, share: Share) -> dict[str, Any]:
 def _pieces(share: Share) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name in share.mine:
-        tensor = share.tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for name, shape, dtype in share.headers(share.mine):
+        end = offset + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, whole in share.wholes():
-        flat = whole.cpu().contiguous().flatten()
-        if flat.numel():
-            yield flat.view(torch.uint8).numpy().data
-
-
-Header = tuple[str, torch.Size, torch.dtype]
+    for name, whole in share.wholes():
+        for tensor in share.published(name, whole.cpu()).values():
+            flat = tensor.contiguous().flatten()
+            if flat.numel():
+                yield flat.view(torch.uint8).numpy().data
 
 
 def headers(folder: Path) -> list[Header]:

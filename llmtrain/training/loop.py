@@ -215,7 +215,7 @@ def _how_to_accumulate(
         if count > 1:
             held = f"of {count} micro-batches are held whole, {size:.1f} MiB a process, and reduced once"
             say("gradients", f"{held}; --sync_each_batch holds this process's part")
-    return functools.partial(accumulate, sync_each_batch=run.sync_each_batch)
+    return functools.partial(accumulate, sync_each_batch=True) if run.sync_each_batch else accumulate
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ class TwoRanks:
 
     num_processes = 2
     is_fsdp2 = False
+    device = torch.device("cpu")
 
     def __init__(self, other: nn.Module) -> None:
         self.other = other
@@ -70,7 +71,7 @@ def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> No
 class TwoReplicasOfTwo:
     """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
 
-    num_processes, is_fsdp2 = 4, True
+    num_processes, is_fsdp2, device = 4, True, torch.device("cpu")
     parallelism_config = type("Sizes", (), {"dp_shard_size": 2})
 
     def __init__(self, *halves: nn.Module) -> None:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from llmtrain import GPT, GPTConfig, UserError
-from llmtrain.parallel.fsdp import Sharding, block_classes
+from llmtrain.parallel.fsdp import Sharding
+from llmtrain.shards import block_classes
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -33,6 +34,11 @@ def test_what_a_config_asks_for(asked) -> None:
     assert asked(4, ACCELERATE_USE_PARALLELISM_CONFIG="true", **sizes(2, 2)).replicas == 2
 
 
+def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
+    policy = Sharding(1, 2).settings(True, "bf16")["fsdp_plugin"].mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
+
+
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
@@ -42,7 +48,9 @@ def test_what_a_config_asks_for(asked) -> None:
         ),
         ({"FSDP_VERSION": "1"}, "asks for FSDP 1; set fsdp_version: 2"),
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy; leave it out"),
-        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, r"names modules \(Block\); leave them out"),
+        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_transformer_layer_cls_to_wrap Block; leave it out"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD, which is a value of FSDP 1; write true or false"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload, which is not"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2, which is not supported"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
@@ -59,5 +67,7 @@ def test_blocks_are_found_from_the_model() -> None:
     said = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2))
     said._no_split_modules = ["Bilinear", "NotHere"]
     assert block_classes(said) == {"Bilinear"}
-    with pytest.raises(UserError, match="Sequential has no repeated blocks"):
-        block_classes(nn.Sequential(nn.Linear(2, 2)))
+    assert block_classes(nn.Sequential(nn.Linear(2, 2))) == set()
+    experts = nn.ModuleList(nn.Bilinear(1, 1, 1) for _ in range(9))
+    layers = nn.ModuleList(nn.ModuleDict({"experts": experts}) for _ in range(2))
+    assert block_classes(nn.ModuleDict({"layers": layers})) == {"ModuleDict"}  # of the longest list that is outermost

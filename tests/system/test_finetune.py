@@ -99,7 +99,8 @@ def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: 
     assert "fine-tuning on what assistants say: the records are messages" in ended.out
 
 
-@pytest.mark.parametrize("others", ["2", pytest.param("2,4", marks=long_form)])
+@long_form
+@pytest.mark.parametrize("others", ["2,4"])
 def test_a_fine_tune_has_the_same_bits_on_any_number_of_processes(others: str, chats: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "64", "--per_device_train_batch_size", "1", "--bitwise"]
     command = [*VERIFY, "layout", "--layouts", others, "--steps", "3", FINETUNE, *flags, "--dataset", str(chats)]

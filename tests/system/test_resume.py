@@ -94,7 +94,8 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
 
 
-@pytest.mark.parametrize("last", [2, pytest.param(4, marks=long_form)])
+@long_form  # test_kills.py has a short one
+@pytest.mark.parametrize("last", [2, 4])
 def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
     last: int, text_file: Path, tmp_path: Path
 ) -> None:

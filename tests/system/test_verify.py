@@ -41,9 +41,8 @@ def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_text(text_file: Path)
     assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "limit"), [("mixed_precision: bf16", 1e-2), pytest.param("dynamo", 1e-5, marks=long_form)]
-)
+@long_form
+@pytest.mark.parametrize(("change", "limit"), [("mixed_precision: bf16", 1e-2), ("dynamo", 1e-5)])
 def test_bf16_and_compiled_runs_agree_on_two_layouts(
     change: str, limit: float, text_file: Path, tmp_path: Path
 ) -> None:
