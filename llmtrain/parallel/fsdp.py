@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -89,8 +89,10 @@ class Sharding:
         return _said("ACCELERATE_USE_FSDP")
 
     def settings(self, cpu: bool, precision: str) -> dict[str, Any]:
-        """Arguments of ``Accelerator``. Gradients are summed in float32, as the loss is, which nothing casts."""
-        casts = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
+        """Arguments of ``Accelerator``. In bfloat16 blocks are gathered in it, and their gradients summed in float32;
+        which product is computed in which precision autocast says, as under DDP, so no input or output is cast."""
+        half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        casts = half if precision == "bf16" else MixedPrecisionPolicy()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="NO_WRAP",  # shard() knows the units
@@ -141,15 +143,17 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     if not is_sharded(accelerator):
         return
     plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    settings: dict[str, Any] = {
-        "mesh": accelerator.torch_device_mesh[tuple(sizes.dp_dim_names)],
-        "mp_policy": plugin.mixed_precision_policy,
-        "offload_policy": plugin.cpu_offload,
-    }
-    for modules, used_again_at_once in _units(model):
-        keep = False if used_again_at_once else plugin.reshard_after_forward
-        fully_shard(modules, reshard_after_forward=keep, **settings)
-    fully_shard(model, **settings)
+    mesh = accelerator.torch_device_mesh[tuple(sizes.dp_dim_names)]
+    settings: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+    whole_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
+    for unit in _units(model, norms_apart=accelerator.native_amp):
+        keep = False if unit.backward_begins else plugin.reshard_after_forward
+        casts = block_precision if unit.multiplied else whole_precision
+        fully_shard(unit.modules, reshard_after_forward=keep, mp_policy=casts, **settings)
+    fully_shard(model, mp_policy=whole_precision, **settings)
+    if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
+        dtype = torch.get_autocast_dtype(accelerator.device.type)
+        model.forward = torch.autocast(accelerator.device.type, dtype)(model.forward)
     reduce_all: Any = getattr(model, "set_reduce_scatter_unused_params", None)
     if reduce_all is not None:
         reduce_all(True)  # torch 2.13: also what one process has not used, an expert that no token chose
@@ -174,23 +178,34 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     )
 
 
-def _units(model: Any) -> Iterator[tuple[list[nn.Module], bool]]:
-    """What is gathered and freed on its own, and whether backward begins with it: the blocks; the embedding; the head,
-    and with it an embedding that it shares weights with, for each weight belongs to one unit. What is left, a norm or
-    the like, stays with the model itself."""
+class Unit(NamedTuple):
+    modules: list[nn.Module]
+    multiplied: bool = True  # by autocast in half precision, and so gathered in it
+    backward_begins: bool = False  # with it, so it is not freed before
+
+
+def _units(model: Any, norms_apart: bool) -> Iterator[Unit]:
+    """What is gathered and freed on its own: the blocks (and the norms of each, where they keep another precision); the
+    embedding; the head, and with it an embedding that it shares weights with, for each weight belongs to one unit. What
+    is left, the last norm or the like, stays with the model itself. Raises :class:`UserError` where there are no
+    blocks."""
     blocks = block_classes(model)
     if not blocks:
         raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
-    inner_first = reversed([*model.modules()])
-    yield from (([module], False) for module in inner_first if type(module).__name__ in blocks)
+    for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
+        norms = [m for m in block.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))]
+        if norms and norms_apart:
+            yield Unit(norms, multiplied=False)
+        yield Unit([block])
     if not hasattr(model, "get_output_embeddings"):
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     shared = {*embedding.parameters()} & {*head.parameters()} if head is not None else set()
-    if not shared:
-        yield [embedding], False
-    if head is not None:
-        yield ([embedding, head] if shared else [head]), True
+    if shared:
+        yield Unit([embedding, head], multiplied=False, backward_begins=True)
+    else:
+        yield Unit([embedding], multiplied=False)
+        yield from [Unit([head], backward_begins=True)] if head is not None else []
 
 
 def _give_addresses(model: Any) -> None:

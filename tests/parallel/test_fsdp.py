@@ -37,6 +37,7 @@ def test_what_a_config_asks_for(asked) -> None:
 def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
     policy = Sharding(1, 2).settings(True, "bf16")["fsdp_plugin"].mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
+    assert not policy.cast_forward_inputs  # the residual stream stays in float32
 
 
 @pytest.mark.parametrize(
