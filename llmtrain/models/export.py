@@ -50,33 +50,35 @@ class ModelFiles:
 
     def exported(self, model: Any) -> dict[str, torch.Tensor]:
         """The finished model's tensors, by the names that published models of this kind have."""
-        tensors = self.tensors(model)
-        if hasattr(model, "get_output_embeddings"):  # not this package's GPT, whose names are those already
-            from transformers.core_model_loading import revert_weight_conversion
+        return self._published(model, self.tensors(model))
 
-            tensors = revert_weight_conversion(model, tensors)
-        return tensors
+    def _published(self, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not hasattr(model, "get_output_embeddings"):  # this package's GPT, whose names are those already
+            return tensors
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(model, dict(tensors))
 
     def publishing(self, model: Any) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What turns one tensor of a checkpoint into those that :meth:`exported` has of it, so that the others need not
         be there. Where published tensors are made of several, it leaves all as they are, which transformers loads, too.
         """
-        from transformers.core_model_loading import revert_weight_conversion
 
-        def one(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-            return revert_weight_conversion(model, {name: whole})
+        def as_it_is(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {name: whole}
+
+        def converted(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+            return self._published(model, {name: whole})
 
         def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in tensors.items()}
 
-        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self.tensors(model).items()}
-        if not hasattr(model, "get_output_embeddings"):  # this package's GPT
-            return lambda name, whole: {name: whole}
-        whole = shapes(revert_weight_conversion(model, dict(empty)))
-        if whole == shapes(empty):
-            return lambda name, whole: {name: whole}
-        apart = {key: shape for name, tensor in empty.items() for key, shape in shapes(one(name, tensor)).items()}
-        return one if apart == whole else lambda name, whole: {name: whole}
+        kept = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self.tensors(model).items()}
+        at_once = self._published(model, kept)
+        if shapes(at_once) == shapes(kept):
+            return as_it_is
+        apart = {key: part for name, tensor in kept.items() for key, part in converted(name, tensor).items()}
+        return converted if shapes(apart) == shapes(at_once) else as_it_is
 
     def card(self, parameters: int) -> str:
         """The model card, in the form that the hub reads."""

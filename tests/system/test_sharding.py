@@ -12,7 +12,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import find_fault
 from llmtrain.record.tensors import read_tensors
-from tests.launching import FINETUNE, GPT, PYTHON, TINY, accelerate, long_form, read_json, run, series, torchrun
+from tests.launching import (
+    BIN,
+    FINETUNE,
+    GPT,
+    PYTHON,
+    ROOT,
+    TINY,
+    accelerate,
+    long_form,
+    read_json,
+    run,
+    series,
+    torchrun,
+)
 from tests.launching import LONG as LONG_FORM
 from tests.system.test_resume import interrupt
 
@@ -78,6 +91,22 @@ def apart(readings: dict[str, Any], reference: dict[str, Any]) -> dict[str, floa
     pairs = {key: zip(readings[key], reference[key], strict=True) for key in ("losses", "norms")}
     weights = (readings["weights"] - reference["weights"]).norm() / reference["weights"].norm()
     return {key: max(abs(a / b - 1) for a, b in both) for key, both in pairs.items()} | {"weights": float(weights)}
+
+
+@pytest.fixture(scope="module")
+def offloading(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
+    path = tmp_path_factory.mktemp("config") / "offload.yaml"
+    path.write_text(config.replace("offload_params: false", "offload_params: true"))
+    return path
+
+
+@long_form
+def test_parts_that_live_on_the_host_are_trained_alike(offloading: Path, bases: Path, tmp_path: Path, found) -> None:
+    command = [str(BIN / "accelerate"), "launch", "--config_file", str(offloading), *FLOAT32, SCRIPT, str(bases)]
+    run([*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]).assert_ok()
+    for case, readings in read_json(tmp_path / "found" / "found.json").items():
+        assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
 
 LAYOUTS = ["FSDP2 2", "HSDP 2x2", *(pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2"))]
