@@ -72,7 +72,7 @@ def found(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def find(name: str) -> dict[str, Any]:
         if name not in known:
-            short = [case for case in (*TABLE, *MORE) if name == "one process" or case in SHORT[name]]
+            short = [case for case in (*TABLE, *MORE) if name == "one process" or case in SHORT.get(name, TABLE)]
             cases = [*TABLE, *MORE] if LONG_FORM else short
             place = folder / name.replace(" ", "-")
             run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], timeout=600).assert_ok()
