@@ -82,7 +82,9 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     name, _, accumulation = case.partition("/")
     model, files = model_of(name.removesuffix("-each"), accelerator, bases)
     plain: Any = model
-    optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2, optim="muon" if "muon" in case else "adamw"))
+    gently = case.startswith(("base", "tied", "gpt2base"))  # where most gradients begin as nothing, and signs as noise
+    optim = OptimConfig(learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw")
+    optimizer = make_optimizer(model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [p for group in optimizer.param_groups for p in group["params"]]

@@ -61,6 +61,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gpt2base", "gpt2", gpt2, True),
     ):
         config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **sizes)
+        torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="100KB")
     return folder
 
@@ -118,10 +119,10 @@ def test_every_layout_makes_the_updates_of_one_process(name: str, found, score: 
     for case, readings in found(name).items():
         difference = apart(readings, found("one process")[case])
         score(f"sharding: {name}: {case}: " + ", ".join(f"{key} {value:.1e}" for key, value in difference.items()))
-        # Muon orthogonalises in bfloat16, and AdamW lets the sign of a gradient that is nearly nothing count
+        muon = 300 if "muon" in case else 1  # it orthogonalises in bfloat16
         assert difference["losses"] < (1e-4 if "muon" in case else 1e-5), case
-        assert difference["norms"] < 5e-3, case
-        assert difference["weights"] < (2e-2 if "muon" in case else 1e-3), case
+        assert difference["norms"] < 1e-4 * muon, case
+        assert difference["weights"] < 1e-4 * muon, case
         assert len(set(readings["losses"])) == UPDATES
 
 
