@@ -63,7 +63,8 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, Mod
             gpt = GPT(config, 300, seed=3)
         shard(accelerator, gpt, gpt.first_weights(3))
         return gpt, ModelFiles(gpt.hf_config(), words())
-    lora = LoraConfig(lora_r=3, use_dora="dora" in rest) if "lora" in rest or "dora" in rest else LoraConfig()
+    rank = 1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0  # of one row some hold nothing
+    lora = LoraConfig(lora_r=rank, use_dora="dora" in rest)
     settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
     if rest:
         settings = {"model_name_or_path": str(bases / kind), "gradient_checkpointing": "again" in rest}
@@ -89,7 +90,8 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [p for group in optimizer.param_groups for p in group["params"]]
     found: dict[str, Any] = {"losses": [], "norms": [], "syncs": [], "scattered": [], "units": units(plain)}
-    found["same_parameters"] = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
+    same = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
+    found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)
     syncs, scattered, how = GradientSyncs(model), COUNTS, partial(accumulate, sync_each_batch="-each" in name)
     for step in range(updates):

@@ -63,6 +63,14 @@ def wait_for_some_instant(process: subprocess.Popen, folder: Path, draw: random.
     time.sleep(draw.uniform(0, 2.5))
 
 
+def wait_for_a_save(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
+    """Until a checkpoint is being written; some readings after the start."""
+    before = readings(folder) + draw.randrange(1, 6)
+    while process.poll() is None and (readings(folder) < before or not [*folder.glob("checkpoints/.tmp-step-*")]):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.03))
+
+
 def kill(process: subprocess.Popen, draw: random.Random) -> str:
     """SIGKILL a rank, the launcher or all; wait until nothing of the run is left. Says what was killed."""
     everyone = psutil.Process(process.pid).children(recursive=True)
@@ -100,7 +108,7 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
         starts += 1
         try:
             if len(kills) < KILLS:
-                wait_for_some_instant(process, folder, draw)
+                (wait_for_a_save if how == "sharded" else wait_for_some_instant)(process, folder, draw)
             else:
                 process.communicate(timeout=200)
             if process.poll() is None:
