@@ -112,8 +112,8 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
             else:
                 process.communicate(timeout=200)
             if process.poll() is None:
-                kills.append(kill(process, draw))
                 inside += bool(list(folder.glob("checkpoints/.tmp-step-*")))
+                kills.append(kill(process, draw))
         finally:
             stop_group(process)
             process.communicate()
