@@ -1,4 +1,5 @@
-"""A tensor of which every process holds a part (torch's DTensor): its local part, its whole, and back.
+"""Tensors of which every process holds a part (torch's DTensor): the local part, the whole, and back; and the blocks of
+a model, by which it is cut.
 
 Of a plain tensor, which every process holds whole, the local part is the tensor itself.
 """

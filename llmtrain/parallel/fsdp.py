@@ -152,8 +152,7 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
         fully_shard(unit.modules, reshard_after_forward=keep, mp_policy=casts, **settings)
     fully_shard(model, mp_policy=whole_precision, **settings)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
-        dtype = torch.get_autocast_dtype(accelerator.device.type)
-        model.forward = torch.autocast(accelerator.device.type, dtype)(model.forward)
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     reduce_all: Any = getattr(model, "set_reduce_scatter_unused_params", None)
     if reduce_all is not None:
         reduce_all(True)  # torch 2.13: also what one process has not used, an expert that no token chose
