@@ -19,6 +19,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """Shape and type of the whole, without memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 def gathered(tensor: torch.Tensor, to: int) -> torch.Tensor | None:
     """The whole of a tensor on the process ``to``, ``None`` on the others, which only send; all processes call this."""
     tensor = tensor.detach()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from llmtrain.shards import outline
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +75,7 @@ class ModelFiles:
         def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in tensors.items()}
 
-        kept = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in self.tensors(model).items()}
+        kept = {name: outline(tensor) for name, tensor in self.tensors(model).items()}
         at_once = self._published(model, kept)
         if shapes(at_once) == shapes(kept):
             return as_it_is

@@ -76,7 +76,7 @@ def stored(plan: Any, folder: Path, dtype: torch.dtype, only: Collection[nn.Modu
         slices: dict[str, dict[str, Any]] = defaultdict(dict)
         ties = plan.get_expanded_tied_weights_keys(all_submodels=True)
         twice = set()  # what is tied, and stored under another name, too
-        for file, key, name in _published(plan, folder, opened):
+        for file, key, name in _keys(plan, folder, opened):
             slices[homes.get(name, "")][key] = file.get_slice(key)
             twice |= {ties[name]} if name in ties else set()
         for name, piece in pieces(plan):
@@ -99,20 +99,20 @@ def stored(plan: Any, folder: Path, dtype: torch.dtype, only: Collection[nn.Modu
 
 def load_buffers(model: Any, folder: Path) -> None:
     """Fill the buffers that a model is published with, which are small and on every process whole."""
-    buffers = {name: buffer for name, buffer in model.state_dict(keep_vars=True).items() if not _is_trained(buffer)}
+    buffers = {
+        name: buffer
+        for name, buffer in model.state_dict(keep_vars=True).items()
+        if not isinstance(buffer, nn.Parameter)
+    }
     with contextlib.ExitStack() as opened:
-        for file, key, name in _published(model, folder, opened):
+        for file, key, name in _keys(model, folder, opened):
             if name in buffers:
                 buffers.pop(name).copy_(file.get_tensor(key))
     if buffers:
         raise UserError(f"{folder}: {min(buffers)} is missing ({len(buffers)} are).")
 
 
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _published(model: Any, folder: Path, opened: contextlib.ExitStack) -> Iterator[tuple[Any, str, str]]:
+def _keys(model: Any, folder: Path, opened: contextlib.ExitStack) -> Iterator[tuple[Any, str, str]]:
     """Open the files of a folder: file, published name, and the name of this model that it becomes or goes into."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

@@ -12,6 +12,7 @@ import torch
 from llmtrain.record.checkpoint import ModelWriter, prune, share_of, write_checkpoint
 from llmtrain.record.team import ALONE, Team
 from llmtrain.record.tensors import Share
+from llmtrain.shards import outline
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,7 +61,7 @@ class Saver:
     def _copy(self, part: str, share: Share) -> Share:
         """What this process writes, on the host, in memory that is kept from save to save: new pages cost more than
         the copying. Of what others write the shapes stay."""
-        copies = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in share.tensors.items()}
+        copies = {name: outline(tensor) for name, tensor in share.tensors.items()}
         for name, tensor in share.wholes():
             place = self._copies.get(f"{part} {name}")
             if place is None:

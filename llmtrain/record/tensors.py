@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmtrain.files import write_hashed
-from llmtrain.shards import gathered
+from llmtrain.shards import gathered, outline
 
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
 _READ: Any = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
@@ -73,10 +73,7 @@ class Share:
 
     def headers(self, names: list[str]) -> list[Header]:
         """Of what is written for these tensors."""
-        shapes = {
-            name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="meta") for name in names
-        }
-        written = (item for name, shape in shapes.items() for item in self.published(name, shape).items())
+        written = (item for name in names for item in self.published(name, outline(self.tensors[name])).items())
         return [(name, tensor.shape, tensor.dtype) for name, tensor in written]
 
     def files(self, name: str) -> list[str]:
