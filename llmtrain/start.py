@@ -315,11 +315,19 @@ def _die_with_launcher() -> None:
             os._exit(1)
 
 
+_LEFT: list[Any] = []  # groups, kept to the end of the process
+
+
 def leave_group() -> None:
-    """Meet the other processes for the last time. What one of them does after it, nobody waits for."""
+    """Meet the other processes for the last time. What one of them does after it, nobody waits for.
+
+    The group is left, not freed: DDP's reducer holds it too, and were that the last to let go, with the interpreter's
+    lock in its hand, it would wait for a thread of gloo's that may wait for this lock.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         state = PartialState()
         state.wait_for_everyone()
+        _LEFT.append(torch.distributed.group.WORLD)
         state.destroy_process_group()
 
 

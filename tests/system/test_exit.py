@@ -1,7 +1,8 @@
 """A finished run ends with status 0, on a busy machine too.
 
-gloo's threads sometimes abort a process whose work is done ("terminate called without an active exception"). The
-campaign is ``make launches``; on a quiet machine every other test that launches something sees it.
+gloo's threads sometimes abort a process whose work is done ("terminate called without an active exception"), or keep it
+from ending, each waiting for the other. The campaign is ``make launches``; on a quiet machine every other test that
+launches something sees it.
 """
 
 import multiprocessing
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, LONG, TINY, accelerate, bound, run
+from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, bound, run
 
 LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", str(int(LONG))))
 
@@ -45,3 +46,29 @@ def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
             process.kill()
             process.join()
     score(f"launches: with a status that is not 0: {bound(sum(map(bool, statuses)), len(statuses))}")
+
+
+FREED = """
+import threading, time
+import torch, torch.distributed as dist
+from llmtrain import launch, leave_group
+
+started = threading.Event()
+
+def busy(_):  # on gloo's thread, which needs the interpreter's lock to go on
+    started.set()
+    time.sleep(1)
+
+def main():
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    dist.barrier(async_op=True).get_future().then(busy)
+    started.wait()
+    leave_group()
+
+launch(main)
+"""
+
+
+def test_a_model_can_be_freed_while_a_thread_of_gloo_is_still_busy() -> None:
+    run([*PYTHON, "-c", FREED], timeout=60).assert_ok()
