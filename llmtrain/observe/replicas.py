@@ -20,7 +20,7 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
         bits = value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
         bits = bits.flatten().to(torch.int64)
         bits = bits ^ (bits >> 32)  # or two flipped signs of float64 would cancel out
-        weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+        weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # of a part that holds nothing, none
         sums.append((bits * weights).sum())
     return torch.stack(sums)
 

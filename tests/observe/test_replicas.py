@@ -68,6 +68,11 @@ def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> No
     check_replicas(TwoRanks(other), model())
 
 
+def test_a_part_that_holds_nothing_is_like_another() -> None:
+    empty = nn.Linear(8, 0)
+    check_replicas(TwoRanks(empty), empty)
+
+
 class TwoReplicasOfTwo:
     """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
 
