@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
-from llmtrain.models.loss import inputs_of, summed_nll, targets_of
+from llmtrain.models.attention import causal_attention
+from llmtrain.models.loss import inputs_of, linear_nll, targets_of
 from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 _INIT_STD = 0.02
@@ -98,7 +99,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, C]
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (q, k, v))  # [B, H, T, C/H]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = causal_attention(q, k, v)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -182,7 +183,7 @@ class GPT(nn.Module):
         if labels is None:
             return F.linear(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
         hidden = self.transformer(inputs_of(input_ids), dropout_keys)
-        return summed_nll(F.linear(hidden, self.transformer.wte.weight), targets_of(labels))
+        return linear_nll(hidden, self.transformer.wte.weight, targets_of(labels))
 
     def flops_per_token(self) -> int:
         """Forward and backward, matrix products alone: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B)."""

@@ -19,10 +19,14 @@ VOCABULARIES = [ROWS - 3, ROWS, ROWS + 1, 5 * ROWS - 2]  # fewer than a block, o
 INCOMING = 0.37
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["held", "blockwise"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the two ways to compute the loss, the one that the test takes."""
+    monkeypatch.setattr(loss, "_HELD", 10**9 if request.param == "held" else -1)
+    monkeypatch.setattr(loss, "_TILE", 7)
     monkeypatch.setattr(loss, "_ROWS", ROWS)
     monkeypatch.setattr(loss, "_BLOCK", 1)
+    return request.param
 
 
 class Case(NamedTuple):
@@ -105,12 +109,13 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.products = 0, list[torch.dtype]()
+        self.largest, self.products, self.packets = 0, list[torch.dtype](), set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         sizes = [result.numel() for result in tree_leaves(results) if isinstance(result, torch.Tensor)]
         self.largest = max([self.largest, *sizes])
+        self.packets.add(func.overloadpacket)
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.products.append(args[-1].dtype)
         return results
@@ -130,6 +135,15 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(vocabulary: int, bias:
     assert single[0].dtype == torch.float32
     torch.testing.assert_close(single, outcome(whole_logits, exact.to(torch.float32), softcap))
     assert max(distance(single, expected)) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["held", "blockwise"], indirect=True)
+def test_only_few_logits_are_held(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = case()
+    monkeypatch.setattr(loss, "_HELD", int((some.targets != IGNORED).sum()) * len(some.weight) - (way == "blockwise"))
+    with Operations() as operations:
+        linear_nll(*some)
+    assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
 
 
 def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +179,7 @@ def test_without_a_target_there_are_gradients_and_they_are_zero(softcap: float |
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str) -> None:
+def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str, way: str) -> None:
     every = case(bias=True)
     expected = dict(zip(("loss", "hidden", "weight", "bias"), outcome(whole_logits, every), strict=True))
     for name in ("hidden", "weight", "bias"):
@@ -175,7 +189,8 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str) -> None:
     torch.testing.assert_close(getattr(every, trained).grad, expected[trained], rtol=1e-12, atol=1e-12)
     assert all(getattr(every, name).grad is None for name in ("hidden", "weight", "bias") if name != trained)
     blocks = -(-VOCABULARIES[-1] // ROWS)
-    assert len(operations.products) == (2 if trained == "bias" else 3) * blocks  # logits twice, and what is asked for
+    logits = 1 if way == "held" else 2 * blocks  # twice in blocks
+    assert len(operations.products) == logits + (trained != "bias") * (1 if way == "held" else blocks)
 
 
 def test_a_tied_head_gets_both_gradients() -> None:
@@ -235,14 +250,15 @@ def test_the_gradients_are_those_of_finite_differences(softcap: float | None) ->
     assert torch.autograd.gradcheck(lambda h, w, b: linear_nll(h, w, targets, b, softcap), (hidden, weight, bias))
 
 
-def test_evaluation_does_no_gradient_work() -> None:
+def test_evaluation_does_no_gradient_work(way: str) -> None:
     some = case()
     expected = outcome(linear_nll, some)[0]
     with torch.no_grad(), Operations() as operations:
         found = linear_nll(*some)
     assert not found.requires_grad
     assert torch.equal(found, expected)
-    assert len(operations.products) == -(-VOCABULARIES[-1] // ROWS)
+    assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
+    assert torch.ops.aten.scatter_add_ not in operations.packets
 
 
 def test_the_same_bits_each_time() -> None:
@@ -263,6 +279,7 @@ def test_backward_can_be_repeated_and_recomputed() -> None:
     torch.testing.assert_close(some.weight.grad, 2 * once[2])
 
 
+@pytest.mark.parametrize("way", ["blockwise"], indirect=True)
 @pytest.mark.parametrize("wrapper", [lambda function: function, autocast], ids=["float32", "autocast"])
 def test_all_logits_never_exist(wrapper: Callable[..., Any]) -> None:
     some = case(14 * ROWS, bias=True).to(torch.float32)

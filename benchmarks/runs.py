@@ -1,0 +1,57 @@
+"""A recipe as its users start it, in a process of its own; and whatever it is compared with, alike."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+GPT, FINETUNE = "recipes/gpt.py", "recipes/finetune.py"
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="llmtrain-benchmark-") as folder:
+        yield Path(folder)
+
+
+def run(command: list[str], threads: int = CORES, **variables: str) -> str:
+    """What the command printed on stdout; it must end with status 0. Nothing comes from the net."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "OMP_NUM_THREADS": str(threads),
+        **variables,
+    }
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+    return ended.stdout
+
+
+def recipe(name: str, folder: Path, *flags: str, config: str = "cpu", precision: str = "no") -> float:
+    """Run a recipe under accelerate launch; returns the median of its readings of tokens per second, without the
+    first, which pays for what is done once. Its prepared data is kept beside ``folder``."""
+    launch = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    launch += ["--mixed_precision", precision]
+    place = ["--report_to", "none", "--output_dir", str(folder), "--resume_from_checkpoint", "never"]
+    run([*launch, name, *flags, *place], LLMTRAIN_CACHE=str(folder.parent / "cache"))
+    newest = max(folder.parent.glob(f"{folder.name}*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    lines = [json.loads(line) for line in newest.read_text().splitlines()]
+    speeds = [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
+    return statistics.median(speeds[1:])
+
+
+def peer(name: str, *arguments: object, threads: int = CORES) -> float:
+    """Tokens per second of one of :mod:`benchmarks.peers`."""
+    command = [sys.executable, "-m", "benchmarks.peers", name, *map(str, arguments)]
+    return float(json.loads(run(command, threads).splitlines()[-1])["tokens_per_second"])

@@ -1,0 +1,53 @@
+"""Tokens a second of recipes/gpt.py beside nanoGPT's loop: the same shape, batch, precision and threads, in turn.
+
+python -m benchmarks.steps --nanogpt FOLDER         FOLDER: a checkout of github.com/karpathy/nanoGPT
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.comparison import Row, in_turn, report
+from benchmarks.runs import GPT, peer, recipe, scratch
+from llmtrain import say
+
+_FLAGS = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--global_batch_size")
+SHAPES = {  # layers, heads, width, block, batch; vocabulary; precision; updates; target
+    "4 x 128, block 64, batch 12, float32": ((4, 4, 128, 64, 12), "byte", 257, "no", 400, ">= 1.15"),
+    "6 x 384, block 256, batch 8, bf16": ((6, 6, 384, 256, 8), "bpe:4096", 4096, "bf16", 50, ">= 1.2"),
+}
+
+
+def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, folder: Path) -> float:
+    flags = [word for name, value in zip(_FLAGS, shape, strict=True) for word in (name, str(value))]
+    flags += ["--per_device_train_batch_size", str(shape[-1]), "--tokenizer", tokenizer, "--eval_fraction", "0"]
+    flags += ["--max_steps", str(updates), "--logging_steps", "10", "--save_steps", "100000"]
+    return recipe(GPT, folder, *flags, precision=precision)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nanogpt", required=True, help="a checkout of github.com/karpathy/nanoGPT")
+    arguments = parser.parse_args()
+    rows = []
+    with scratch() as folder:
+        for work, (shape, tokenizer, vocabulary, precision, updates, target) in SHAPES.items():
+            tokens = folder / "tokens"
+            np.random.default_rng(0).integers(vocabulary, size=1_000_000, dtype=np.uint16).tofile(tokens)
+            common = [arguments.nanogpt, "--tokens", tokens, "--vocabulary", vocabulary, "--steps", updates]
+            common += ["--shape", *shape, *(["--bf16"] if precision == "bf16" else [])]
+            kinds = {"eager": [], "fused": ["--fused"], "compiled, fused": ["--fused", "--compile"]}
+            theirs = {f"nanoGPT, {name}": partial(peer, "nanogpt", *common, *more) for name, more in kinds.items()}
+            contenders = {"ours": partial(ours, shape, tokenizer, precision, updates, folder / "run"), **theirs}
+            found = in_turn(contenders, rounds=3)
+            best = max(theirs, key=lambda name: found[name].value)
+            for name in theirs:
+                say("tokens/s", f"{work}: {name} {found[name].value:,.0f} ({found[name].values})")
+            rows.append(Row(work, best, found["ours"].value, found[best].value, "tokens/s", target))
+    report("steps", rows)
+
+
+if __name__ == "__main__":
+    main()
