@@ -48,13 +48,20 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v, *probabilities = ctx.saved_tensors
         shape, grad = grad.shape, grad.reshape(q.shape)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (block, seen), p in zip(_blocks(q.shape[1]), probabilities, strict=True):
-            grad_v[:, seen].baddbmm_(p.transpose(1, 2), grad[:, block])
+        grad_q, grad_k, grad_v = torch.empty_like(q), None, None
+        for (block, seen), p in reversed(list(zip(_blocks(q.shape[1]), probabilities, strict=True))):
             for_p = torch.bmm(grad[:, block], v[:, seen].transpose(1, 2))
             for_scores = torch._softmax_backward_data(for_p, p, -1, p.dtype).mul_(ctx.scale)
             grad_q[:, block] = torch.bmm(for_scores, k[:, seen])
-            grad_k[:, seen].baddbmm_(for_scores.transpose(1, 2), q[:, block])
+            for_k = torch.bmm(for_scores.transpose(1, 2), q[:, block])
+            for_v = torch.bmm(p.transpose(1, 2), grad[:, block])
+            if grad_k is None or grad_v is None:  # the last block, which sees all
+                grad_k, grad_v = for_k, for_v
+            else:
+                grad_k[:, seen] += for_k
+                grad_v[:, seen] += for_v
+        assert grad_k is not None
+        assert grad_v is not None
         return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape)
 
 
