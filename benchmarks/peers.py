@@ -1,11 +1,13 @@
 """Loops of other packages, each as its authors run it, in a process of its own: prints what it measured as JSON.
 
 python -m benchmarks.peers nanogpt FOLDER ...       FOLDER: a checkout of github.com/karpathy/nanoGPT
+python -m benchmarks.peers ddp | trainer | sft | map ...
 """
 
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -33,9 +35,13 @@ class Readings:
             self.speeds.append(self.tokens / (now - self.began))
             self.began = now
 
-    def report(self, **others: Any) -> None:
+    def report(self) -> None:
         """The median, without the first, which pays for what is done once."""
-        print(json.dumps({"tokens_per_second": statistics.median(self.speeds[1:]), **others}), flush=True)
+        say_figure(statistics.median(self.speeds[1:]))
+
+
+def say_figure(value: float) -> None:
+    print(json.dumps(value), flush=True)
 
 
 def nanogpt(arguments: argparse.Namespace) -> None:
@@ -75,6 +81,145 @@ def nanogpt(arguments: argparse.Namespace) -> None:
     readings.report()
 
 
+def ddp(arguments: argparse.Namespace) -> None:
+    """A hand-written loop around PyTorch's own DDP, with our model and optimizer; alone where nothing launched it."""
+    from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    layers, heads, width, block, batch = arguments.shape
+    shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block)
+    network: Any = GPT(shape, arguments.vocabulary)
+    optimizer = make_optimizer(network, OptimConfig())
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+        network = torch.nn.parallel.DistributedDataParallel(network)
+    readings = Readings(batch * block * world)
+    for number in range(1, arguments.steps + 1):
+        ids = torch.randint(arguments.vocabulary, (batch, block + 1))
+        loss = network(ids, ids) / (batch * block)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        readings.updated(number, loss)
+    if int(os.environ.get("RANK", "0")) == 0:
+        readings.report()
+    sys.stdout.flush()
+    if world > 1:
+        torch.distributed.barrier()
+    os._exit(0)  # gloo's threads sometimes abort a process that is done
+
+
+def trainer(arguments: argparse.Namespace) -> None:
+    """transformers' Trainer on rows that are ready; what is printed is tokens per second, or with --first_step the
+    time at which the first update was made."""
+    import datasets
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        DataCollatorForLanguageModeling,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    rows = datasets.Dataset.load_from_disk(str(arguments.rows))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    readings = Readings(arguments.batch * (len(rows[0]["input_ids"]) - 1))
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if arguments.first_step:
+                say_figure(time.time())
+                os._exit(0)
+            readings.updated(state.global_step, torch.zeros(()))
+
+    flags = json.loads(arguments.flags)
+    settings = TrainingArguments(
+        output_dir=str(arguments.rows.parent / "trainer"),
+        per_device_train_batch_size=arguments.batch,
+        max_steps=arguments.steps,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **flags,
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    Trainer(model, settings, data_collator=collator, train_dataset=rows, callbacks=[Watch()]).train()
+    readings.report()
+
+
+def sft(arguments: argparse.Namespace) -> None:
+    """TRL's SFTTrainer on conversations; what is printed is real tokens per second, padding not counted."""
+    import datasets
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    flags = json.loads(arguments.flags)
+    settings = SFTConfig(
+        output_dir=str(arguments.rows.parent / "sft"),
+        per_device_train_batch_size=arguments.batch,
+        max_steps=arguments.steps,
+        max_length=arguments.length,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **flags,
+    )
+    seen: list[tuple[float, int]] = []  # when, and the tokens until then
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((time.perf_counter(), Counting.tokens))
+
+    class Counting(SFTTrainer):
+        tokens = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            Counting.tokens += int(mask.sum() if mask is not None else inputs["input_ids"].numel())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    lines = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    data = datasets.Dataset.from_list(lines)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    loop = Counting(
+        model=str(arguments.model), args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Watch()]
+    )
+    loop.train()
+    (began, before), (ended, after) = seen[len(seen) // 5], seen[-1]
+    say_figure((after - before) / (ended - began))
+
+
+def tokenise(arguments: argparse.Namespace) -> None:
+    """datasets.map over two processes as in transformers' run_clm.py: tokens, then rows of one length. Seconds."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    length = arguments.length
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
+        return {"input_ids": tokenizer(batch["text"])["input_ids"]}
+
+    def group(batch: dict[str, list[list[int]]]) -> dict[str, Any]:
+        stream = [token for ids in batch["input_ids"] for token in ids]
+        return {"input_ids": [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]}
+
+    began = time.perf_counter()
+    data = datasets.load_dataset("json", data_files=str(arguments.rows), split="train", cache_dir=str(arguments.cache))
+    data = data.map(encode, batched=True, num_proc=2, remove_columns=data.column_names)
+    data.map(group, batched=True, num_proc=2)
+    say_figure(time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     peers = parser.add_subparsers(required=True)
@@ -87,6 +232,22 @@ def main() -> None:
     for flag in ("--compile", "--fused", "--bf16"):
         one.add_argument(flag, action="store_true")
     one.set_defaults(run=nanogpt)
+    two = peers.add_parser("ddp")
+    two.add_argument("--vocabulary", type=int, required=True)
+    two.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))
+    two.add_argument("--steps", type=int, required=True)
+    two.set_defaults(run=ddp)
+    for name, function in (("trainer", trainer), ("sft", sft), ("map", tokenise)):
+        other = peers.add_parser(name)
+        other.add_argument("model", type=Path)
+        other.add_argument("rows", type=Path)
+        other.add_argument("--batch", type=int)
+        other.add_argument("--length", type=int)
+        other.add_argument("--steps", type=int)
+        other.add_argument("--flags", default="{}", help="of its training arguments, as JSON")
+        other.add_argument("--first_step", action="store_true")
+        other.add_argument("--cache", type=Path)
+        other.set_defaults(run=function)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

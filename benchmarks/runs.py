@@ -52,6 +52,6 @@ def recipe(name: str, folder: Path, *flags: str, config: str = "cpu", precision:
 
 
 def peer(name: str, *arguments: object, threads: int = CORES) -> float:
-    """Tokens per second of one of :mod:`benchmarks.peers`."""
+    """What one of :mod:`benchmarks.peers` measured."""
     command = [sys.executable, "-m", "benchmarks.peers", name, *map(str, arguments)]
-    return float(json.loads(run(command, threads).splitlines()[-1])["tokens_per_second"])
+    return float(run(command, threads).splitlines()[-1])

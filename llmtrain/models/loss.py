@@ -105,12 +105,14 @@ class _HeldNLL(torch.autograd.Function):
         wanted, nll = learning and any(ctx.needs_input_grad), []
         size = max(_TILE // max(len(weight), 1), 1)
         for tile, target in zip(logits.split(size), targets[:, None].split(size), strict=True):
-            capped = None if softcap is None else torch.tanh(tile.to(wide) / softcap)
-            log_p = torch.log_softmax(tile if capped is None else softcap * capped, 1, dtype=wide)
+            capped = None if softcap is None else softcap * torch.tanh(tile.to(wide) / softcap)
+            log_p = torch.log_softmax(tile if capped is None else capped, 1, dtype=wide)
             nll.append(-log_p.gather(1, target).sum())
             if wanted:
                 grad = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-                tile.copy_(grad if capped is None else grad.mul_(1 - capped.square()))
+                if softcap is not None and capped is not None:
+                    grad.mul_(1 - (capped / softcap).square())
+                tile.copy_(grad)
         if wanted:
             ctx.save_for_backward(hidden, weight_used, logits)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
