@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-GPT, FINETUNE = "recipes/gpt.py", "recipes/finetune.py"
+GPT_RECIPE, FINETUNE_RECIPE = "recipes/gpt.py", "recipes/finetune.py"
 
 
 @contextmanager
@@ -38,13 +38,15 @@ def run(command: list[str], threads: int = CORES, **variables: str) -> str:
     return ended.stdout
 
 
-def recipe(name: str, folder: Path, *flags: str, config: str = "cpu", precision: str = "no") -> float:
+def recipe(
+    name: str, folder: Path, *flags: str, config: str = "cpu", precision: str = "no", threads: int = CORES
+) -> float:
     """Run a recipe under accelerate launch; returns the median of its readings of tokens per second, without the
     first, which pays for what is done once. Its prepared data is kept beside ``folder``."""
     launch = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
     launch += ["--mixed_precision", precision]
     place = ["--report_to", "none", "--output_dir", str(folder), "--resume_from_checkpoint", "never"]
-    run([*launch, name, *flags, *place], LLMTRAIN_CACHE=str(folder.parent / "cache"))
+    run([*launch, name, *flags, *place], threads, LLMTRAIN_CACHE=str(folder.parent / "cache"))
     newest = max(folder.parent.glob(f"{folder.name}*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     lines = [json.loads(line) for line in newest.read_text().splitlines()]
     speeds = [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT, peer, recipe, scratch
+from benchmarks.runs import GPT_RECIPE, peer, recipe, scratch
 from llmtrain import say
 
 _FLAGS = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--global_batch_size")
@@ -24,7 +24,7 @@ def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, f
     flags = [word for name, value in zip(_FLAGS, shape, strict=True) for word in (name, str(value))]
     flags += ["--per_device_train_batch_size", str(shape[-1]), "--tokenizer", tokenizer, "--eval_fraction", "0"]
     flags += ["--max_steps", str(updates), "--logging_steps", "10", "--save_steps", "100000"]
-    return recipe(GPT, folder, *flags, precision=precision)
+    return recipe(GPT_RECIPE, folder, *flags, precision=precision)
 
 
 def main() -> None:

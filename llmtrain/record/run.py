@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import filelock
 import torch
@@ -61,6 +61,9 @@ class RunConfig:
         False,
         "reduce gradients in every micro-batch, not once an update: less memory where the model is sharded",
     )
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "auto", "compile the model's blocks; auto: in runs that are long enough to gain by it, and not with --bitwise"
+    )
     check_replicas_steps: int = flag(
         100, "updates between two comparisons of all processes' weights, beside one before each checkpoint; 0: never"
     )
@@ -97,6 +100,7 @@ class Run:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    compiled: bool | None = None  # whether its blocks are; None: not chosen yet
     stop_reason: str = ""
     deadline: Deadline = field(default_factory=Deadline)
     _evaluated: tuple[int, float] | None = None
@@ -157,6 +161,7 @@ class Run:
                 "step": self.step,
                 "tokens": self.tokens,
                 "skipped": self.skipped,
+                "compiled": self.compiled,
                 "eval_loss": loss if at_step == self.step and loss is not None and math.isfinite(loss) else None,
                 "identity": self.identity,
                 "identity_sha256": digest(self.identity),
@@ -184,7 +189,7 @@ class Run:
         fill(self.files.tensors(plain), self._from_main_process(path / "model"))
         checkpoint.restore_optimizer(plain, optimizer.optimizer, self._from_main_process(path / "optimizer"))
         state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
-        self.skipped = state.get("skipped", 0)
+        self.skipped, self.compiled = state.get("skipped", 0), state.get("compiled")
         if self.accelerator.scaler is not None and state["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(state["loss_scaler"])
 

@@ -27,6 +27,7 @@ from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size, settle_buckets
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.record.run import Run, RunConfig
+from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.optim import OptimConfig, lr_at
 
@@ -121,8 +122,10 @@ def train(
     def evaluate_now() -> None:
         if eval_batches is not None:
             began = time.monotonic()
-            windows = heartbeat.through(eval_batches, "an evaluation", record.step)
-            results = evaluate(accelerator, model, windows, eval_bytes)
+            with eager_code(bool(record.compiled)):
+                results = evaluate(
+                    accelerator, model, heartbeat.through(eval_batches, "an evaluation", record.step), eval_bytes
+                )
             record.deadline.reserve("evaluation", time.monotonic() - began)
             record.log(results)
             progress.evaluated(record.step, results)
@@ -132,7 +135,7 @@ def train(
             evaluate_now()
         model.train()
         throughput.restart()
-        for window in _windows(accelerator, model, train_batches, run.seed, record.step):
+        for window in _windows(accelerator, model, train_batches, optim, run, record, throughput):
             heartbeat.at("an update", record.step)
             lr = lr_at(record.step, optim)
             for group in optimizer.param_groups:
@@ -175,15 +178,35 @@ def train(
 
 
 def _windows(
-    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, seed: int, step: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    train_batches: DataLoaderShard,
+    optim: OptimConfig,
+    run: RunConfig,
+    record: Run,
+    throughput: Throughput,
 ) -> Iterator[Window]:
-    """The windows from ``step`` on. Before each, torch's generator is set for the update and the process, so that the
-    dropout of models that take no keys is a function of these as well."""
-    for number, window in enumerate(train_batches, start=step):
-        if number == step > 0:
-            settle_buckets(accelerator, model, window.batches[-1])
-        torch.manual_seed(key_of(seed, number * accelerator.num_processes + accelerator.process_index) >> 1)
+    """The windows from ``record.step`` on, the first of which is what code is compiled and buckets are settled with.
+    Before each, torch's generator is set for the update and the process, so that the dropout of models that take no
+    keys is a function of these as well."""
+    start = record.step
+    for number, window in enumerate(train_batches, start):
+        if number == start:
+            with throughput.paused():
+                record.compiled = _choose_code(accelerator, model, window, optim, run, record)
+                if start:
+                    settle_buckets(accelerator, model, window.batches[-1])
+        torch.manual_seed(key_of(run.seed, number * accelerator.num_processes + accelerator.process_index) >> 1)
         yield window
+
+
+def _choose_code(
+    accelerator: Accelerator, model: nn.Module, window: Window, optim: OptimConfig, run: RunConfig, record: Run
+) -> bool:
+    """Whether compiled code is used. Times differ between layouts, so with --bitwise they choose nothing."""
+    wanted = "never" if run.bitwise and run.torch_compile == "auto" else run.torch_compile
+    passes = (optim.max_steps - record.step) * len(window.batches)
+    return choose(accelerator, model, window.batches[-1], passes, wanted, record.compiled)
 
 
 def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run: RunConfig, record: Run) -> None:

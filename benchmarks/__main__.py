@@ -1,0 +1,37 @@
+"""All tables, or those that are named; each writes benchmarks/results/NAME.json.
+
+python -m benchmarks [--nanogpt FOLDER] [overhead processes trainer sft data steps ...]
+"""
+
+import argparse
+import subprocess
+import sys
+
+from benchmarks.runs import ROOT
+
+TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "steps"]
+NEEDS_NANOGPT = {"steps"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", nargs="*", help=" ".join(TABLES))
+    parser.add_argument("--nanogpt", metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.tables) - set(TABLES):
+        parser.error(f"no table {', '.join(sorted(unknown))}: there are {' '.join(TABLES)}")
+    failed = []
+    for table in arguments.tables or TABLES:
+        if table in NEEDS_NANOGPT and not arguments.nanogpt:
+            print(f"{table:<10}skipped: it needs --nanogpt FOLDER")
+            continue
+        more = ["--nanogpt", arguments.nanogpt] if table in NEEDS_NANOGPT else []
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{table}", *more], cwd=ROOT, check=False).returncode:
+            failed.append(table)
+    if failed:
+        print(f"failed    {' '.join(failed)}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
