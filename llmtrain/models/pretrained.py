@@ -15,6 +15,7 @@ import yaml
 from llmtrain.config import did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
+from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
 from llmtrain.models.streaming import Weights, draw, drawn, load_buffers, renamed, stored
@@ -133,6 +134,7 @@ def _load(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hasten_transformers()
     empty = accelerator.is_fsdp2
     require(not (config.load_in_4bit and empty), "--load_in_4bit weights cannot be sharded; use a DDP config.")
     if config.model_name_or_path:

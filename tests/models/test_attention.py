@@ -1,13 +1,14 @@
 """Attention in blocks, beside PyTorch's own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from llmtrain.models import attention
-from llmtrain.models.attention import causal_attention
+from llmtrain.models.attention import causal_attention, hasten_transformers
 
 LENGTHS = [1, 63, 64, 65, 200]  # a block has 64 queries
 
@@ -67,9 +68,76 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.equal(one[:, :, 100:], other[:, :, 100:])
 
 
-def test_long_rows_and_evaluation_are_pytorchs() -> None:
+def test_autocast_does_not_round_the_scores() -> None:
+    parts = [2 * part for part in inputs(200, torch.float32)]
+    expected = outcome(blockwise, [part.bfloat16() for part in parts])[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(blockwise(*(part.requires_grad_() for part in parts)), expected)
+
+
+def test_long_rows_are_pytorchs() -> None:
     for length in (attention._LONGEST, attention._LONGEST + 1):
         out = causal_attention(*(part.requires_grad_() for part in inputs(length)))
         assert (type(out.grad_fn).__name__ == "_BlockwiseBackward") == (length == attention._LONGEST)
-    with torch.no_grad():
-        assert torch.equal(causal_attention(*inputs(64)), theirs(*inputs(64)))
+
+
+class Module:
+    is_causal = True
+
+
+def packed(length: int) -> torch.Tensor:
+    """Two documents; [B, 1, T, T]."""
+    document = torch.arange(length) >= length // 3
+    return ((document[:, None] == document) & torch.ones(length, length).tril().bool())[None, None].expand(
+        2, -1, -1, -1
+    )
+
+
+@pytest.fixture
+def theirs_and_ours() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    hasten_transformers()
+    hasten_transformers()
+    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+@pytest.mark.parametrize("mask", [None, packed(130)], ids=["text", "packed"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, heads: int) -> None:
+    module = Module()
+    module.num_key_value_groups = 3 // heads
+
+    def attend(function: Callable[..., Any]) -> Attention:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return function(module, q, k[:, :heads], v[:, :heads], mask, scaling=0.2)[0]
+
+        return run
+
+    found, expected = (outcome(attend(function), inputs(130)) for function in reversed(theirs_and_ours))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
+    q, k, v = (part.requires_grad_() for part in inputs(20))
+    sees_all = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    blind = packed(20).clone()
+    blind[:, :, 3] = False
+    for others in (
+        {"dropout": 0.1},
+        {"is_causal": False},
+        {"attention_mask": sees_all},
+        {"attention_mask": blind},
+        {"attention_mask": torch.zeros(2, 1, 20, 20, dtype=torch.float64)},
+        {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)},
+    ):
+        torch.manual_seed(0)
+        one = theirs_and_ours[0](Module(), q, k, v, **{"attention_mask": None, **others})[0]
+        torch.manual_seed(0)
+        other = theirs_and_ours[1](Module(), q, k, v, **{"attention_mask": None, **others})[0]
+        assert torch.equal(one, other), others
+    last = q[:, :, -1:]  # with the earlier keys from a cache
+    one, other = (function(Module(), last, k, v, None)[0] for function in theirs_and_ours)
+    assert torch.equal(one, other)
