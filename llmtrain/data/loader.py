@@ -5,8 +5,9 @@ knows neither ranks nor micro-batches; Accelerate gives each process its slice, 
 process's window. So the layout decides who computes a row, never which rows a step holds.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from llmtrain.data.mixture import Mixture
 
+_POSITIONS_AT_ONCE = 4096
 IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
 
 Batch = dict[str, torch.Tensor]
@@ -45,10 +47,18 @@ def slots_of(step: int, n: int, global_batch_size: int, seed: int | None) -> lis
     An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots.
     """
     epoch, k = divmod(step, -(-n // global_batch_size))
-    positions = np.arange(k * global_batch_size, min((k + 1) * global_batch_size, n))
-    rows = positions if seed is None else permute(positions, n, key_of(seed, epoch))
+    steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
+    block, place = divmod(k, steps)
+    rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
     padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
     return [Slot(step * global_batch_size + j, row) for j, row in enumerate(padded)]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.ndarray:
+    """The rows at so many positions of an epoch; for several steps at once, as numpy takes no longer for them."""
+    positions = np.arange(block * size, min((block + 1) * size, n))
+    return positions if seed is None else permute(positions, n, key_of(seed, epoch))
 
 
 def mixed_slots_of(step: int, mixture: "Mixture", global_batch_size: int, seed: int) -> list[Slot]:
@@ -79,17 +89,34 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 
 
 class SlotRows(Dataset):
-    """A ``datasets.Dataset`` of token rows, read by slot."""
+    """A ``datasets.Dataset`` of token rows, read by slot: straight from its memory-mapped columns, for its own way to
+    read a few rows of fixed length takes ten times as long."""
 
     def __init__(self, rows: "datasets.Dataset") -> None:
-        self.rows = rows.with_format("numpy")
+        assert rows._indices is None, "a selection of rows is no table"
+        self.columns = {
+            name: [_as_matrix(chunk) for chunk in rows.data.column(name).chunks] for name in rows.column_names
+        }
+        lengths = [len(matrix) for matrix in next(iter(self.columns.values()))]
+        self.ends = np.cumsum(lengths)
+        self.starts = self.ends - lengths
 
     def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, dict[str, np.ndarray]]]:
         """Each slot with its row's columns, ``labels`` too, int32 [block_size + 1]; an empty slot has no label."""
-        columns = {name: np.stack(column) for name, column in self.rows[[slot.row or 0 for slot in slots]].items()}
+        rows = np.array([slot.row or 0 for slot in slots])
+        chunks = np.searchsorted(self.ends, rows, side="right")
+        places = list(zip(chunks, rows - self.starts[chunks], strict=True))
+        columns = {
+            name: np.stack([matrices[chunk][row] for chunk, row in places]) for name, matrices in self.columns.items()
+        }
         labels = columns.setdefault("labels", columns["input_ids"])  # a text's places are -100 where it has ended
         labels[[slot.row is None for slot in slots]] = IGNORED
         return [(slot, {name: column[i] for name, column in columns.items()}) for i, slot in enumerate(slots)]
+
+
+def _as_matrix(chunk: Any) -> np.ndarray:
+    """A chunk of lists of one length, [rows, length], without a copy."""
+    return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)
 
 
 class Collate:

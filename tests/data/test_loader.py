@@ -97,7 +97,7 @@ def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
     batches = list(GlobalBatchSampler(n, size, range(start, start + 2), seed=0))
     assert [len(batch) for batch in batches] == [size, size]
     assert batches[0][0].position == start * size
-    assert asked == [size, size]
+    assert sum(asked) <= 2 * 4096  # a few steps at once
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
