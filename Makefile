@@ -26,6 +26,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
+# Every table of docs/performance.md, against other packages: about 40 minutes on two cores that do nothing else.
+# NANOGPT: a checkout of github.com/karpathy/nanoGPT; TABLES: some of them.
+bench: $(READY)
+	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(TABLES)
+.PHONY: bench
+
 # The proof that a run is the same on any layout: about three minutes on two cores. docs/layouts.md keeps its table.
 VERIFY := $(BIN)/llmtrain verify layout --steps 20
 SMALL := recipes/gpt.py --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --eval_fraction 0.005 --dropout 0.1

@@ -1,6 +1,6 @@
 """What the loss of a long vocabulary costs, forward and backward: every try in a process of its own, all kinds in turn.
 
-OMP_NUM_THREADS=1 python benchmarks/loss.py [--autocast bf16] [--trained 0.3]
+OMP_NUM_THREADS=1 python -m benchmarks.loss [--autocast bf16] [--trained 0.3]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from benchmarks.comparison import Row, report
 from llmtrain import launch, say
 from llmtrain.models.loss import IGNORED, linear_nll, summed_nll
 
@@ -128,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="llmtrain-benchmark-") as folder:
         for _ in range(ROUNDS):
             for name in sorted(names, key=lambda name: name != "plain"):  # with which the others compare theirs
-                command = [sys.executable, *sys.argv, "--one", name, f"{folder}/plain"]
+                command = [sys.executable, "-m", "benchmarks.loss", *sys.argv[1:], "--one", name, f"{folder}/plain"]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 cost, apart[name] = json.loads(output.splitlines()[-1])
                 costs[name].append(cost)
@@ -144,6 +145,13 @@ def main() -> None:
             for key, unit in (("bytes", 1e9), ("seconds", 1), ("CPU", 1))
         )
         print(f"{name:18}{''.join(cells)}  {' '.join(f'{number:.0e}' for number in apart[name])}")
+    ours, work = medians["ours"], f"loss, {shape}"
+    rows = [Row(work, "whole logits", ours["seconds"], medians["plain"]["seconds"], "seconds", "<= 1.05")]
+    for name, peer in (("torch", "torch's linear_cross_entropy"), (f"torch, {CHUNK} tokens", "it, best"), ("trl", "TRL")):
+        if name in medians:
+            rows.append(Row(work, f"{peer}: memory", ours["bytes"] / 1e9, medians[name]["bytes"] / 1e9, "GB", "<= 1.0"))
+    if arguments.trained == 1 and not arguments.autocast:
+        report("loss", rows, seconds={name: medians[name]["seconds"] for name in names})
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def choose(
         if failure:
             raise UserError(f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.")
         return True
-    if is_sharded(accelerator):
+    if is_sharded(accelerator) or accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
         return False
     eager = _seconds(accelerator, model, batch)
     if eager * passes < _WORTH_SECONDS:
