@@ -147,7 +147,11 @@ def main() -> None:
         print(f"{name:18}{''.join(cells)}  {' '.join(f'{number:.0e}' for number in apart[name])}")
     ours, work = medians["ours"], f"loss, {shape}"
     rows = [Row(work, "whole logits", ours["seconds"], medians["plain"]["seconds"], "seconds", "<= 1.05")]
-    for name, peer in (("torch", "torch's linear_cross_entropy"), (f"torch, {CHUNK} tokens", "it, best"), ("trl", "TRL")):
+    for name, peer in (
+        ("torch", "torch's linear_cross_entropy"),
+        (f"torch, {CHUNK} tokens", "it, best"),
+        ("trl", "TRL"),
+    ):
         if name in medians:
             rows.append(Row(work, f"{peer}: memory", ours["bytes"] / 1e9, medians[name]["bytes"] / 1e9, "GB", "<= 1.0"))
     if arguments.trained == 1 and not arguments.autocast:

@@ -13,12 +13,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.runs import GPT_RECIPE, ROOT, scratch
-from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, launch, make_optimizer, prepare
 
 UPDATES, READING = 60, 10
 BATCH, VOCABULARY = 32, 2048
@@ -60,7 +61,9 @@ def main() -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         model = GPT(SHAPE, VOCABULARY)
         optimizer = make_optimizer(model, OptimConfig())
-        rows = TensorDataset(torch.randint(VOCABULARY, (UPDATES * BATCH, SHAPE.block_size + 1)))
+        data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0)
+        ids = prepare(data, SHAPE.block_size).train.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
+        rows = TensorDataset(torch.from_numpy(ids.astype(np.int64)))
         contenders = {
             "care": partial(recipe, folder, CARE),
             "no care": partial(recipe, folder, NO_CARE),
