@@ -62,7 +62,8 @@ class RunConfig:
         "reduce gradients in every micro-batch, not once an update: less memory where the model is sharded",
     )
     torch_compile: Literal["auto", "always", "never"] = flag(
-        "auto", "compile the model's blocks; auto: in runs that are long enough to gain by it, and not with --bitwise"
+        "never",
+        "compile the model's blocks; auto: where the run is long enough and gains by it, and not with --bitwise",
     )
     check_replicas_steps: int = flag(
         100, "updates between two comparisons of all processes' weights, beside one before each checkpoint; 0: never"

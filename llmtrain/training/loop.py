@@ -135,7 +135,7 @@ def train(
             evaluate_now()
         model.train()
         throughput.restart()
-        for window in _windows(accelerator, model, train_batches, optim, run, record, throughput):
+        for window in _windows(accelerator, model, train_batches, optim, run, record, throughput, heartbeat):
             heartbeat.at("an update", record.step)
             lr = lr_at(record.step, optim)
             for group in optimizer.param_groups:
@@ -185,6 +185,7 @@ def _windows(
     run: RunConfig,
     record: Run,
     throughput: Throughput,
+    heartbeat: Heartbeat,
 ) -> Iterator[Window]:
     """The windows from ``record.step`` on, the first of which is what code is compiled and buckets are settled with.
     Before each, torch's generator is set for the update and the process, so that the dropout of models that take no
@@ -192,6 +193,7 @@ def _windows(
     start = record.step
     for number, window in enumerate(train_batches, start):
         if number == start:
+            heartbeat.at("compiling", start)
             with throughput.paused():
                 record.compiled = _choose_code(accelerator, model, window, optim, run, record)
                 if start:
