@@ -113,7 +113,7 @@ def report(name: str, rows: list[Row], **details: object) -> None:
     """Print the rows of a table and write them to ``results/NAME.json``."""
     for row in rows:
         sign = "met" if row.is_met else "missed"
-        print(f"{row.work:<44}{row.against:<34}{row.ours:>12,.4g}{row.theirs:>12,.4g} {row.unit:<10}", end="")
+        print(f"{row.work:<56} {row.against:<40}{row.ours:>12,.4g}{row.theirs:>12,.4g} {row.unit:<10}", end="")
         print(f"{row.ratio:>8.3f}  {row.target:<8} {sign}", flush=True)
     RESULTS.mkdir(exist_ok=True)
     table = {

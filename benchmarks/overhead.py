@@ -29,7 +29,7 @@ NO_CARE = ["--check_replicas_steps", "0", "--save_steps", "100000"]
 
 
 def recipe(folder: Path, flags: list[str]) -> float:
-    """The recipe in this process: tokens per second, the median of its readings, and of all time where it saves."""
+    """The recipe in this process: tokens per second, the median of its readings, which leave out what a save takes."""
     main = runpy.run_path(str(ROOT / GPT_RECIPE))["main"]
     flags = [*flags, "--max_steps", str(UPDATES), "--logging_steps", str(READING), "--eval_fraction", "0"]
     flags += ["--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never", "--report_to", "none"]

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100  # cross_entropy's own default, and Hugging Face's: a label that is not trained on
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
 _ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
-_HELD = 1 << 23  # logits that may be held: as many as a block has
+_HELD = _BLOCK  # logits that may be held
 _TILE = 1 << 19  # of these, those that are worked on at a time: 2 MiB, which stay in a processor's cache
 
 

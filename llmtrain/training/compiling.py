@@ -52,7 +52,7 @@ def choose(
     compiled = eager if failure else _seconds(accelerator, model, batch)
     took = f"{time.monotonic() - began:.0f} s of compiling"
     if compiled > _GAIN * eager:
-        _leave_eager(model)
+        _uncompile(model)
         say("compile", failure or f"no: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before")
         return False
     say("compile", f"blocks: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before")
@@ -79,7 +79,7 @@ def _compile(model: nn.Module) -> None:
         block.compile(dynamic=False)
 
 
-def _leave_eager(model: nn.Module) -> None:
+def _uncompile(model: nn.Module) -> None:
     for block in _blocks(model):
         block._compiled_call_impl = None
 

@@ -193,7 +193,7 @@ def _windows(
     start = record.step
     for number, window in enumerate(train_batches, start):
         if number == start:
-            heartbeat.at("compiling", start)
+            heartbeat.at("getting ready", start)
             with throughput.paused():
                 record.compiled = _choose_code(accelerator, model, window, optim, run, record)
                 if start:
