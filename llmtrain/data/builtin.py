@@ -6,13 +6,17 @@ functions with a docstring, one document each. Nothing is shipped and nothing is
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import inspect
+import itertools
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 _SKIPPED_FOLDERS = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"),
@@ -22,39 +26,44 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-Records = tuple[dict[str, str], ...]
+_T = TypeVar("_T")
 
 
-@functools.cache
-def python_docs() -> Records:
+def _remembered(generator: Callable[[], Iterator[_T]]) -> Callable[[], Iterator[_T]]:
+    """The same generator, which goes only as far as somebody reads, and never over the same ground twice."""
+
+    @functools.cache
+    def start() -> Iterator[_T]:
+        return itertools.tee(generator(), 1)[0]
+
+    return functools.wraps(generator)(lambda: copy.copy(start()))
+
+
+@_remembered
+def python_docs() -> Iterator[dict[str, str]]:
     """About 2.5 MB in 600 documents."""
     from pydoc_data.topics import topics  # half a megabyte, and only this corpus needs it
 
-    documents = [text.strip() + "\n" for _, text in sorted(topics.items())]
+    for _, text in sorted(topics.items()):
+        yield {"text": text.strip() + "\n"}
     for module, _, tree in _modules():
         parts = [f"{module}\n", _docstring(tree)]
         for node in ast.walk(tree):
             if isinstance(node, _Documented) and (docstring := _docstring(node)):
                 parts.append(f"{_signature(node)}\n{_indented(docstring)}")
-        text = "\n".join(part for part in parts if part)
         if len(parts) > 2 or parts[1]:
-            documents.append(text)
-    return tuple({"text": text} for text in documents)
+            yield {"text": "\n".join(part for part in parts if part)}
 
 
-@functools.cache
-def python_functions() -> Records:
+@_remembered
+def python_functions() -> Iterator[dict[str, str]]:
     """About 6,000 functions, each with its docstring: as one text, and as a question and its answer."""
-    return tuple(
-        {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
-        for code, docstring in function_pairs()
-    )
+    for code, docstring in function_pairs():
+        yield {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
 
 
-@functools.cache
-def function_pairs() -> tuple[tuple[str, str], ...]:
+def function_pairs() -> Iterator[tuple[str, str]]:
     """(source of a function without its docstring, the docstring), in the library's order."""
-    pairs = []
     for _, source, tree in _modules():
         lines = source.splitlines()
         for node in ast.walk(tree):
@@ -63,11 +72,10 @@ def function_pairs() -> tuple[tuple[str, str], ...]:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             quoted = node.body[0]
             kept = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-            pairs.append((inspect.cleandoc("\n".join(["", *kept])), docstring))
-    return tuple(pairs)
+            yield inspect.cleandoc("\n".join(["", *kept])), docstring
 
 
-CORPORA: dict[str, Callable[[], Records]] = {
+CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "python-docs": python_docs,
     "python-functions": python_functions,
 }
@@ -86,8 +94,11 @@ def _root() -> Path:
 
 
 def _files() -> list[Path]:
-    root = _root()
-    return sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    found: list[Path] = []
+    for folder, folders, files in os.walk(_root()):
+        folders[:] = set(folders) - _SKIPPED_FOLDERS  # site-packages may hold very many files
+        found += (Path(folder, name) for name in files if name.endswith(".py"))
+    return sorted(found)
 
 
 def _modules() -> Iterator[tuple[str, str, ast.Module]]:

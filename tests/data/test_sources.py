@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from llmtrain.data import builtin
 from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Builtin, Hub, documents, open_source
 from llmtrain.errors import UserError
@@ -361,3 +362,29 @@ def test_the_documentation_of_python_is_a_corpus_of_more_than_a_megabyte():
     assert len(texts) > 300
     assert all(texts)
     assert source.fingerprint() == Builtin("python-docs").fingerprint() != Builtin("python-functions").fingerprint()
+
+
+def test_a_builtin_corpus_is_made_only_as_far_as_it_is_read_and_once():
+    made = []
+
+    @builtin._remembered
+    def corpus():
+        for number in range(3):
+            made.append(number)
+            yield number
+
+    assert next(corpus()) == 0
+    assert made == [0]  # to recognise a format takes the first record, not seconds
+    assert list(corpus()) == [0, 1, 2]
+    assert list(corpus()) == [0, 1, 2]
+    assert made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", list(builtin.CORPORA))
+def test_the_first_record_of_a_builtin_corpus_needs_no_other(name, monkeypatch):
+    parsed = []
+    parse = builtin.ast.parse
+    monkeypatch.setattr(builtin.ast, "parse", lambda source: parsed.append(source) or parse(source))
+    corpus = builtin.CORPORA[name].__wrapped__()
+    assert next(corpus)["text"]
+    assert len(parsed) < 10
