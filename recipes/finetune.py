@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         shape = data.global_batch_size, layout.micro_batch
         batches = train_loader(rows.train, *shape, steps, run.seed, mixture=rows.mixture)
         held_out = eval_loader(rows.eval, layout.processes, layout.micro_batch) if rows.eval else None
-        optimizer = make_optimizer(model, optim)
+        optimizer = make_optimizer(model, optim, accelerator.mixed_precision)
         model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
         record.restore(model, optimizer)
         train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from llmtrain.config import flag, require, require_at_least
+from llmtrain.training.muon import Muon
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
 
@@ -54,9 +55,9 @@ def lr_at(step: int, config: OptimConfig) -> float:
             return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str = "no") -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone; with ``--optim muon``, Muon for
-    the matrices of hidden layers."""
+    the matrices of hidden layers, in bfloat16 where the run's ``mixed_precision`` is ``"bf16"``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = _hidden_matrices(model) if config.optim == "muon" else []
     rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]
@@ -66,7 +67,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     ]
     betas = (config.adam_beta1, config.adam_beta2)
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
-    return MuonBesideAdamW(hidden, adamw, config) if hidden else adamw
+    if not hidden:
+        return adamw
+    muon = Muon(hidden, lr=config.learning_rate, weight_decay=config.weight_decay, bf16=mixed_precision == "bf16")
+    return MuonBesideAdamW(muon, adamw)
 
 
 def _hidden_matrices(model: Any) -> list[nn.Parameter]:
@@ -80,17 +84,9 @@ def _hidden_matrices(model: Any) -> list[nn.Parameter]:
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for some matrices and AdamW for the rest, as
-    one optimizer.
+    """Muon for some matrices and AdamW for the rest, as one optimizer with one learning rate and one weight decay."""
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so one learning rate and one
-    weight decay serve both.
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimConfig) -> None:
-        muon = torch.optim.Muon(
-            matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self.parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share()

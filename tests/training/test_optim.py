@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import llmtrain.training.muon as muon_module
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
@@ -148,3 +150,57 @@ def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: s
     hidden = {name for name, parameter in model.named_parameters() if parameter.dim() == 2} - outer
     assert taken == hidden
     assert len(taken) >= 4
+
+
+def _matrices(*shapes: tuple[int, int]) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.randn(matrix.shape, generator=generator)
+    return matrices
+
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]
+
+
+def test_muon_is_torchs_but_for_the_rounding_to_bfloat16() -> None:
+    ours, theirs = _matrices(*SHAPES), _matrices(*SHAPES)
+    mine = Muon(ours, lr=0.1, weight_decay=0.2)
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        before = [matrix.detach().clone() for matrix in theirs]
+        mine.step()
+        reference.step()
+        for matrix, other, old in zip(ours, theirs, before, strict=True):
+            assert (matrix - other).norm() < 0.02 * (other - old).norm()  # bfloat16 has three digits
+            with torch.no_grad():
+                matrix.copy_(other)
+
+
+def test_muons_updates_are_orthogonal_whatever_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
+    before = [matrix.detach().clone() for matrix in together]
+    Muon(together, lr=0.1, weight_decay=0.0).step()
+    monkeypatch.setattr(muon_module, "_TOGETHER", 1)
+    Muon(alone, lr=0.1, weight_decay=0.0).step()
+    for matrix, other, old in zip(together, alone, before, strict=True):
+        torch.testing.assert_close(matrix, other)
+        values = torch.linalg.svdvals((matrix - old).detach()) / (0.1 * 0.2 * max(matrix.shape) ** 0.5)
+        assert 0.6 < values.min() <= values.max() < 1.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_muon_computes_in_the_precision_of_the_weights_and_at_least_in_float32(dtype: torch.dtype) -> None:
+    matrices = _matrices((8, 24))
+    exact = orthogonal(matrices[0].grad[None].double() * 1.95)[0]  # 0.05 g, then Nesterov's share: all one factor
+    low = [torch.nn.Parameter(matrix.detach().to(dtype)) for matrix in matrices]
+    low[0].grad = matrices[0].grad.to(dtype)
+    old = low[0].detach().clone()
+    Muon(low, lr=1.0, weight_decay=0.0).step()
+    found = (old - low[0].detach()).double() / (0.2 * 24**0.5)
+    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
+    rounded = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
+    rounded[0].grad = matrices[0].grad
+    Muon(rounded, lr=1.0, weight_decay=0.0, bf16=True).step()
+    found = (matrices[0] - rounded[0]).detach().double() / (0.2 * 24**0.5)
+    assert 1e-4 < (found - exact).norm() / exact.norm() < 0.03
