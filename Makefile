@@ -27,10 +27,10 @@ clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # Every table of docs/performance.md, against other packages: about 40 minutes on two cores that do nothing else.
-# NANOGPT: a checkout of github.com/karpathy/nanoGPT; TABLES: some of them.
+# NANOGPT: a checkout of github.com/karpathy/nanoGPT; TEXT: for time_to_loss; TABLES: some of them.
 bench: $(READY)
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
-	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(TABLES)
+	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(TABLES)
 .PHONY: bench
 
 # The proof that a run is the same on any layout: about three minutes on two cores. docs/layouts.md keeps its table.

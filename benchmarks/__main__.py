@@ -1,6 +1,6 @@
 """All tables, or those that are named; each writes benchmarks/results/NAME.json.
 
-python -m benchmarks [--nanogpt FOLDER] [overhead processes trainer sft data steps ...]
+python -m benchmarks [--nanogpt FOLDER] [--text FILE] [overhead processes trainer sft data ...]
 """
 
 import argparse
@@ -9,14 +9,15 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "steps"]
-NEEDS_NANOGPT = {"steps"}
+TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "steps", "time_to_loss"]
+NEEDS_NANOGPT = {"steps", "time_to_loss"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", help=" ".join(TABLES))
     parser.add_argument("--nanogpt", metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
+    parser.add_argument("--text", metavar="FILE", help="for time_to_loss; tinyshakespeare, say")
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - set(TABLES):
         parser.error(f"no table {', '.join(sorted(unknown))}: there are {' '.join(TABLES)}")
@@ -26,6 +27,7 @@ def main() -> int:
             print(f"{table:<10}skipped: it needs --nanogpt FOLDER")
             continue
         more = ["--nanogpt", arguments.nanogpt] if table in NEEDS_NANOGPT else []
+        more += ["--text", arguments.text] if table == "time_to_loss" and arguments.text else []
         if subprocess.run([sys.executable, "-m", f"benchmarks.{table}", *more], cwd=ROOT, check=False).returncode:
             failed.append(table)
     if failed:

@@ -1,6 +1,6 @@
 """Loops of other packages, each as its authors run it, in a process of its own: prints what it measured as JSON.
 
-python -m benchmarks.peers nanogpt FOLDER ...       FOLDER: a checkout of github.com/karpathy/nanoGPT
+python -m benchmarks.peers nanogpt | loss FOLDER ...       FOLDER: a checkout of github.com/karpathy/nanoGPT
 python -m benchmarks.peers ddp | trainer | sft | map ...
 """
 
@@ -79,6 +79,24 @@ def nanogpt(arguments: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         readings.updated(number, loss)
     readings.report()
+
+
+def nanogpts_loss(arguments: argparse.Namespace) -> None:
+    """Nats per token of one of its checkpoints, over all of a file of tokens, in rows of its block size."""
+    sys.path.insert(0, arguments.folder)
+    import model as nano
+
+    saved = torch.load(arguments.checkpoint, weights_only=True)
+    network = nano.GPT(nano.GPTConfig(**saved["model_args"]))
+    network.load_state_dict(saved["model"])
+    ids = torch.from_numpy(np.fromfile(arguments.tokens, np.uint16).astype(np.int64))
+    block, total = network.config.block_size, 0.0
+    count = (len(ids) - 1) // block * block
+    rows, targets = ids[:count].view(-1, block), ids[1 : count + 1].view(-1, block)
+    with torch.no_grad():
+        for x, y in zip(rows.split(128), targets.split(128), strict=True):
+            total += network(x, y)[1].item() * y.numel()
+    say_figure(total / count)
 
 
 def ddp(arguments: argparse.Namespace) -> None:
@@ -232,6 +250,11 @@ def main() -> None:
     for flag in ("--compile", "--fused", "--bf16"):
         one.add_argument(flag, action="store_true")
     one.set_defaults(run=nanogpt)
+    saved = peers.add_parser("loss")
+    saved.add_argument("folder", type=str)
+    saved.add_argument("checkpoint", type=Path)
+    saved.add_argument("tokens", type=Path)
+    saved.set_defaults(run=nanogpts_loss)
     two = peers.add_parser("ddp")
     two.add_argument("--vocabulary", type=int, required=True)
     two.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))

@@ -22,7 +22,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(command: list[str], threads: int = CORES, **variables: str) -> str:
+def run(command: list[str], threads: int = CORES, cwd: Path = ROOT, **variables: str) -> str:
     """What the command printed on stdout; it must end with status 0. Nothing comes from the net."""
     environment = {
         **os.environ,
@@ -32,7 +32,7 @@ def run(command: list[str], threads: int = CORES, **variables: str) -> str:
         "OMP_NUM_THREADS": str(threads),
         **variables,
     }
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout

@@ -36,7 +36,7 @@ from llmtrain import (
 DEFAULTS = (
     GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128),
     DataConfig(dataset=["builtin:python-docs"], tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
-    OptimConfig(max_steps=500, learning_rate=4e-3, warmup_steps=50),
+    OptimConfig(optim="muon", max_steps=300, learning_rate=1e-2, warmup_steps=20),
     RunConfig(output_dir="runs/gpt"),
 )
 
