@@ -31,8 +31,9 @@ PUBLISHED = [*SHAPE, "max_iters=2000", "lr_decay_iters=2000"]
 TUNED = ["n_layer=2", "n_head=4", "n_embd=128", "block_size=32", "batch_size=32", "learning_rate=4e-3", "min_lr=4e-5"]
 TUNED += ["max_iters=950", "lr_decay_iters=950", "eval_interval=950"]
 OURS = ["--n_layer", "2", "--n_head", "2", "--n_embd", "128", "--block_size", "32"]
-OURS += ["--global_batch_size", "48", "--per_device_train_batch_size", "48", "--optim", "muon", "--max_steps", "270"]
-OURS += ["--learning_rate", "0.02", "--lr_scheduler_type", "linear", "--warmup_steps", "20", "--adam_beta2", "0.99"]
+OURS += ["--global_batch_size", "48", "--per_device_train_batch_size", "48", "--optim", "muon", "--max_steps", "240"]
+OURS += ["--learning_rate", "0.03", "--lr_scheduler_type", "linear", "--warmup_steps", "20"]
+OURS += ["--adam_beta1", "0.85", "--adam_beta2", "0.99"]
 ONCE = ["--eval_steps", "100000", "--save_steps", "100000", "--logging_steps", "100"]
 
 

@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95, bf16: bool = False
+        self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.9, bf16: bool = False
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.bf16 = bf16

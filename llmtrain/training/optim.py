@@ -25,7 +25,7 @@ class OptimConfig:
     )
     warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
-    adam_beta1: float = flag(0.9, "decay of AdamW's mean of gradients")
+    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's")
     adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients")
     max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
 
@@ -69,7 +69,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str =
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
     if not hidden:
         return adamw
-    muon = Muon(hidden, lr=config.learning_rate, weight_decay=config.weight_decay, bf16=mixed_precision == "bf16")
+    bf16 = mixed_precision == "bf16"
+    muon = Muon(hidden, config.learning_rate, config.weight_decay, momentum=config.adam_beta1, bf16=bf16)
     return MuonBesideAdamW(muon, adamw)
 
 

@@ -165,7 +165,7 @@ SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]
 
 def test_muon_is_torchs_but_for_the_rounding_to_bfloat16() -> None:
     ours, theirs = _matrices(*SHAPES), _matrices(*SHAPES)
-    mine = Muon(ours, lr=0.1, weight_decay=0.2)
+    mine = Muon(ours, lr=0.1, weight_decay=0.2, momentum=0.95)
     reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         before = [matrix.detach().clone() for matrix in theirs]
