@@ -60,7 +60,7 @@ def main() -> None:
         os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         model = GPT(SHAPE, VOCABULARY)
-        optimizer = make_optimizer(model, OptimConfig())
+        optimizer = make_optimizer(model, OptimConfig(optim="muon"))  # as the recipe's is
         data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0)
         ids = prepare(data, SHAPE.block_size).train.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
         rows = TensorDataset(torch.from_numpy(ids.astype(np.int64)))

@@ -108,7 +108,7 @@ def ddp(arguments: argparse.Namespace) -> None:
     layers, heads, width, block, batch = arguments.shape
     shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block)
     network: Any = GPT(shape, arguments.vocabulary)
-    optimizer = make_optimizer(network, OptimConfig())
+    optimizer = make_optimizer(network, OptimConfig(optim="muon"))  # as the recipe's is
     if world > 1:
         torch.distributed.init_process_group("gloo")
         network = torch.nn.parallel.DistributedDataParallel(network)

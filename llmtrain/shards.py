@@ -19,16 +19,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def assembled(tensor: torch.Tensor) -> torch.Tensor:
     """The whole, on every process; all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, which every process has, in parts as those of ``like``; nothing is sent."""
+    """This process's part of a whole tensor, which every process has, cut as ``like`` is; nothing is sent."""
     if not isinstance(like, DTensor):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def outline(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +92,6 @@ def fill(targets: Mapping[str, torch.Tensor], wholes: Iterable[tuple[str, torch.
     for name, whole in wholes:
         target = targets[name]
         assert target.shape == whole.shape, f"{name}: {tuple(whole.shape)} for {tuple(target.shape)}"
-        local(target).copy_(local(cut(whole, target)))
+        local(target).copy_(cut(whole, target))
         left.remove(name)
     assert not left, f"nothing for {sorted(left)}"

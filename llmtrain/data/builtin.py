@@ -6,11 +6,9 @@ functions with a docstring, one document each. Nothing is shipped and nothing is
 """
 
 import ast
-import copy
 import functools
 import hashlib
 import inspect
-import itertools
 import os
 import sys
 import sysconfig
@@ -30,13 +28,21 @@ _T = TypeVar("_T")
 
 
 def _remembered(generator: Callable[[], Iterator[_T]]) -> Callable[[], Iterator[_T]]:
-    """The same generator, which goes only as far as somebody reads, and never over the same ground twice."""
+    """The same generator; what it yields is kept once somebody has read all of it."""
+    kept: list[_T] = []
 
-    @functools.cache
-    def start() -> Iterator[_T]:
-        return itertools.tee(generator(), 1)[0]
+    @functools.wraps(generator)
+    def read() -> Iterator[_T]:
+        if kept:
+            yield from kept
+            return
+        made = []
+        for item in generator():
+            made.append(item)
+            yield item
+        kept[:] = made
 
-    return functools.wraps(generator)(lambda: copy.copy(start()))
+    return read
 
 
 @_remembered

@@ -69,8 +69,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str =
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
     if not hidden:
         return adamw
-    bf16 = mixed_precision == "bf16"
-    muon = Muon(hidden, config.learning_rate, config.weight_decay, momentum=config.adam_beta1, bf16=bf16)
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else None
+    muon = Muon(hidden, config.learning_rate, config.weight_decay, config.adam_beta1, dtype)
     return MuonBesideAdamW(muon, adamw)
 
 

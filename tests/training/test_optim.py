@@ -189,18 +189,25 @@ def test_muons_updates_are_orthogonal_whatever_goes_together(monkeypatch: pytest
         assert 0.6 < values.min() <= values.max() < 1.3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_muon_computes_in_the_precision_of_the_weights_and_at_least_in_float32(dtype: torch.dtype) -> None:
-    matrices = _matrices((8, 24))
-    exact = orthogonal(matrices[0].grad[None].double() * 1.95)[0]  # 0.05 g, then Nesterov's share: all one factor
-    low = [torch.nn.Parameter(matrix.detach().to(dtype)) for matrix in matrices]
-    low[0].grad = matrices[0].grad.to(dtype)
-    old = low[0].detach().clone()
-    Muon(low, lr=1.0, weight_decay=0.0).step()
-    found = (old - low[0].detach()).double() / (0.2 * 24**0.5)
-    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
-    rounded = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
-    rounded[0].grad = matrices[0].grad
-    Muon(rounded, lr=1.0, weight_decay=0.0, bf16=True).step()
-    found = (matrices[0] - rounded[0]).detach().double() / (0.2 * 24**0.5)
-    assert 1e-4 < (found - exact).norm() / exact.norm() < 0.03
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_muon_computes_in_the_precision_of_the_gradients(dtype: torch.dtype) -> None:
+    [matrix] = _matrices((8, 24))
+    exact = orthogonal(matrix.grad[None].double())[0]  # whose size does not matter
+    found = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad)
+    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    rounded = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad, torch.bfloat16)
+    assert 1e-3 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
+def _direction(matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    matrix.grad = gradient.to(matrix.dtype)
+    before = matrix.detach().clone()
+    Muon([matrix], lr=1.0, weight_decay=0.0, dtype=dtype).step()
+    return (before - matrix.detach()).double() / (0.2 * max(matrix.shape) ** 0.5)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)])
+def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.dtype | None) -> None:
+    config = OptimConfig(optim="muon", adam_beta1=0.7)
+    muon, _ = make_optimizer(GPT(GPTConfig(n_embd=16), 30), config, precision).parts
+    assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
