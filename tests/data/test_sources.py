@@ -389,3 +389,10 @@ def test_the_first_record_of_a_builtin_corpus_needs_no_other(name, monkeypatch):
     corpus = builtin.CORPORA[name].__wrapped__()
     assert next(corpus)["text"]
     assert len(parsed) < 10
+
+
+def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_installed(tmp_path, monkeypatch):
+    for name in ("b.py", "a/c.py", "a.py", "test/d.py", "a/tests/e.py", "site-packages/f.py", "a/notes.txt"):
+        write(tmp_path / name, "x = 1\n")
+    monkeypatch.setattr(builtin, "_root", lambda: tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in builtin._files()] == ["a/c.py", "a.py", "b.py"]
