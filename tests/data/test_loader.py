@@ -1,6 +1,6 @@
 """Steps, slots and windows: the layout decides who computes a row, never which rows a step holds."""
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import datasets
 import numpy as np
@@ -165,6 +165,16 @@ def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
         for slot, (_, row) in zip(slots, items, strict=True):
             expected = [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
             assert row["labels"].tolist() == expected
+
+
+def test_rows_are_found_in_tables_of_several_chunks(rows):
+    ends = [0, 4, 5, 17, 23]
+    parts = [rows.select(range(*pair)).flatten_indices() for pair in pairwise(ends)]
+    chunked = datasets.concatenate_datasets(parts)
+    assert len(chunked.data.column("input_ids").chunks) == len(parts)
+    slots = [Slot(i, row) for i, row in enumerate([22, 4, 5, 3, 0, 16, 17, *range(23)])]
+    for slot, (_, row) in zip(slots, SlotRows(chunked).__getitems__(slots), strict=True):
+        assert row["input_ids"].tolist() == rows[slot.row]["input_ids"]
 
 
 def items(count: int, first: int = 0) -> list[tuple[Slot, dict[str, np.ndarray]]]:

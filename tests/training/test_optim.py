@@ -167,12 +167,15 @@ def test_muon_is_torchs_but_for_the_rounding_to_bfloat16() -> None:
     ours, theirs = _matrices(*SHAPES), _matrices(*SHAPES)
     mine = Muon(ours, lr=0.1, weight_decay=0.2, momentum=0.95)
     reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    generator = torch.Generator().manual_seed(1)
     for _ in range(3):
+        for matrix, other in zip(ours, theirs, strict=True):
+            matrix.grad = other.grad = torch.randn(matrix.shape, generator=generator)
         before = [matrix.detach().clone() for matrix in theirs]
         mine.step()
         reference.step()
         for matrix, other, old in zip(ours, theirs, before, strict=True):
-            assert (matrix - other).norm() < 0.02 * (other - old).norm()  # bfloat16 has three digits
+            assert (matrix - other).norm() < 0.05 * (other - old).norm()  # bfloat16 has three digits
             with torch.no_grad():
                 matrix.copy_(other)
 
