@@ -299,6 +299,24 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
+def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    with contextlib.suppress(CrashError), open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        run.compiled, run.skipped = True, 3
+        run.updated(10)
+        run.save(model, optimizer)
+        raise CrashError
+    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+        assert run.compiled is None
+        run.restore(model, optimizer)
+        assert (run.compiled, run.skipped) == (True, 3)
+        run.finish(model)
+
+
 def test_the_loss_scale_of_fp16_is_gone_on_with(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
