@@ -26,7 +26,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
-# Every table of docs/performance.md, against other packages: about 40 minutes on two cores that do nothing else.
+# Every table of docs/performance.md, against other packages: about an hour on two cores that do nothing else.
 # NANOGPT: a checkout of github.com/karpathy/nanoGPT; TEXT: for time_to_loss; TABLES: some of them.
 bench: $(READY)
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, ROOT, scratch
+from benchmarks.runs import GPT_RECIPE, ROOT, newest, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, launch, make_optimizer, prepare
 
 UPDATES, READING = 60, 10
@@ -35,8 +35,7 @@ def recipe(folder: Path, flags: list[str]) -> float:
     flags += ["--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never", "--report_to", "none"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         main(flags)
-    newest = max(folder.glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = [json.loads(line) for line in newest.read_text().splitlines()]
+    lines = [json.loads(line) for line in newest(folder / "run", "metrics.jsonl").read_text().splitlines()]
     return statistics.median([line["train/tokens_per_second"] for line in lines][1:])
 
 

@@ -38,17 +38,24 @@ def run(command: list[str], threads: int = CORES, cwd: Path = ROOT, **variables:
     return ended.stdout
 
 
+def launcher(config: str = "cpu") -> list[str]:
+    return [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+
+
+def newest(folder: Path, name: str) -> Path:
+    """A file of the newest run that was told to write to ``folder``: a run takes the next free name."""
+    return max(folder.parent.glob(f"{folder.name}*/{name}"), key=lambda path: path.stat().st_mtime)
+
+
 def recipe(
     name: str, folder: Path, *flags: str, config: str = "cpu", precision: str = "no", threads: int = CORES
 ) -> float:
     """Run a recipe under accelerate launch; returns the median of its readings of tokens per second, without the
     first, which pays for what is done once. Its prepared data is kept beside ``folder``."""
-    launch = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    launch += ["--mixed_precision", precision]
+    launch = [*launcher(config), "--mixed_precision", precision]
     place = ["--report_to", "none", "--output_dir", str(folder), "--resume_from_checkpoint", "never"]
     run([*launch, name, *flags, *place], threads, LLMTRAIN_CACHE=str(folder.parent / "cache"))
-    newest = max(folder.parent.glob(f"{folder.name}*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = [json.loads(line) for line in newest.read_text().splitlines()]
+    lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
     speeds = [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
     return statistics.median(speeds[1:])
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import FINETUNE_RECIPE, peer, recipe, scratch
+from benchmarks.runs import FINETUNE_RECIPE, newest, peer, recipe, scratch
 from benchmarks.trl_sft import write_base
 from llmtrain.data import builtin
 
@@ -37,8 +37,7 @@ def ours(folder: Path, chats: Path, base: Path) -> float:
     flags += ["--global_batch_size", str(BATCH), "--per_device_train_batch_size", str(BATCH), "--eval_fraction", "0"]
     flags += ["--max_steps", str(UPDATES), "--logging_steps", "5", "--save_steps", "100000"]
     trained = recipe(FINETUNE_RECIPE, folder, *flags)
-    newest = max(folder.parent.glob(f"{folder.name}*/run.json"), key=lambda path: path.stat().st_mtime)
-    audit = json.loads(newest.read_text())["audit"]
+    audit = json.loads(newest(folder, "run.json").read_text())["audit"]
     return trained * audit["tokens"] / audit["trained"]
 
 

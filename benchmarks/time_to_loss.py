@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, peer, run, scratch
+from benchmarks.runs import GPT_RECIPE, newest, peer, run, scratch
 from llmtrain import say
 from llmtrain.data.builtin import python_docs
 
@@ -53,21 +53,19 @@ def write_data(text: str, folder: Path) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(letters)}))
 
 
-def nanogpt(folder: Path, nanogpt: Path, settings: list[str], losses: list[float]) -> float:
+def nanogpt(folder: Path, checkout: Path, settings: list[str], losses: list[float]) -> float:
     """Its own train.py, in a folder that has what it looks for: seconds until the checkpoint of its last update
     is there, whose loss is taken afterwards."""
     flags = [f"--{setting}" for setting in [*ALIKE, *settings, "dataset=text", "out_dir=out"]]
     began = time.time()
-    run(
-        [sys.executable, str(nanogpt / "train.py"), str(nanogpt / "config/train_shakespeare_char.py"), *flags],
-        cwd=folder,
-    )
+    script, config = checkout / "train.py", checkout / "config/train_shakespeare_char.py"
+    run([sys.executable, str(script), str(config), *flags], cwd=folder)
     seconds = (folder / "out/ckpt.pt").stat().st_mtime - began
-    losses.append(peer("loss", nanogpt, folder / "out/ckpt.pt", folder / "data/text/val.bin"))
+    losses.append(peer("loss", checkout, folder / "out/ckpt.pt", folder / "data/text/val.bin"))
     return seconds
 
 
-def launch(folder: Path, text: Path, *more: str) -> None:
+def run_recipe(folder: Path, text: Path, *more: str) -> None:
     data = ["--dataset", str(text), "--tokenizer", "char", "--eval_fraction", "0.1"]
     place = ["--report_to", "none", "--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never"]
     environment = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -77,11 +75,10 @@ def launch(folder: Path, text: Path, *more: str) -> None:
 def ours(folder: Path, text: Path, seeds: Iterator[int], losses: list[float]) -> float:
     """Seconds until the last evaluation is written, whose loss is taken."""
     began = time.time()
-    launch(folder, text, "--seed", str(next(seeds)))
-    newest = max(folder.glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    last = json.loads(newest.read_text().splitlines()[-1])
-    losses.append(last["eval/loss"])
-    return newest.stat().st_mtime - began
+    run_recipe(folder, text, "--seed", str(next(seeds)))
+    metrics = newest(folder / "run", "metrics.jsonl")
+    losses.append(json.loads(metrics.read_text().splitlines()[-1])["eval/loss"])
+    return metrics.stat().st_mtime - began
 
 
 def main() -> None:
@@ -94,7 +91,7 @@ def main() -> None:
         text.write_text(arguments.text.read_text() if arguments.text else tuned_on())
         write_data(text.read_text(), folder / "data/text")
         shutil.copy(arguments.nanogpt / "configurator.py", folder)  # which train.py looks for where it is started
-        launch(folder, text, "--dry_run")  # prepares the data
+        run_recipe(folder, text, "--dry_run")  # prepares the data
         losses: dict[str, list[float]] = {"published": [], "tuned": [], "ours": []}
         found = in_turn(
             {

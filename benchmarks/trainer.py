@@ -15,7 +15,7 @@ import datasets
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import BIN, FINETUNE_RECIPE, GPT_RECIPE, peer, recipe, run, scratch
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, launcher, newest, peer, recipe, run, scratch
 from llmtrain import DataConfig, prepare
 
 BLOCK, BATCH, UPDATES = 256, 8, 40
@@ -51,23 +51,19 @@ def write_model(folder: Path, config: PretrainedConfig) -> Path:
     return folder
 
 
-LAUNCH = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/cpu.yaml"]
-
-
-def first_step(folder: Path, recipe: str, *flags: str) -> float:
+def first_step(folder: Path, script: str, *flags: str) -> float:
     """Seconds from the command to the first update, with data in the cache."""
     place = ["--report_to", "none", "--output_dir", str(folder / "first"), "--resume_from_checkpoint", "never"]
     began = time.time()
     flags = (*flags, *TEXT, "--max_steps", "1", "--logging_steps", "1")
-    run([*LAUNCH, recipe, *flags, *place], LLMTRAIN_CACHE=str(folder / "cache"))
-    newest = max(folder.glob("first*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    return newest.stat().st_mtime - began
+    run([*launcher(), script, *flags, *place], LLMTRAIN_CACHE=str(folder / "cache"))
+    return newest(folder / "first", "metrics.jsonl").stat().st_mtime - began
 
 
 def trainers_first_step(model: Path, batch: int) -> float:
     arguments = ["trainer", model, model / "rows", "--batch", batch, "--steps", 1, "--first_step"]
     began = time.time()
-    return float(run([*LAUNCH, "-m", "benchmarks.peers", *map(str, arguments)]).splitlines()[-1]) - began
+    return float(run([*launcher(), "-m", "benchmarks.peers", *map(str, arguments)]).splitlines()[-1]) - began
 
 
 def main() -> None:
