@@ -20,10 +20,10 @@ SHAPES = {  # layers, heads, width, block, batch; vocabulary; precision; updates
 }
 
 
-def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, folder: Path) -> float:
+def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, folder: Path, compiled: str) -> float:
     flags = [word for name, value in zip(_FLAGS, shape, strict=True) for word in (name, str(value))]
     flags += ["--per_device_train_batch_size", str(shape[-1]), "--tokenizer", tokenizer, "--eval_fraction", "0"]
-    flags += ["--optim", "adamw"]  # nanoGPT's
+    flags += ["--optim", "adamw", "--torch_compile", compiled]  # AdamW is nanoGPT's
     flags += ["--max_steps", str(updates), "--logging_steps", "10", "--save_steps", "100000"]
     return recipe(GPT_RECIPE, folder, *flags, precision=precision)
 
@@ -41,12 +41,15 @@ def main() -> None:
             common += ["--shape", *shape, *(["--bf16"] if precision == "bf16" else [])]
             kinds = {"eager": [], "fused": ["--fused"], "compiled, fused": ["--fused", "--compile"]}
             theirs = {f"nanoGPT, {name}": partial(peer, "nanogpt", *common, *more) for name, more in kinds.items()}
-            contenders = {"ours": partial(ours, shape, tokenizer, precision, updates, folder / "run"), **theirs}
-            found = in_turn(contenders, rounds=3, uncounted=0)
-            best = max(theirs, key=lambda name: found[name].value)
-            for name in theirs:
-                say("tokens/s", f"{work}: {name} {found[name].value:,.0f} ({found[name].values})")
-            rows.append(Row(work, best, found["ours"].value, found[best].value, "tokens/s", target))
+            mine = {
+                name: partial(ours, shape, tokenizer, precision, updates, folder / "run", compiled)
+                for name, compiled in (("eager", "never"), ("compiled", "always"))
+            }
+            found = in_turn({**mine, **theirs}, rounds=5, uncounted=0)
+            for name, medians in found.items():
+                say("tokens/s", f"{work}: {name} {medians.value:,.0f} ({[round(value) for value in medians.values]})")
+            at_best, best = (max(names, key=lambda name: found[name].value) for names in (mine, theirs))
+            rows.append(Row(f"{work}, {at_best}", best, found[at_best].value, found[best].value, "tokens/s", target))
     report("steps", rows)
 
 

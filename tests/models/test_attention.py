@@ -85,12 +85,12 @@ class Module:
     is_causal = True
 
 
-def packed(length: int) -> torch.Tensor:
-    """Two documents; [B, 1, T, T]."""
-    document = torch.arange(length) >= length // 3
-    return ((document[:, None] == document) & torch.ones(length, length).tril().bool())[None, None].expand(
-        2, -1, -1, -1
-    )
+def packed(length: int, *borders: int) -> torch.Tensor:
+    """Documents that begin at ``borders`` in the first row, and a little later in the second; [B, 1, T, T]."""
+    places = torch.arange(length)
+    rows = [sum((places >= border + shift).int() for border in borders or [length // 3]) for shift in (0, 5)]
+    document = torch.stack([row * torch.ones(length) for row in rows])
+    return ((document[:, :, None] == document[:, None]) & torch.ones(length, length).tril().bool())[:, None]
 
 
 @pytest.fixture
@@ -103,9 +103,13 @@ def theirs_and_ours() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
-@pytest.mark.parametrize("mask", [None, packed(130)], ids=["text", "packed"])
+MASKS = {"text": None, "packed": packed(130), "many": packed(200, 60, 128, 140), "alike": packed(130)[:1]}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("heads", [1, 3])
 def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, heads: int) -> None:
+    length = 130 if mask is None else mask.shape[-1]
     module = Module()
     module.num_key_value_groups = 3 // heads
 
@@ -115,9 +119,18 @@ def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, h
 
         return run
 
-    found, expected = (outcome(attend(function), inputs(130)) for function in reversed(theirs_and_ours))
+    found, expected = (outcome(attend(function), inputs(length)) for function in reversed(theirs_and_ours))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
+    mask = packed(200, 60, 128, 140)
+    seen = {(row.start, queries.start): keys for row, queries, keys in attention._blocks_of(mask)}
+    assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
+    assert [seen[1, start].start for start in (0, 64, 128, 192)] == [0, 0, 64, 128]  # documents begin 5 later
+    assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]
+    assert attention._blocks_of(mask) is attention._blocks_of(mask)
 
 
 def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
