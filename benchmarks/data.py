@@ -24,14 +24,14 @@ from llmtrain.training.loop import train_step
 MEGABYTES, BLOCK, ROWS = 100, 256, 32
 
 
-def write_text(path: Path) -> int:
+def write_text(path: Path, megabytes: int = MEGABYTES) -> int:
     """The Python files of this interpreter and its packages, a document each; returns their bytes."""
     size = 0
     with path.open("w") as file:
         for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
             for source in sorted(Path(folder).rglob("*.py")):
                 text = source.read_bytes().decode(errors="replace")
-                if text.strip() and size < MEGABYTES * 10**6:
+                if text.strip() and size < megabytes * 10**6:
                     file.write(json.dumps({"text": text}) + "\n")
                     size += len(text.encode())
     return size

@@ -48,11 +48,18 @@ def newest(folder: Path, name: str) -> Path:
 
 
 def recipe(
-    name: str, folder: Path, *flags: str, config: str = "cpu", precision: str = "no", threads: int = CORES
+    name: str,
+    folder: Path,
+    *flags: str,
+    config: str = "cpu",
+    precision: str = "no",
+    threads: int = CORES,
+    processes: int | None = None,
 ) -> float:
     """Run a recipe under accelerate launch; returns the median of its readings of tokens per second, without the
     first, which pays for what is done once. Its prepared data is kept beside ``folder``."""
     launch = [*launcher(config), "--mixed_precision", precision]
+    launch += ["--num_processes", str(processes)] if processes else []
     place = ["--report_to", "none", "--output_dir", str(folder), "--resume_from_checkpoint", "never"]
     run([*launch, name, *flags, *place], threads, LLMTRAIN_CACHE=str(folder.parent / "cache"))
     lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]

@@ -45,7 +45,7 @@ def main() -> None:
                 name: partial(ours, shape, tokenizer, precision, updates, folder / "run", compiled)
                 for name, compiled in (("eager", "never"), ("compiled", "always"))
             }
-            found = in_turn({**mine, **theirs}, rounds=5, uncounted=0)
+            found = in_turn({**mine, **theirs}, rounds=3, uncounted=0)
             for name, medians in found.items():
                 say("tokens/s", f"{work}: {name} {medians.value:,.0f} ({[round(value) for value in medians.values]})")
             at_best, best = (max(names, key=lambda name: found[name].value) for names in (mine, theirs))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.table import ROWS_PER_BATCH, row_table
+from llmtrain.data.table import TOKENS_PER_BATCH, row_table
 
 COLUMNS = ["input_ids", "labels", "position_ids"]
 
@@ -65,8 +65,9 @@ class TokenStore:
         rows = best_fit(lengths, width) if packing else [[i] for i in range(len(lengths))]
         columns = COLUMNS if packing else COLUMNS[:2]  # alone in its row a document needs no position_ids
         with row_table(path, columns, width) as write:
-            for start in range(0, len(rows), ROWS_PER_BATCH):
-                write(*self._filled(rows[start : start + ROWS_PER_BATCH], lengths, width)[: len(columns)])
+            count = max(TOKENS_PER_BATCH // width, 1)
+            for start in range(0, len(rows), count):
+                write(*self._filled(rows[start : start + count], lengths, width)[: len(columns)])
         for file_path in self._paths:
             file_path.unlink()
         return len(rows)

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ import filelock
 from llmtrain.config import given
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
+from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
@@ -199,12 +199,6 @@ def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: 
             say("held out", Audit(**facts.eval_audit).left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
-
-
-def cache_folder() -> Path:
-    """``$LLMTRAIN_CACHE``, else ``llmtrain`` in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 
 
 def _open(folder: Path) -> PreparedData | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from llmtrain.data import builtin
+from llmtrain.data.cache import file_digest
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError, first_line
 
@@ -113,7 +114,10 @@ class Files:
         # content, not names: a moved data set is the same data set
         total = hashlib.sha256()
         for path in self.paths:
-            total.update(_suffix(path).encode() + _file_digest(path))
+            try:
+                total.update(_suffix(path).encode() + file_digest(path))
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}.") from None
         return total.hexdigest()
 
     def records(self, field: str | None = None) -> Iterator[Record]:
@@ -154,17 +158,6 @@ class Hub:
             dataset = dataset.select_columns([field])
         for i, fields in enumerate(dataset):
             yield Record(f"{self.name}, row {i}", fields)
-
-
-def _file_digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}.") from None
-    return digest.digest()
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:

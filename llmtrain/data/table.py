@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROWS_PER_BATCH = 1024
+TOKENS_PER_BATCH = 1 << 20  # written at a time: 4 MiB a column. Readers hold some kilobytes for each batch
 
 
 class Written(NamedTuple):
@@ -37,7 +37,7 @@ def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callab
                 )
                 for value, field in zip(values, schema, strict=True)
             ]
-            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), ROWS_PER_BATCH)
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
 
         yield write
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.sources import Source, documents
-from llmtrain.data.table import ROWS_PER_BATCH, Written, hash_place, row_table
+from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _write_rows(path: Path, arrays: Iterator[np.ndarray], block_size: int) -> Wr
             tokens += len(array)
             waiting.append(array)
             held += len(array)
-            if held > ROWS_PER_BATCH * block_size:
+            if held > max(TOKENS_PER_BATCH, block_size):
                 written, waiting = flush(last=False)
                 rows, held = rows + written, len(waiting[0])
         rows += flush(last=True)[0]

@@ -126,7 +126,7 @@ def test_byte_tokens_are_the_bytes(tmp_path):
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, rows_per_batch, block_size):
-    monkeypatch.setattr(plain_text, "ROWS_PER_BATCH", rows_per_batch)
+    monkeypatch.setattr(plain_text, "TOKENS_PER_BATCH", rows_per_batch * block_size)
     random_numbers = random.Random(0)
     for length in [*range(0, 20), 24, 25, 26, 200]:
         tokens = [random_numbers.randrange(1, 60_000) for _ in range(length)]
@@ -498,16 +498,6 @@ def test_a_hub_dataset_is_prepared_and_found_again(tmp_path, monkeypatch, capsys
         prepared = prepare(config(tmp_path / "corpus"), BLOCK)
         assert documents_of(prepared.train, prepared) == TEXTS
         assert capsys.readouterr().out.endswith(f"; {done}\n")
-
-
-@pytest.mark.parametrize("set_to", ["LLMTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"])
-def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, set_to):
-    for name in ("LLMTRAIN_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(set_to, str(tmp_path / "there"))
-    expected = {"LLMTRAIN_CACHE": "there", "XDG_CACHE_HOME": "there/llmtrain", "HOME": "there/.cache/llmtrain"}
-    assert preparation.cache_folder() == tmp_path / expected[set_to]
 
 
 def test_a_tokenizer_that_begins_every_text_with_bos_has_it_before_every_document(tmp_path):

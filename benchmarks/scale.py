@@ -1,0 +1,170 @@
+"""How speed goes with width, block size and processes, and what ten million rows cost; drawn in docs/scale.svg.
+
+python -m benchmarks.scale        (needs: pip install 'llmtrain[bench]')
+"""
+
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from benchmarks.comparison import Row, in_turn, report
+from benchmarks.data import write_text
+from benchmarks.runs import CORES, GPT_RECIPE, ROOT, newest, recipe, run, scratch
+from llmtrain import DataConfig, launch, prepare, start_accelerator
+from llmtrain.data.loader import GlobalBatchSampler, train_loader
+
+WIDTHS = (64, 128, 256, 512)
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+PROCESSES = (1, 2, 4)
+ROWS = (10_000, 100_000, 1_000_000, 10_000_000)
+TOKENS, ROW = 4096, 16  # tokens of an update; of a row where rows are counted
+PICTURE = ROOT / "docs/scale.svg"
+
+
+def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) -> tuple[float, float]:
+    """Tokens a second of recipes/gpt.py with 4 layers, and the share of the measured peak; where a number of
+    ``processes`` is given, each has one thread and as large a batch as one alone."""
+    batch = TOKENS // block
+    flags = ["--n_layer", "4", "--n_head", str(width // 32), "--n_embd", str(width), "--block_size", str(block)]
+    flags += ["--global_batch_size", str(batch * max(processes, 1)), "--per_device_train_batch_size", str(batch)]
+    flags += ["--optim", "adamw", "--max_steps", "30", "--eval_fraction", "0", "--save_steps", "100000"]
+    flags += ["--logging_steps", "5"]
+    if processes > 1:
+        tokens = recipe(GPT_RECIPE, folder, *flags, config="cpu_ddp", threads=1, processes=processes)
+    else:
+        tokens = recipe(GPT_RECIPE, folder, *flags, threads=1 if processes else CORES)
+    lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
+    return tokens, statistics.median(line["train/mfu"] for line in lines if "train/mfu" in line)
+
+
+def write_rows(source: Path, rows: int, path: Path) -> None:
+    """As much of ``source``, again and again, as gives so many rows of ``ROW`` bytes."""
+    left = rows * ROW
+    with path.open("w") as file:
+        while left > 0:
+            for line in source.read_text().splitlines():
+                text = json.loads(line)["text"][:left]
+                left -= len(text.encode()) + 1  # each document ends with a token of its own
+                file.write(json.dumps({"text": text}) + "\n")
+                if left <= 0:
+                    break
+
+
+def reading(text: Path) -> None:
+    """In a process of its own: seconds until the rows, which are prepared, are open and a first batch is there; MiB
+    that it holds after 200 batches of the first epoch and 200 of the twentieth; microseconds that a row's place in the
+    order takes; tokens a second."""
+    data = DataConfig(dataset=[str(text)], tokenizer="byte", eval_fraction=0.0)
+    began = time.perf_counter()
+    rows = prepare(data, ROW).train
+    accelerator = start_accelerator()
+    batch = TOKENS // ROW
+
+    def batches(steps: range) -> float:
+        began = time.perf_counter()
+        for _ in accelerator.prepare(train_loader(rows, batch, batch, steps, seed=0)):
+            pass
+        return time.perf_counter() - began
+
+    batches(range(1))
+    start = time.perf_counter() - began
+    far = 19 * len(rows) // batch
+    seconds = batches(range(200)) + batches(range(far, far + 200))
+    info = psutil.Process().memory_info()
+    memory = (info.rss - getattr(info, "shared", 0)) / 2**20  # without what is mapped of files
+    began = time.perf_counter()
+    for _ in GlobalBatchSampler(len(rows), batch, range(far, far + 1000), seed=0):
+        pass
+    order = 1e6 * (time.perf_counter() - began) / 1000 / batch
+    print(json.dumps({"start": start, "memory": memory, "order": order, "speed": 400 * TOKENS / seconds}))
+
+
+def read_rows(folder: Path) -> dict[int, dict[str, float]]:
+    write_text(source := folder / "source.jsonl", 10)
+    found: dict[int, list[dict[str, float]]] = {}
+    for rows in ROWS:
+        write_rows(source, rows, folder / f"{rows}.jsonl")
+    for _ in range(4):  # of which the first prepares
+        for rows in ROWS:
+            command = [sys.executable, "-m", "benchmarks.scale", "--read", str(folder / f"{rows}.jsonl")]
+            printed = run(command, LLMTRAIN_CACHE=str(folder / "cache")).splitlines()[-1]
+            found.setdefault(rows, []).append(json.loads(printed))
+    return {
+        rows: {key: statistics.median(one[key] for one in tries[1:]) for key in tries[0]}
+        for rows, tries in found.items()
+    }
+
+
+def measured(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """What is drawn: for each width, block size and number of processes ``speed`` and ``share``."""
+    kinds = {"width": WIDTHS, "block": BLOCKS, "processes": PROCESSES}
+    shares: dict[tuple[str, int], float] = {}
+
+    def one(kind: str, value: int) -> float:
+        tokens, shares[kind, value] = speed(folder / "run", **{kind: value})
+        return tokens
+
+    found: dict[str, dict[int, dict[str, float]]] = {"rows": read_rows(folder)}
+    for kind, values in kinds.items():
+        medians = in_turn({str(value): partial(one, kind, value) for value in values}, rounds=2, uncounted=0)
+        found[kind] = {v: {"speed": medians[str(v)].value, "share": shares[kind, v]} for v in values}
+    return found
+
+
+def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "llmtrain"  # the same figures make the same file
+    figure, ((width, block), (processes, rows)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    for axes, kind, title in (
+        (width, "width", "width (4 layers, block 128)"),
+        (block, "block", "block size (4 layers x 128)"),
+        (processes, "processes", f"processes of one thread, on {CORES} cores"),
+    ):
+        values = sorted(found[kind])
+        axes.plot(values, [found[kind][value]["speed"] for value in values], "o-", color="tab:blue")
+        axes.set(title=title, xscale="log", xticks=values, xticklabels=values, ylim=(0, None))
+        axes.set_ylabel("tokens / s", color="tab:blue")
+        axes.minorticks_off()
+        other = axes.twinx()
+        other.plot(values, [100 * found[kind][value]["share"] for value in values], "s--", color="tab:orange")
+        other.set_ylabel("% of the measured peak", color="tab:orange")
+        other.set_ylim(0, 100)
+    counts = sorted(found["rows"])
+    labels = {"start": "seconds to the first batch", "memory": "memory", "order": "time to find a row"}
+    for key, label in labels.items():
+        least = found["rows"][counts[0]][key]
+        rows.plot(counts, [found["rows"][count][key] / least for count in counts], "o-", label=label)
+    rows.set(title=f"rows of {ROW} tokens, beside {counts[0]:,}", xscale="log", ylim=(0, 2), ylabel="ratio")
+    rows.legend()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--read"]:
+        return reading(Path(sys.argv[2]))
+    with scratch() as folder:
+        found = measured(folder)
+    draw(found)
+    few, many = (found["rows"][count] for count in (ROWS[0], ROWS[-1]))
+    work, against = f"{ROWS[-1]:,} rows", f"{ROWS[0]:,} rows"
+    report(
+        "scale",
+        [
+            Row(f"first batch, {work}", against, many["start"], few["start"], "seconds", "<= 1.1"),
+            Row(f"memory, {work}", against, many["memory"], few["memory"], "MiB", "<= 1.02"),
+            Row(f"a row's place in the order, {work}", against, many["order"], few["order"], "us", "<= 1.1"),
+        ],
+        series=found,
+    )
+
+
+if __name__ == "__main__":
+    launch(main)

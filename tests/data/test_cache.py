@@ -1,0 +1,106 @@
+"""The cache: where it is, and the digest of a file, remembered, but never that of other content."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.data import cache
+from llmtrain.data.cache import cache_folder, file_digest
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is worth remembering and was written a minute ago."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_WORTH_REMEMBERING", 3)
+    path = tmp_path / "text"
+    path.write_text("one")
+    later = time.time() + 60
+    monkeypatch.setattr(cache.time, "time", lambda: later)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    read: list[Path] = []
+    original = cache._digest
+    monkeypatch.setattr(cache, "_digest", lambda path: [read.append(path), original(path)][1])
+    return read
+
+
+def sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def test_a_large_file_is_read_once(large: Path, reads: list[Path]) -> None:
+    assert file_digest(large) == file_digest(large) == sha256("one")
+    assert reads == [large]
+
+
+def test_a_changed_file_is_read_again_though_size_and_time_are_set_back(large: Path, reads: list[Path]) -> None:
+    before = large.stat()
+    file_digest(large)
+    large.write_text("two")
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file_digest(large) == sha256("two")
+    assert len(reads) == 2
+
+
+def test_another_file_in_its_place_is_read(large: Path, tmp_path: Path) -> None:
+    file_digest(large)
+    (tmp_path / "other").write_text("two")
+    (tmp_path / "other").replace(large)
+    assert file_digest(large) == sha256("two")
+
+
+def test_a_file_written_just_now_is_not_remembered(
+    large: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache.time, "time", lambda: large.stat().st_ctime_ns / 1e9 + 1)
+    assert file_digest(large) == file_digest(large) == sha256("one")
+    assert len(reads) == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = cache._digest
+
+    def digest(path: Path) -> bytes:
+        found = original(path)
+        path.write_text("two")
+        return found
+
+    monkeypatch.setattr(cache, "_digest", digest)
+    assert file_digest(large) == sha256("one")
+    assert not (cache_folder() / "digests").exists()
+
+
+def test_a_small_file_is_read_each_time(large: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_WORTH_REMEMBERING", 4)
+    assert file_digest(large) == file_digest(large) == sha256("one")
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '"zz"', '"00"', "7"])
+def test_a_damaged_memory_is_no_memory(large: Path, content: str) -> None:
+    file_digest(large)
+    (remembered,) = (cache_folder() / "digests").iterdir()
+    remembered.write_text(content)
+    assert file_digest(large) == sha256("one")
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(large: Path) -> None:
+    cache_folder().write_text("a file")
+    assert file_digest(large) == sha256("one")
+
+
+@pytest.mark.parametrize("set_to", ["LLMTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_to: str) -> None:
+    for name in ("LLMTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(set_to, str(tmp_path / "there"))
+    expected = {"LLMTRAIN_CACHE": "there", "XDG_CACHE_HOME": "there/llmtrain", "HOME": "there/.cache/llmtrain"}
+    assert cache_folder() == tmp_path / expected[set_to]
