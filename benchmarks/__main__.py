@@ -1,6 +1,6 @@
 """All tables, or those that are named; each writes benchmarks/results/NAME.json.
 
-python -m benchmarks [--nanogpt FOLDER] [--text FILE] [overhead processes trainer sft data ...]
+python -m benchmarks [--nanogpt FOLDER] [--text FILE] [overhead processes trainer sft data loss scale ...]
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "steps", "time_to_loss"]
+TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "steps", "time_to_loss"]
 NEEDS_NANOGPT = {"steps", "time_to_loss"}
 
 

@@ -17,6 +17,7 @@ from benchmarks.comparison import Row, in_turn, report
 from benchmarks.runs import peer, run, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, launch, make_optimizer, prepare, start_accelerator
 from llmtrain.data.builtin import python_docs
+from llmtrain.data.chat import set_template
 from llmtrain.data.loader import train_loader
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.training.loop import train_step
@@ -37,9 +38,13 @@ def write_text(path: Path, megabytes: int = MEGABYTES) -> int:
     return size
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, chat: bool = False) -> None:
+    """Of 4,096 tokens; for conversations it has a template."""
     texts = [record["text"] for record in python_docs()]
-    as_pretrained(train_tokenizer("bpe:4096", texts, lambda: iter(texts)), BLOCK).save_pretrained(folder)
+    tokenizer = as_pretrained(train_tokenizer("bpe:4096", texts, lambda: iter(texts)), BLOCK)
+    if chat:
+        set_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
 
 
 def preparing(text: Path, tokenizer: Path) -> None:

@@ -45,26 +45,31 @@ def say_figure(value: float) -> None:
 
 
 def nanogpt(arguments: argparse.Namespace) -> None:
-    """The loop of train.py (lines 255 to 333) around its own model, on the CPU, with its own way to draw a batch; it
-    takes no autocast there, which is added where bf16 is asked for."""
+    """The loop of train.py (lines 255 to 333) around its own model, with its own way to draw a batch; on a CPU it takes
+    no autocast, which is added where bf16 is asked for."""
     sys.path.insert(0, arguments.folder)
     import model as nano
 
     layers, heads, width, block, batch = arguments.shape
     config = nano.GPTConfig(block, arguments.vocabulary, layers, heads, width, dropout=0.0, bias=False)
-    network = nano.GPT(config)
+    device = arguments.device
+    if device == "cuda":  # as train.py does
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    network = nano.GPT(config).to(device)
     decayed = [p for p in network.parameters() if p.dim() >= 2]
     plain = [p for p in network.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=arguments.fused)
     forward = torch.compile(network) if arguments.compile else network
-    autocast = torch.autocast("cpu", torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
+    autocast = torch.autocast(device, torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
 
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         data = np.memmap(arguments.tokens, dtype=np.uint16, mode="r")
         places = torch.randint(len(data) - block, (batch,))
         x = torch.stack([torch.from_numpy(data[i : i + block].astype(np.int64)) for i in places])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + block].astype(np.int64)) for i in places])
+        if device == "cuda":
+            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
         return x, y
 
     readings = Readings(batch * block)
@@ -175,7 +180,7 @@ def trainer(arguments: argparse.Namespace) -> None:
 def sft(arguments: argparse.Namespace) -> None:
     """TRL's SFTTrainer on conversations; what is printed is real tokens per second, padding not counted."""
     import datasets
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     flags = json.loads(arguments.flags)
@@ -186,7 +191,7 @@ def sft(arguments: argparse.Namespace) -> None:
         max_length=arguments.length,
         report_to="none",
         save_strategy="no",
-        use_cpu=True,
+        use_cpu=arguments.device == "cpu",
         disable_tqdm=True,
         **flags,
     )
@@ -208,8 +213,22 @@ def sft(arguments: argparse.Namespace) -> None:
     data = datasets.Dataset.from_list(lines)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model: Any = str(arguments.model)
+    if arguments.random_weights:
+        with torch.device(arguments.device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
+    adapters = None
+    if arguments.lora:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(r=arguments.lora, target_modules="all-linear", task_type="CAUSAL_LM")
     loop = Counting(
-        model=str(arguments.model), args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Watch()]
+        model=model,
+        args=settings,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[Watch()],
+        peft_config=adapters,
     )
     loop.train()
     (began, before), (ended, after) = seen[len(seen) // 5], seen[-1]
@@ -249,6 +268,7 @@ def main() -> None:
     one.add_argument("--steps", type=int, required=True)
     for flag in ("--compile", "--fused", "--bf16"):
         one.add_argument(flag, action="store_true")
+    one.add_argument("--device", default="cpu")
     one.set_defaults(run=nanogpt)
     saved = peers.add_parser("loss")
     saved.add_argument("folder", type=str)
@@ -270,6 +290,9 @@ def main() -> None:
         other.add_argument("--flags", default="{}", help="of its training arguments, as JSON")
         other.add_argument("--first_step", action="store_true")
         other.add_argument("--cache", type=Path)
+        other.add_argument("--device", default="cpu")
+        other.add_argument("--random_weights", action="store_true", help="of the model, in bfloat16")
+        other.add_argument("--lora", type=int, default=0, help="rank of adapters")
         other.set_defaults(run=function)
     arguments = parser.parse_args()
     arguments.run(arguments)
