@@ -22,7 +22,6 @@ from llmtrain import say
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _FOREIGN = 0.1  # of the processors' time, that others may use in a round that counts
-_RETRIES = 4  # rounds that may be thrown away
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,11 @@ class Medians:
     values: list[float]
 
 
-def in_turn(contenders: dict[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1) -> dict[str, Medians]:
-    """Call the contenders in turn; each returns the figure that it is compared by."""
+def in_turn(
+    contenders: dict[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1, retries: int = 4
+) -> dict[str, Medians]:
+    """Call the contenders in turn; each returns the figure that it is compared by. A round in which something else was
+    busy is thrown away, up to ``retries`` times."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(uncounted):
         for contender in contenders.values():
@@ -65,7 +67,7 @@ def in_turn(contenders: dict[str, Callable[[], float]], rounds: int = 5, uncount
     while counted < rounds:
         with _watching() as foreign:
             measured = {name: _measured(contender) for name, contender in contenders.items()}
-        if foreign() > _FOREIGN and discarded < _RETRIES:
+        if foreign() > _FOREIGN and discarded < retries:
             discarded += 1
             continue
         counted += 1
@@ -109,13 +111,13 @@ def _watching() -> Iterator[Callable[[], float]]:
     share = max(0.0, busy() - _own_cpu_seconds() - before) / passed
 
 
-def report(name: str, rows: list[Row], **details: object) -> None:
+def report(name: str, rows: list[Row], folder: Path = RESULTS, **details: object) -> None:
     """Print the rows of a table and write them to ``results/NAME.json``."""
     for row in rows:
         sign = "met" if row.is_met else "missed"
         print(f"{row.work:<56} {row.against:<40}{row.ours:>12,.4g}{row.theirs:>12,.4g} {row.unit:<10}", end="")
         print(f"{row.ratio:>8.3f}  {row.target:<8} {sign}", flush=True)
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     table = {
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
         "details": details,
@@ -123,7 +125,7 @@ def report(name: str, rows: list[Row], **details: object) -> None:
         "cpu": f"{_cpu()}, {psutil.cpu_count()} processors",
         "date": date.today().isoformat(),
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(table, indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "trl")

@@ -180,7 +180,7 @@ def trainer(arguments: argparse.Namespace) -> None:
 def sft(arguments: argparse.Namespace) -> None:
     """TRL's SFTTrainer on conversations; what is printed is real tokens per second, padding not counted."""
     import datasets
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     flags = json.loads(arguments.flags)
@@ -213,17 +213,13 @@ def sft(arguments: argparse.Namespace) -> None:
     data = datasets.Dataset.from_list(lines)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model: Any = str(arguments.model)
-    if arguments.random_weights:
-        with torch.device(arguments.device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
     adapters = None
     if arguments.lora:
         from peft import LoraConfig
 
         adapters = LoraConfig(r=arguments.lora, target_modules="all-linear", task_type="CAUSAL_LM")
     loop = Counting(
-        model=model,
+        model=str(arguments.model),
         args=settings,
         train_dataset=data,
         processing_class=tokenizer,
@@ -291,7 +287,6 @@ def main() -> None:
         other.add_argument("--first_step", action="store_true")
         other.add_argument("--cache", type=Path)
         other.add_argument("--device", default="cpu")
-        other.add_argument("--random_weights", action="store_true", help="of the model, in bfloat16")
         other.add_argument("--lora", type=int, default=0, help="rank of adapters")
         other.set_defaults(run=function)
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 python -m benchmarks.scale        (needs: pip install 'llmtrain[bench]')
 """
 
+import importlib.util
 import json
 import statistics
 import sys
@@ -15,7 +16,7 @@ import psutil
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.data import write_text
 from benchmarks.runs import CORES, GPT_RECIPE, ROOT, newest, recipe, run, scratch
-from llmtrain import DataConfig, launch, prepare, start_accelerator
+from llmtrain import DataConfig, UserError, launch, prepare, start_accelerator
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
 
 WIDTHS = (64, 128, 256, 512)
@@ -39,7 +40,7 @@ def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) 
     else:
         tokens = recipe(GPT_RECIPE, folder, *flags, threads=1 if processes else CORES)
     lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
-    return tokens, statistics.median(line["train/mfu"] for line in lines if "train/mfu" in line)
+    return tokens, statistics.median([line["train/mfu"] for line in lines if "train/mfu" in line][1:])
 
 
 def write_rows(source: Path, rows: int, path: Path) -> None:
@@ -102,18 +103,21 @@ def read_rows(folder: Path) -> dict[int, dict[str, float]]:
 
 def measured(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
     """What is drawn: for each width, block size and number of processes ``speed`` and ``share``."""
-    kinds = {"width": WIDTHS, "block": BLOCKS, "processes": PROCESSES}
-    shares: dict[tuple[str, int], float] = {}
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for kind, values in {"width": WIDTHS, "block": BLOCKS, "processes": PROCESSES}.items():
+        shares: dict[int, list[float]] = {value: [] for value in values}
 
-    def one(kind: str, value: int) -> float:
-        tokens, shares[kind, value] = speed(folder / "run", **{kind: value})
-        return tokens
+        def one(kind: str, value: int, shares: list[float]) -> float:
+            tokens, share = speed(folder / "run", **{kind: value})
+            shares.append(share)
+            return tokens
 
-    found: dict[str, dict[int, dict[str, float]]] = {"rows": read_rows(folder)}
-    for kind, values in kinds.items():
-        medians = in_turn({str(value): partial(one, kind, value) for value in values}, rounds=2, uncounted=0)
-        found[kind] = {v: {"speed": medians[str(v)].value, "share": shares[kind, v]} for v in values}
-    return found
+        contenders = {str(value): partial(one, kind, value, shares[value]) for value in values}
+        medians = in_turn(contenders, rounds=2, uncounted=0)
+        found[kind] = {v: {"speed": medians[str(v)].value, "share": statistics.median(shares[v])} for v in values}
+    for count in PROCESSES:  # each takes the peak of a core for its own; more than there are have only what there are
+        found["processes"][count]["share"] *= max(count / CORES, 1)
+    return {"rows": read_rows(folder), **found}
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -125,7 +129,7 @@ def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
     figure, ((width, block), (processes, rows)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
     for axes, kind, title in (
         (width, "width", "width (4 layers, block 128)"),
-        (block, "block", "block size (4 layers x 128)"),
+        (block, "block", "block size (4 layers x 128; PyTorch's attention above 512)"),
         (processes, "processes", f"processes of one thread, on {CORES} cores"),
     ):
         values = sorted(found[kind])
@@ -150,9 +154,10 @@ def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--read"]:
         return reading(Path(sys.argv[2]))
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("matplotlib draws what is measured: pip install 'llmtrain[bench]'.")
     with scratch() as folder:
         found = measured(folder)
-    draw(found)
     few, many = (found["rows"][count] for count in (ROWS[0], ROWS[-1]))
     work, against = f"{ROWS[-1]:,} rows", f"{ROWS[0]:,} rows"
     report(
@@ -164,6 +169,7 @@ def main() -> None:
         ],
         series=found,
     )
+    draw(found)
 
 
 if __name__ == "__main__":

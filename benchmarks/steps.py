@@ -23,7 +23,7 @@ SHAPES = {  # layers, heads, width, block, batch; vocabulary; precision; updates
 def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, folder: Path, compiled: str) -> float:
     flags = [word for name, value in zip(_FLAGS, shape, strict=True) for word in (name, str(value))]
     flags += ["--per_device_train_batch_size", str(shape[-1]), "--tokenizer", tokenizer, "--eval_fraction", "0"]
-    flags += ["--optim", "adamw", "--torch_compile", compiled]  # AdamW is nanoGPT's
+    flags += ["--optim", "adamw", "--learning_rate", "1e-3", "--torch_compile", compiled]  # as nanoGPT's
     flags += ["--max_steps", str(updates), "--logging_steps", "10", "--save_steps", "100000"]
     return recipe(GPT_RECIPE, folder, *flags, precision=precision)
 

@@ -6,11 +6,10 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import IO
 
-from llmtrain.files import write_json
-
-_WORTH_REMEMBERING = 1 << 24  # bytes; fewer are read again in no time
-_YOUNG = 2.0  # seconds in which a file may change once more and have the same times
+_WORTH_REMEMBERING = 1 << 20  # bytes; fewer are read again in no time
+_YOUNG = 60.0  # seconds in which a file may change once more and show the same times, which other machines may set
 
 
 def cache_folder() -> Path:
@@ -21,34 +20,34 @@ def cache_folder() -> Path:
 
 def file_digest(path: Path) -> bytes:
     """The sha256 of a file's content. That of a large file is remembered, for as long as the file system says that
-    nobody has touched it: as git knows by its index which files to read. A file changed just now is read again, for
-    its times need not tell the next change from this one."""
-    state = _state(path)
-    name = hashlib.sha256(json.dumps([str(path.resolve()), *state]).encode()).hexdigest()
-    remembered = cache_folder() / "digests" / name
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        digest = bytes.fromhex(json.loads(remembered.read_text()))
-        if len(digest) == hashlib.sha256().digest_size:
-            return digest
-    digest = _digest(path)
-    _, _, size, modified, changed = state
-    settled = time.time() - max(modified, changed) / 1e9 > _YOUNG and _state(path) == state
+    nobody has touched it: as git knows by its index which files to read. A file changed a short time ago is read
+    again, for its times need not tell the next change from this one."""
+    remembered = cache_folder() / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    with path.open("rb") as file:  # opened, for which a network file system asks its server
+        state = _state(file.fileno())
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            known = json.loads(remembered.read_text())
+            digest = bytes.fromhex(known["sha256"])
+            if known["state"] == state and len(digest) == hashlib.sha256().digest_size:
+                return digest
+        digest = _digest(file)
+        _, _, size, modified, changed = state
+        settled = time.time() - max(modified, changed) / 1e9 > _YOUNG and _state(file.fileno()) == state
     if size >= _WORTH_REMEMBERING and settled:
         with contextlib.suppress(OSError):
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            write_json(remembered, digest.hex())
+            remembered.write_text(json.dumps({"state": state, "sha256": digest.hex()}))  # torn, it is nothing
     return digest
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    """What changes with a file's content; times in nanoseconds."""
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _digest(path: Path) -> bytes:
+def _digest(file: IO[bytes]) -> bytes:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.digest()
+
+
+def _state(file: int) -> list[int]:
+    """What changes with a file's content; times in nanoseconds."""
+    stat = os.fstat(file)
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

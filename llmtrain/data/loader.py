@@ -33,6 +33,11 @@ class Window(NamedTuple):
     rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
     targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
 
+    @property
+    def positions(self) -> int:
+        """For which the model computes something, whether that is trained on or not."""
+        return sum(batch["labels"][:, 1:].numel() for batch in self.batches)
+
 
 class Slot(NamedTuple):
     """One place of one global batch."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-TOKENS_PER_BATCH = 1 << 20  # written at a time: 4 MiB a column. Readers hold some kilobytes for each batch
+TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
 
 
 class Written(NamedTuple):

@@ -1,5 +1,6 @@
 """Causal attention: PyTorch's own, and on a CPU, for rows of moderate length, one in plain matrix products."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -162,11 +163,15 @@ def _blocks(rows: int, length: int) -> Blocks:
 
 
 def _blocks_of_documents(mask: torch.Tensor) -> Blocks:
-    """Blocks of queries of one row, each with the keys from the first that it may see: in a packed row they are few."""
-    rows, length = len(mask), mask.shape[-1]
+    """Blocks of queries, each with the keys from the first that it may see: in a packed row they are few. Neighbouring
+    rows for which it is the same go together."""
     found = []
-    for _, queries, keys in _blocks(rows, length):
+    for _, queries, keys in _blocks(len(mask), mask.shape[-1]):
         firsts = mask[:, 0, queries].any(1).int().argmax(1)
         firsts = firsts // _BLOCK * _BLOCK  # so that sizes recur: a product is made ready once for each
-        found += [(slice(row, row + 1), queries, slice(first, keys.stop)) for row, first in enumerate(firsts.tolist())]
+        row = 0
+        for first, alike in itertools.groupby(firsts.tolist()):
+            end = row + len(list(alike))
+            found.append((slice(row, end), queries, slice(first, keys.stop)))
+            row = end
     return found

@@ -25,7 +25,7 @@ _PEAK_16_BIT = {
 
 
 class Throughput:
-    """Counts tokens between two readings; time spent in ``paused()`` does not count."""
+    """Counts what was done between two readings; time spent in ``paused()`` does not count."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         flops = getattr(accelerator.unwrap_model(model), "flops_per_token", None)
@@ -34,18 +34,21 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        self.tokens, self.started = 0, time.perf_counter()
+        self.tokens, self.positions, self.started = 0, 0, time.perf_counter()
 
-    def add(self, tokens: int) -> None:
+    def add(self, tokens: int, positions: int) -> None:
+        """Of an update on all processes: tokens that were trained on, and positions that were computed, which in a
+        conversation are more."""
         self.tokens += tokens
+        self.positions += positions
 
     def read(self) -> dict[str, float]:
         """Since the last reading: ``train/tokens_per_second``, and ``train/mfu`` where the model's FLOPs are known."""
-        speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
-        self.restart()
-        metrics = {"train/tokens_per_second": speed}
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        metrics = {"train/tokens_per_second": self.tokens / seconds}
         if self.peak:
-            metrics["train/mfu"] = speed * self.flops_per_token / self.peak
+            metrics["train/mfu"] = self.positions / seconds * self.flops_per_token / self.peak
+        self.restart()
         return metrics
 
     @contextlib.contextmanager

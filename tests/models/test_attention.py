@@ -108,17 +108,22 @@ MASKS = {"text": None, "packed": packed(130), "many": packed(200, 60, 128, 140),
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("heads", [1, 3])
-def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, heads: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, heads: int, rows: int) -> None:
     length = 130 if mask is None else mask.shape[-1]
     module = Module()
     module.num_key_value_groups = 3 // heads
 
     def attend(function: Callable[..., Any]) -> Attention:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return function(module, q, k[:, :heads], v[:, :heads], mask, scaling=0.2)[0]
+            seen = None if mask is None else mask[:rows]
+            return function(module, q[:rows], k[:rows, :heads], v[:rows, :heads], seen, scaling=0.2)[0]
 
         return run
 
+    graph = attend(theirs_and_ours[1])(*(part.requires_grad_() for part in inputs(length))).grad_fn
+    while type(graph).__name__ != "_BlockwiseBackward":
+        graph = graph.next_functions[0][0]  # to the end, if transformers' own has computed it
     found, expected = (outcome(attend(function), inputs(length)) for function in reversed(theirs_and_ours))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -126,7 +131,9 @@ def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, h
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
     mask = packed(200, 60, 128, 140)
-    seen = {(row.start, queries.start): keys for row, queries, keys in attention._blocks_of(mask)}
+    blocks = attention._blocks_of(mask)
+    assert blocks[0] == (slice(0, 2), slice(0, 64), slice(0, 64))  # alike in both rows
+    seen = {(row, queries.start): keys for rows, queries, keys in blocks for row in range(rows.start, rows.stop)}
     assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
     assert [seen[1, start].start for start in (0, 64, 128, 192)] == [0, 0, 64, 128]  # documents begin 5 later
     assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]

@@ -1,0 +1,25 @@
+"""Tokens a second count what is trained; the share of the peak counts what is computed."""
+
+import pytest
+from accelerate import Accelerator
+
+from llmtrain import GPT, GPTConfig
+from llmtrain.observe import throughput
+from llmtrain.observe.throughput import Throughput
+
+
+def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 10.0, 10.0])  # made at 0, paused from 1 to 3, read at 10
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(throughput, "peak_flops", lambda _: 1000.0)
+    model = GPT(GPTConfig(1, 1, 8, 8), 16)
+    counted = Throughput(Accelerator(cpu=True), model)
+    counted.add(30, 100)
+    with counted.paused():
+        pass
+    counted.add(10, 60)
+    assert counted.read() == {
+        "train/tokens_per_second": pytest.approx(40 / 8),
+        "train/mfu": pytest.approx(160 / 8 * model.flops_per_token() / 1000),
+    }
+    assert (counted.tokens, counted.positions) == (0, 0)
