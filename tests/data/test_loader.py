@@ -201,6 +201,7 @@ def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, mic
     together = torch.cat([batch["labels"] for batch in window.batches])
     assert together.tolist() == [row["labels"].tolist() for _, row in items(count)]
     assert window.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
+    assert window.positions == 4 * count  # also those of an empty slot
 
 
 def test_a_place_without_a_token_has_no_label_and_the_input_0():
