@@ -129,7 +129,7 @@ def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
     figure, ((width, block), (processes, rows)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
     for axes, kind, title in (
         (width, "width", "width (4 layers, block 128)"),
-        (block, "block", "block size (4 layers x 128; PyTorch's attention above 512)"),
+        (block, "block", "block size (4 layers x 128)"),
         (processes, "processes", f"processes of one thread, on {CORES} cores"),
     ):
         values = sorted(found[kind])
@@ -138,9 +138,10 @@ def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
         axes.set_ylabel("tokens / s", color="tab:blue")
         axes.minorticks_off()
         other = axes.twinx()
-        other.plot(values, [100 * found[kind][value]["share"] for value in values], "s--", color="tab:orange")
+        shares = [100 * found[kind][value]["share"] for value in values]
+        other.plot(values, shares, "s--", color="tab:orange")
         other.set_ylabel("% of the measured peak", color="tab:orange")
-        other.set_ylim(0, 100)
+        other.set_ylim(0, max(100, *shares) * 1.05)
     counts = sorted(found["rows"])
     labels = {"start": "seconds to the first batch", "memory": "memory", "order": "time to find a row"}
     for key, label in labels.items():
