@@ -118,14 +118,14 @@ class _Blockwise(torch.autograd.Function):
         probabilities: list[torch.Tensor] = []
         later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
         exact_q, exact_k = (q * ctx.scale, k) if q.dtype == torch.float64 else (q.float() * ctx.scale, k.float())
-        for some, block, seen in blocks:
-            at = slice(some.start * heads, some.stop * heads)
+        for rows, block, seen in blocks:
+            at = slice(rows.start * heads, rows.stop * heads)
             scores = torch.bmm(exact_q[at, block], exact_k[at, seen].transpose(1, 2))  # bfloat16 would round them
             if mask is None:
                 span = block.stop - block.start
                 scores[:, :, block].masked_fill_(later[:span, :span], float("-inf"))
             else:
-                scores.unflatten(0, (-1, heads)).masked_fill_(~mask[some, :, block, seen], float("-inf"))
+                scores.unflatten(0, (-1, heads)).masked_fill_(~mask[rows, :, block, seen], float("-inf"))
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[at, block] = torch.bmm(probabilities[-1], v[at, seen])
         ctx.save_for_backward(q, k, v, *probabilities)

@@ -30,15 +30,15 @@ class Throughput:
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         flops = getattr(accelerator.unwrap_model(model), "flops_per_token", None)
         self.flops_per_token = flops() if flops else 0
-        self.peak = peak_flops(accelerator) * accelerator.num_processes if self.flops_per_token else 0.0
+        self.peak = peak_flops(accelerator) if self.flops_per_token else 0.0
         self.restart()
 
     def restart(self) -> None:
         self.tokens, self.positions, self.started = 0, 0, time.perf_counter()
 
     def add(self, tokens: int, positions: int) -> None:
-        """Of an update on all processes: tokens that were trained on, and positions that were computed, which in a
-        conversation are more."""
+        """Of an update: tokens that were trained on by all processes; and positions that this one computed, which all do
+        alike, and of which a conversation trains only some."""
         self.tokens += tokens
         self.positions += positions
 

@@ -146,7 +146,7 @@ def train(
             )
             _count_skipped(accelerator, window, update, run, record)
             record.updated(int(update.tokens))
-            throughput.add(int(update.tokens), window.positions * accelerator.num_processes)
+            throughput.add(int(update.tokens), window.positions)
             record.log_rows(window.rows, window.targets)
             finished = record.step == optim.max_steps
             saving = finished or update.stop or record.step % run.save_steps == 0
