@@ -37,8 +37,8 @@ class Throughput:
         self.tokens, self.positions, self.started = 0, 0, time.perf_counter()
 
     def add(self, tokens: int, positions: int) -> None:
-        """Of an update: tokens that were trained on by all processes; and positions that this one computed, which all do
-        alike, and of which a conversation trains only some."""
+        """Of an update: tokens that all processes trained on; and positions that this one computed, as many as each
+        other, of which a conversation trains only some."""
         self.tokens += tokens
         self.positions += positions
 
