@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.comparison import RESULTS, Row, in_turn, report
 from benchmarks.data import write_tokenizer
-from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, newest, peer, recipe, run, scratch
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, newest, peer, readings, recipe, run, scratch
 from benchmarks.sft import write_chats
 from benchmarks.time_to_loss import tuned_on
 from llmtrain import UserError, launch, say
@@ -68,12 +67,8 @@ def flags_of(shape: Shape) -> list[str]:
     return [*flags, "--per_device_train_batch_size", str(shape[-1]), "--save_steps", "100000"]
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
-
-
 def mfu(folder: Path) -> float:
-    return statistics.median([line["train/mfu"] for line in lines(folder) if "train/mfu" in line][1:])
+    return statistics.median(readings(folder, "train/mfu")[1:])
 
 
 def write_larger_tokenizer(folder: Path, vocabulary: int) -> Path:
@@ -93,7 +88,8 @@ def letters(sizes: Sizes, folder: Path, text: Path) -> list[Row]:
     flags += ["--dropout", "0.2", "--max_steps", str(sizes.letters_updates), "--torch_compile", "always"]
     flags += ["--eval_steps", str(sizes.letters_updates // 9), "--logging_steps", str(sizes.letters_updates // 18)]
     speed = recipe(GPT_RECIPE, folder / "letters", *flags, config=sizes.config, precision="bf16")
-    losses = {line["step"]: line["eval/loss"] for line in lines(folder / "letters") if "eval/loss" in line}
+    every = sizes.letters_updates // 9
+    losses = {number * every: loss for number, loss in enumerate(readings(folder / "letters", "eval/loss"))}
     say("nats", f"{text.stem}: {', '.join(f'{loss:.3f} at {step}' for step, loss in losses.items())}")
     there = next((step for step, loss in losses.items() if loss <= 1.47), None)
     seconds = float("inf") if there is None else there * sizes.letters[3] * sizes.letters[4] / speed

@@ -5,7 +5,6 @@ python -m benchmarks.overhead
 
 import contextlib
 import io
-import json
 import os
 import runpy
 import statistics
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, ROOT, newest, scratch
+from benchmarks.runs import GPT_RECIPE, ROOT, readings, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, launch, make_optimizer, prepare
 
 UPDATES, READING = 60, 10
@@ -35,8 +34,7 @@ def recipe(folder: Path, flags: list[str]) -> float:
     flags += ["--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never", "--report_to", "none"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         main(flags)
-    lines = [json.loads(line) for line in newest(folder / "run", "metrics.jsonl").read_text().splitlines()]
-    return statistics.median([line["train/tokens_per_second"] for line in lines][1:])
+    return statistics.median(readings(folder / "run", "train/tokens_per_second")[1:])
 
 
 def bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader) -> float:

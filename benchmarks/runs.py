@@ -47,6 +47,12 @@ def newest(folder: Path, name: str) -> Path:
     return max(folder.parent.glob(f"{folder.name}*/{name}"), key=lambda path: path.stat().st_mtime)
 
 
+def readings(folder: Path, key: str) -> list[float]:
+    """What the newest run of ``folder`` wrote of one key, one update's after the other."""
+    lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
 def recipe(
     name: str,
     folder: Path,
@@ -62,9 +68,7 @@ def recipe(
     launch += ["--num_processes", str(processes)] if processes else []
     place = ["--report_to", "none", "--output_dir", str(folder), "--resume_from_checkpoint", "never"]
     run([*launch, name, *flags, *place], threads, LLMTRAIN_CACHE=str(folder.parent / "cache"))
-    lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
-    speeds = [line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line]
-    return statistics.median(speeds[1:])
+    return statistics.median(readings(folder, "train/tokens_per_second")[1:])
 
 
 def peer(name: str, *arguments: object, threads: int = CORES) -> float:

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.data import write_text
-from benchmarks.runs import CORES, GPT_RECIPE, ROOT, newest, recipe, run, scratch
+from benchmarks.runs import CORES, GPT_RECIPE, ROOT, readings, recipe, run, scratch
 from llmtrain import DataConfig, UserError, launch, prepare, start_accelerator
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
 
@@ -39,8 +39,7 @@ def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) 
         tokens = recipe(GPT_RECIPE, folder, *flags, config="cpu_ddp", threads=1, processes=processes)
     else:
         tokens = recipe(GPT_RECIPE, folder, *flags, threads=1 if processes else CORES)
-    lines = [json.loads(line) for line in newest(folder, "metrics.jsonl").read_text().splitlines()]
-    return tokens, statistics.median([line["train/mfu"] for line in lines if "train/mfu" in line][1:])
+    return tokens, statistics.median(readings(folder, "train/mfu")[1:])
 
 
 def write_rows(source: Path, rows: int, path: Path) -> None:
