@@ -43,6 +43,11 @@ verify: $(READY)
 	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
 .PHONY: verify
 
+# Every lesson, compared with what docs/ddp.md shows: about two minutes on two cores.
+learn: $(READY)
+	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/system/test_migrate.py
+.PHONY: learn
+
 # Long campaigns, each the long form of tests that `make test` runs; they end with a scoreboard.
 # 100 two-rank launches on a busy machine: about 15 minutes on two cores.
 launches: $(READY)

@@ -9,7 +9,7 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "steps", "time_to_loss"]
+TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "links", "steps", "time_to_loss"]
 NEEDS_NANOGPT = {"steps", "time_to_loss"}
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmtrain.models.pretrained import ModelConfig as ModelConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.observe.preview import preview as preview
+    from llmtrain.parallel.ddp import DDPConfig as DDPConfig
     from llmtrain.parallel.fsdp import empty_if_sharded as empty_if_sharded
     from llmtrain.parallel.fsdp import shard as shard
     from llmtrain.record.publish import publish as publish
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "GPT": "models.gpt",
     "ChatConfig": "data.conversations",
+    "DDPConfig": "parallel.ddp",
     "DataConfig": "data.config",
     "GPTConfig": "models.gpt",
     "Layout": "training.layout",

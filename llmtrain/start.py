@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
 from llmtrain.errors import UserError
-from llmtrain.parallel.ddp import ddp_settings
+from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.fsdp import Sharding, is_sharded, let_cpus_shard
 
 _ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
@@ -131,14 +131,15 @@ def check_launch() -> None:
         )
 
 
-def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerator:
+def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False) -> Accelerator:
     """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
     GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
-    was asked for: sums over more threads round differently. A collective that is not joined within ``timeout``
-    seconds, and a minute in which the heartbeat says who is missing, fails.
+    was asked for: sums over more threads round differently. A collective that is not joined within
+    ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
     """
+    ddp = ddp or DDPConfig()
     check_launch()
     launcher = Launcher.find()
     cpu = _use_cpu(launcher)
@@ -150,11 +151,13 @@ def start_accelerator(bitwise: bool = False, timeout: float = 1800) -> Accelerat
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sharding = Sharding.asked(world)
     _check_precision(precision, cpu, sharding, bitwise)
+    _check_exchange(ddp, sharding, bitwise)
     if Sharding.is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
-    _meet_after_restart(backend, timeout + 60)
-    accelerator = _make_accelerator(cpu, precision, timeout + 60, sharding)
+    _meet_after_restart(backend, ddp.ddp_timeout + 60)
+    accelerator = _make_accelerator(cpu, precision, ddp.ddp_timeout + 60, sharding)
+    accelerator.ddp_handler = DDPHandler(ddp)  # which it would not take as an argument, being of a class of its own
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
@@ -248,6 +251,16 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         )
 
 
+def _check_exchange(ddp: DDPConfig, sharding: Sharding | None, bitwise: bool) -> None:
+    if ddp.approximation is None or not (sharding or bitwise):
+        return
+    asked = f"--sync_every {ddp.sync_every}" if ddp.sync_every > 1 else f"--ddp_comm_hook {ddp.ddp_comm_hook}"
+    why = (
+        "is for DDP, and the accelerate config shards the model" if sharding else "is approximate, and --bitwise exact"
+    )
+    raise UserError(f"{asked} {why}; leave one of them out.")
+
+
 def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Sharding | None) -> Accelerator:
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
     if not sharding:  # one process has nobody to share with, whatever its config says
@@ -262,7 +275,7 @@ def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Shard
         dataloader_config=DataLoaderConfiguration(
             split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
         ),
-        kwargs_handlers=[ddp_settings(), wait],
+        kwargs_handlers=[wait],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
         **(sharding.settings(cpu, precision) if sharding else {}),
     )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from llmtrain import (
     ChatConfig,
     DataConfig,
+    DDPConfig,
     Layout,
     LoraConfig,
     ModelConfig,
@@ -40,19 +41,20 @@ DEFAULTS = (
     DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=8),
     ChatConfig(),
     OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
+    DDPConfig(),
     RunConfig(output_dir="runs/finetune"),
 )
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, lora, data, chat, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
+    config, lora, data, chat, optim, ddp, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     data.tokenizer = data.tokenizer or config.model_name_or_path or "bpe:2048"
     if config.model_name_or_path and not given(optim, "learning_rate"):
         optim.learning_rate = 2e-4 if lora.lora_r else 2e-5  # what has been trained before is trained on gently
         say("default", f"--learning_rate {optim.learning_rate:g}, of a model that was trained before")
     rows = prepare(data, config.block_size, chat, config.trust_remote_code)
 
-    accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
+    accelerator = start_accelerator(ddp, run.bitwise)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
     about = {"trained_on": rows.facts.dataset, "ends": rows.ends, "new_tokens": rows.new_tokens}
@@ -60,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, shard, **modes, **about)
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
-    identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config, start=start)
-    settings = resolved(config, lora, data, chat, optim, run)
+    identity = identity_of(rows, data, optim, ddp, run, layout, accelerator, model=files.config, start=start)
+    settings = resolved(config, lora, data, chat, optim, ddp, run)
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)
         shape = data.global_batch_size, layout.micro_batch

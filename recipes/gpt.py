@@ -8,6 +8,7 @@ from dataclasses import asdict
 from llmtrain import (
     GPT,
     DataConfig,
+    DDPConfig,
     GPTConfig,
     Layout,
     ModelFiles,
@@ -37,15 +38,16 @@ DEFAULTS = (
     GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128),
     DataConfig(dataset=["builtin:python-docs"], tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     OptimConfig(optim="muon", max_steps=300, learning_rate=1e-2, warmup_steps=20),
+    DDPConfig(),
     RunConfig(output_dir="runs/gpt"),
 )
 
 
 def main(argv: list[str] | None = None) -> None:
-    gpt, data, optim, run = parse(*DEFAULTS, argv=argv, description=__doc__)
+    gpt, data, optim, ddp, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
 
-    accelerator = start_accelerator(run.bitwise, run.ddp_timeout)
+    accelerator = start_accelerator(ddp, run.bitwise)
     layout = Layout.of(data, accelerator.num_processes, run.bitwise)
     say("batch", str(layout))
     with empty_if_sharded(accelerator):
@@ -55,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     shard(accelerator, model, model.first_weights(run.seed))
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
-    identity = identity_of(rows, data, optim, run, layout, accelerator, model=files.config)
-    settings = resolved(gpt, data, optim, run)
+    identity = identity_of(rows, data, optim, ddp, run, layout, accelerator, model=files.config)
+    settings = resolved(gpt, data, optim, ddp, run)
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)
         dropout_seed = run.seed if gpt.dropout else None

@@ -71,10 +71,9 @@ class Trial:
     """Starts the recipe as often as it takes, always with the same flags but for the layout and the folder."""
 
     def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
-        if not Path(arguments.recipe).is_file():
-            raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
+        check_recipe(arguments.recipe)
         self.arguments, self.steps = arguments, steps
-        self.config = _read_config(arguments.config_file) if arguments.config_file else {}
+        self.config = read_config(arguments.config_file) if arguments.config_file else {}
         self.layouts = [Asked.parse(part) for part in (arguments.layouts or str(self._at_hand())).split(",")]
         if len({layout.rows for layout in self.layouts}) > 1:
             raise UserError(f"--layouts {arguments.layouts}: these are not layouts of one global batch.")
@@ -84,24 +83,19 @@ class Trial:
                 f"--config_file {arguments.config_file} starts one process, distributed_type being "
                 f"{self.config['distributed_type']}; use accelerate_configs/cpu_ddp.yaml or multi_gpu.yaml."
             )
-        self.on_cpu = not arguments.config_file and most > _gpus()  # all layouts, where one needs it
+        self.on_cpu = not arguments.config_file and most > gpus()  # all layouts, where one needs it
         forced = {"max_steps": steps, "logging_steps": 1, "save_steps": save_steps, "report_to": "none"}
         forced["resume_from_checkpoint"] = "auto"
         self.flags = [word for name, value in forced.items() for word in (f"--{name}", str(value))] + ["--log_rows"]
 
     def _at_hand(self) -> int:
-        return max(2, self.config.get("num_processes", _gpus()))
+        return max(2, self.config.get("num_processes", gpus()))
 
     def begin(self, layout: Asked, folder: Path) -> subprocess.Popen:
         """The recipe's first process, which leads a process group of its own."""
         import psutil  # noqa: F401 - here, so that a kill need not wait for it
 
-        launcher = [sys.executable]
-        if self.arguments.config_file:
-            launcher += ["-m", "accelerate.commands.launch", "--config_file", self.arguments.config_file]
-            launcher += ["--num_processes", str(layout.processes)]
-        elif layout.processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.processes)]
+        launcher = launcher_of(layout.processes, self.arguments.config_file)
         recipe = [self.arguments.recipe]
         if self.arguments.float64:
             script = folder.parent / "in_float64.py"
@@ -119,9 +113,7 @@ class Trial:
         finally:
             kill(process)
         if process.returncode:
-            said = (folder.parent / f"{folder.name}.err").read_text(errors="replace")
-            lines = re.findall(r"error: (.*)", said)
-            raise UserError(f"{layout}: {lines[0] if lines else said[-2000:]}")
+            raise UserError(f"{layout}: {why_it_failed(folder.parent / f'{folder.name}.err')}")
         return Outcome.read(str(layout), folder, "float64" if self.arguments.float64 else None)
 
     def run(self, layout: Asked, folder: Path) -> "Outcome":
@@ -132,14 +124,27 @@ class Trial:
         :class:`UserError` where it ends before."""
         while last_step(folder) < step:
             if process.poll() is not None:
-                said = (folder.parent / f"{folder.name}.err").read_text(errors="replace")
-                lines = re.findall(r"error: (.*)", said)
-                raise UserError(lines[0] if lines else said[-2000:])
+                raise UserError(why_it_failed(folder.parent / f"{folder.name}.err"))
             time.sleep(_POLL_SECONDS)
         kill(process)
         if last_step(folder) >= self.steps:
             raise UserError(f"the run ended before it could be killed; use more --steps than {self.steps}.")
         return last_step(folder)
+
+
+def check_recipe(path: str) -> None:
+    if not Path(path).is_file():
+        raise UserError(f"{path} is not a file; name a recipe, such as recipes/gpt.py.")
+
+
+def launcher_of(processes: int, config_file: str | None) -> list[str]:
+    """The words before a recipe that start so many processes of it."""
+    if config_file:
+        words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
+        return [sys.executable, *words]
+    if processes > 1:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable]
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -155,6 +160,13 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def why_it_failed(said: Path) -> str:
+    """What a recipe wrote on stderr, in one line where there is one."""
+    text = said.read_text(errors="replace")
+    lines = re.findall(r"error: (.*)", text)
+    return lines[0] if lines else text[-2000:]
+
+
 def last_step(folder: Path) -> int:
     """Of the newest whole line of ``metrics.jsonl``; -1 where there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
@@ -162,7 +174,7 @@ def last_step(folder: Path) -> int:
     return -1
 
 
-def _read_config(config_file: str) -> dict[str, Any]:
+def read_config(config_file: str) -> dict[str, Any]:
     import yaml
 
     try:
@@ -172,7 +184,7 @@ def _read_config(config_file: str) -> dict[str, Any]:
         raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
 
 
-def _gpus() -> int:
+def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

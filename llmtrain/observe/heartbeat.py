@@ -2,13 +2,18 @@
 
 A collective that one process never joins blocks the others without a word. Here every process keeps telling, through
 the store that the launcher set up, that it lives and where it is; one that has waited too long in one place compares
-these beats, names who is silent or behind, leaves the stacks of its threads in a file, and ends.
+these beats, has every process leave the stacks of its threads in a file, names who is silent or behind, and ends.
+
+A beat is up to two seconds old when its process stops. So on Linux the thread that beats also bears the phase as its
+name, which the other processes of the machine can read until the process is gone.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
+import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,15 +21,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from llmtrain.console import complain
+from llmtrain.console import complain, note
 from llmtrain.errors import UserError, first_line
+from llmtrain.observe.phases import MEETINGS, PHASES, Phases
 
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
 _SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
 _NOTES_SECONDS = 10.0
+_WARNING_SECONDS = 60.0  # of one wait, after which it is said; the run goes on
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -35,31 +43,40 @@ class Beat(NamedTuple):
     number: int  # grows while the process runs at all
     step: int  # updates made
     phase: str
+    seconds: float  # in it
+    collective: int  # how many it has begun
+    thread: tuple[str, int, int]  # host, process and thread that beats
+
+    def place(self) -> str:
+        return f"{PHASES.get(self.phase, self.phase)} after update {self.step}"
 
 
 class Heartbeat:
-    """Use as a context around the loop, and call :meth:`at` where it goes from one phase to the next."""
+    """Use as a context around the loop, whose phases it follows."""
 
-    def __init__(self, accelerator: Accelerator, folder: Path, timeout: float, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        phases: Phases,
+        folder: Path,
+        timeout: float,
+        failed: Callable[[str], None],
+    ) -> None:
         """``timeout`` is in seconds; ``failed`` is told the reason before the process ends with status 1."""
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
-        self.folder, self.timeout, self.failed = folder, timeout, failed
+        self.phases, self.folder, self.timeout, self.failed = phases, folder, timeout, failed
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS)
-        self.number, self.step, self.phase = 0, 0, "the start"
-        self.since = time.monotonic()
+        self.number = 0
         self.store: Any = None
         self.over = threading.Event()
         self.seen: dict[int, Beat] = {}
-        self.seen_since = self.seen_at = 0.0
+        self.seen_since = self.seen_at = self.warned_since = 0.0
+        self.has_left_stacks = False
 
-    def at(self, phase: str, step: int) -> None:
-        """The main thread begins ``phase`` after ``step`` updates."""
-        self.phase, self.step, self.since = phase, step, time.monotonic()
-
-    def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
+    def through(self, items: Iterable[T], phase: str) -> Iterator[T]:
         """The items; each begins ``phase`` anew, so that a long one is not taken for a hang."""
         for item in items:
-            self.at(phase, step)
+            self.phases.at(phase)
             yield item
 
     @contextlib.contextmanager
@@ -89,64 +106,107 @@ class Heartbeat:
         store.set_timeout(timedelta(seconds=2 * self.interval + 5))
         self.store = store
 
+    def _bear_the_phase(self) -> None:
+        """Give this thread the name of the phase that the main thread is in, from now on."""
+        with contextlib.suppress(OSError):
+            name = os.open(f"/proc/self/task/{threading.get_native_id()}/comm", os.O_WRONLY)
+
+            def write(phase: str, _: Any) -> None:
+                os.write(name, f"{self.phases.step % 100000} {phase}".encode())
+
+            self.phases.on_change.append(write)
+
     def _beat(self) -> None:
         self.number += 1
-        self.store.set(f"llmtrain/beat/{self.rank}", json.dumps(Beat(self.number, self.step, self.phase)))
+        phases, seconds, collective = self.phases, time.monotonic() - self.phases.since, -1
+        with contextlib.suppress(RuntimeError):
+            group: Any = dist.group.WORLD
+            collective = group._get_sequence_number_for_group()
+        thread = platform.node(), os.getpid(), threading.get_native_id()
+        beat = Beat(self.number, phases.step, phases.phase, seconds, collective, thread)
+        self.store.set(f"llmtrain/beat/{self.rank}", json.dumps(beat))
+        if self.store.check(["llmtrain/stacks"]):
+            self._leave_stacks()
 
     def _watch(self) -> None:
+        self._bear_the_phase()
         with contextlib.suppress(RuntimeError):
             self._connect()
             self._beat()
         while self.store is not None and not self.over.wait(self.interval):
             with contextlib.suppress(RuntimeError):  # a store that has gone is seen by the collectives as well
                 self._beat()
-            since = self.since
+            since = self.phases.since
             waited = time.monotonic() - since
             if waited > self.timeout or (waited > _SILENCE_SECONDS and self._someone_is_silent()):
+                with contextlib.suppress(RuntimeError):
+                    self.store.set("llmtrain/stacks", "")  # for all: each beats once more before this one ends
                 missing = self._who_is_missing()
-                if self.since == since and not self.over.is_set():  # or the wait has just ended
+                if self.phases.since == since and not self.over.is_set():  # or the wait has just ended
                     self._give_up(waited, missing)
+            elif waited > min(_WARNING_SECONDS, self.timeout / 2) and self.warned_since != since:
+                self.warned_since = since
+                self._warn(waited)
+
+    def _warn(self, waited: float) -> None:
+        """Say for whom the processes wait: the first of those that do."""
+        waiting = [rank for rank, beat in self._beats().items() if beat.phase in MEETINGS]
+        if self.rank in waiting[:1]:
+            note(f"waiting for {waited:.0f} s in {self._here()}: {self._who_is_missing()}")
 
     def _someone_is_silent(self) -> bool:
         """Whether a process has not beaten since about the time that this one began to wait. Not every backend lets
         the main thread know that a peer died."""
         beats = self._beats()
-        if not self.seen or self.seen_since != self.since:
-            self.seen, self.seen_since, self.seen_at = beats, self.since, time.monotonic()
+        if not self.seen or self.seen_since != self.phases.since:
+            self.seen, self.seen_since, self.seen_at = beats, self.phases.since, time.monotonic()
         if time.monotonic() - self.seen_at < _SILENCE_SECONDS:
             return False
         return any(rank not in beats or beats[rank].number == beat.number for rank, beat in self.seen.items())
 
     def _give_up(self, waited: float, missing: str) -> None:
         try:
-            path = self.folder / f"stacks-rank{self.rank}.txt"
-            reason = f"waited {waited:.0f} s in {self.phase} after update {self.step}: {missing} Stacks are in {path}."
+            reason = f"waited {waited:.0f} s in {self._here()}: {missing} Stacks are in {self.folder}/stacks-rank*.txt."
             with contextlib.suppress(Exception):
                 complain(reason)
-            leaving = threading.Thread(target=self._leave_notes, args=(path, reason), daemon=True)
+            leaving = threading.Thread(target=self._leave_notes, args=(reason,), daemon=True)
             leaving.start()
             leaving.join(_NOTES_SECONDS)  # it may be the folder's disk that hangs
         finally:
             os._exit(1)
 
-    def _leave_notes(self, path: Path, reason: str) -> None:
-        with contextlib.suppress(OSError), path.open("w") as file:  # other machines may not have the folder
-            faulthandler.dump_traceback(file, all_threads=True)
+    def _here(self) -> str:
+        return f"{PHASES.get(self.phases.phase, self.phases.phase)} after update {self.phases.step}"
+
+    def _leave_notes(self, reason: str) -> None:
+        self._leave_stacks()
         self.failed(reason)
 
+    def _leave_stacks(self) -> None:
+        if self.has_left_stacks:
+            return
+        self.has_left_stacks = True
+        path = self.folder / f"stacks-rank{self.rank}.txt"
+        with contextlib.suppress(OSError), path.open("w") as file:  # other machines may not have the folder
+            faulthandler.dump_traceback(file, all_threads=True)
+
     def _who_is_missing(self) -> str:
-        """Compare two looks at everyone's beats: who is silent in between, else who is behind."""
+        """Compare two looks at everyone's beats: who is silent in between, else who has not come to where others wait,
+        else who is elsewhere than this process."""
         before = self._beats()
         time.sleep(2 * self.interval + 1)
         now = self._beats()
         others = [rank for rank in range(self.size) if rank != self.rank]
         silent = [r for r in others if r not in now or (r in before and before[r].number == now[r].number)]
-        behind = [r for r in others if r in now and (now[r].step, now[r].phase) != (self.step, self.phase)]
-        named = []
-        for rank in silent or behind:
-            where = f"{now[rank].phase} after update {now[rank].step}" if rank in now else "the start"
-            state = "is silent (stopped, cut off or gone), last heard of" if rank in silent else "is still"
-            named.append(f"rank {rank} {state} in {where}")
+        waiting = [beat for rank, beat in now.items() if rank not in silent and beat.phase in MEETINGS]
+        mine = self.phases.step, self.phases.phase
+        missing = [rank for rank in now if now[rank].phase not in MEETINGS] if waiting else []
+        elsewhere = missing or [rank for rank in others if rank in now and (now[rank].step, now[rank].phase) != mine]
+        named = [f"rank {rank} {_trace(now.get(rank))}" for rank in silent]
+        if not silent:
+            named = [f"rank {rank} is in {now[rank].place()}, for {now[rank].seconds:.0f} s" for rank in elsewhere]
+        if waiting and named:
+            named.append(f"the others wait in {waiting[0].place()} (collective {waiting[0].collective})")
         return "; ".join(named or ["all ranks are alive and in the same place"]) + "."
 
     def _beats(self) -> dict[int, Beat]:
@@ -156,3 +216,20 @@ class Heartbeat:
                 if self.store.check([f"llmtrain/beat/{rank}"]):
                     found[rank] = Beat(*json.loads(self.store.get(f"llmtrain/beat/{rank}")))
         return found
+
+
+def _trace(last: Beat | None) -> str:
+    """What can be found out about a process that no longer beats."""
+    if last is None:
+        return "is silent since the start"
+    host, process, thread = last.thread
+    if host == platform.node():
+        with contextlib.suppress(psutil.Error, OSError):
+            state = psutil.Process(process).status()
+            name = Path(f"/proc/{process}/task/{thread}/comm").read_text().rstrip("\n")
+            if found := re.fullmatch(r"(\d+) (.+)", name):
+                phases = {**PHASES, last.phase: last.phase}  # of a name Linux keeps 15 bytes
+                phase = next((text for phase, text in phases.items() if phase.startswith(found[2])), found[2])
+                step = last.step + (int(found[1]) - last.step) % 100000
+                return f"is silent in {phase} after update {step}: its process {process} is {state}"
+    return f"is silent (stopped, cut off or gone), last heard of in {last.place()}"

@@ -6,7 +6,7 @@ carrying, as a binary counter does, between processes by recursive doubling. Wit
 every process holds whole subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,9 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
 class BitwiseGradients:
     """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... processes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, before_exchange: Callable[[], None] = lambda: None) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.before_exchange = before_exchange
 
     def __call__(
         self, accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor
@@ -78,6 +79,7 @@ class BitwiseGradients:
             tree.add(torch.cat([*pieces, nll.detach().to(pieces[0].dtype)[None]]))
             for parameter in self.parameters:
                 parameter.grad = None
+        self.before_exchange()
         total = all_reduce_by_doubling(tree.total())
         *gradients, nll = total.split([*(p.numel() for p in self.parameters), 1])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -26,8 +26,8 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
     fresh["incarnation"] = secrets.token_hex(8)
     source = _named_checkpoint(Path(resume), identity) if resume not in ("auto", "never") else None
     restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    for folder in _names(output_dir):
-        if _is_free(folder):
+    for folder in names(output_dir):
+        if is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if source is not None:
                 return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
@@ -46,7 +46,7 @@ def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dic
     raise AssertionError("there is always a next name")
 
 
-def _names(output_dir: str) -> Iterator[Path]:
+def names(output_dir: str) -> Iterator[Path]:
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()
@@ -59,7 +59,7 @@ def _names(output_dir: str) -> Iterator[Path]:
         number += 1
 
 
-def _is_free(folder: Path) -> bool:
+def is_free(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file.")
     return not folder.exists() or all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
@@ -113,6 +113,6 @@ def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{flag_name}: its state.json is not one of llmtrain's.")
     for key, value in identity.items():
         before = state["identity"].get(key)
-        if before != value and key != "update":
+        if before != value and key not in ("update", "exchange"):
             raise UserError(f"{flag_name} has another {key}: {difference(before, value)}.")
     return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"], "before": state["identity"]}

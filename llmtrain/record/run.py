@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -49,7 +50,6 @@ class RunConfig:
     save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
     async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
     max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
-    ddp_timeout: int = flag(1800, "seconds that processes wait for each other before one that is missing is named")
     skip_nonfinite: int = flag(0, "updates with a gradient that is not finite that are skipped before the run stops")
     resume_from_checkpoint: str = flag(
         "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
@@ -70,18 +70,30 @@ class RunConfig:
     )
     dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")
     push_to_hub: str | None = flag(None, "upload the finished model to this hub repository; a new one is private")
+    xray_steps: str | None = flag(None, "A:B records the updates A to B, as a timeline in the run's folder xray/")
     log_rows: bool = flag(False, "write the rows of every update to rows.jsonl")
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps", "ddp_timeout")
+        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
         require_at_least(self, 2, "save_total_limit")
         require_at_least(self, 0, "check_replicas_steps")
         require_at_least(self, 0, "skip_nonfinite")
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
+        _ = self.xray_range
         tracker_names(self.report_to)
+
+    @property
+    def xray_range(self) -> range | None:
+        """The updates to record, counted from 1."""
+        if self.xray_steps is None:
+            return None
+        asked = re.fullmatch(r"([1-9]\d*):(\d+)", self.xray_steps)
+        if asked is None or int(asked[1]) > int(asked[2]):
+            raise UserError(f"--xray_steps {self.xray_steps}: write two updates, such as 6:8; the first of a run is 1.")
+        return range(int(asked[1]), int(asked[2]) + 1)
 
 
 @dataclass
@@ -145,6 +157,7 @@ class Run:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         _check_finite(self.accelerator, plain)
         scaler = self.accelerator.scaler
+        carried = self._exchange.tensors(plain) if self._exchange is not None else {}
 
         def ready() -> None:
             self.saver.wait()
@@ -172,7 +185,7 @@ class Run:
                 "loss_scaler": scaler.state_dict() if scaler is not None else None,
                 "versions": versions(),
             }
-            tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer)
+            tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
             weights = self.files.tensors(plain)
             self.saver.save(self.step, weights, tensors, state, self._status("running").write)
 
@@ -188,11 +201,14 @@ class Run:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         path = self.resumed_from
         fill(self.files.tensors(plain), self._from_main_process(path / "model"))
-        checkpoint.restore_optimizer(plain, optimizer.optimizer, self._from_main_process(path / "optimizer"))
-        state = on_main(self.accelerator, lambda: checkpoint.read_state(path))
-        self.skipped, self.compiled = state.get("skipped", 0), state.get("compiled")
-        if self.accelerator.scaler is not None and state["loss_scaler"]:
-            self.accelerator.scaler.load_state_dict(state["loss_scaler"])
+        state = self._from_main_process(path / "optimizer")
+        if self._exchange is not None:
+            state = self._exchange.keep(plain, state)
+        checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
+        facts = on_main(self.accelerator, lambda: checkpoint.read_state(path))
+        self.skipped, self.compiled = facts.get("skipped", 0), facts.get("compiled")
+        if self.accelerator.scaler is not None and facts["loss_scaler"]:
+            self.accelerator.scaler.load_state_dict(facts["loss_scaler"])
 
     def end(self, model: nn.Module, finished: bool) -> None:
         """The updates are over, all of them (``finished``) or because the run was asked to stop."""
@@ -232,6 +248,11 @@ class Run:
         """Note in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
             self._write_status("failed", redacted(reason))
+
+    @property
+    def _exchange(self) -> Any:
+        """What sends gradients, where that may carry something from update to update."""
+        return getattr(self.accelerator.ddp_handler, "exchange", None)
 
     def _on_writers(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the processes that write; a failure of one is everyone's."""
@@ -317,7 +338,7 @@ def open_run(
 
         on_main(accelerator, claim)
         if accelerator.is_fsdp2:
-            saver.team = Team.of_all(run._can_write(), config.ddp_timeout + 60)
+            saver.team = Team.of_all(run._can_write(), accelerator.ddp_handler.config.ddp_timeout + 60)
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:

@@ -6,6 +6,7 @@ import logging
 import math
 import netrc
 import os
+import statistics
 import sys
 import threading
 import time
@@ -165,9 +166,20 @@ class _Mirror:
                 if not line.endswith(b"\n"):  # it is being written
                     break
                 self.at += len(line)
-                reading = {k: math.nan if v is None else v for k, v in json.loads(line).items()}
+                reading = _as_numbers(json.loads(line))
                 if reading["step"] >= self.first_step:
                     self.tracker.log(reading, step=reading["step"])
+
+
+def _as_numbers(reading: dict[str, Any]) -> dict[str, float]:
+    """What a tracker can plot: of values by rank the mean; and null, where JSON has no word, is not a number."""
+    numbers: dict[str, float] = {}
+    for key, value in reading.items():
+        if isinstance(value, dict):
+            numbers |= {f"{key}/{name}": statistics.mean(ranks) for name, ranks in value.items()}
+        else:
+            numbers[key] = math.nan if value is None else value
+    return numbers
 
 
 def _within(seconds: float, action: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.rows import PreparedData
+from llmtrain.parallel.ddp import DDPConfig
 from llmtrain.record.run import RunConfig
 from llmtrain.training.layout import Layout
 from llmtrain.training.optim import OptimConfig
@@ -16,6 +17,7 @@ def identity_of(
     rows: PreparedData,
     data: DataConfig,
     optim: OptimConfig,
+    ddp: DDPConfig,
     run: RunConfig,
     layout: Layout,
     accelerator: Accelerator,
@@ -35,4 +37,5 @@ def identity_of(
         "seed": run.seed,
         "bits": layout.bits(accelerator) if run.bitwise else None,
         "update": asdict(optim),
+        **({"exchange": ddp.approximation} if ddp.approximation else {}),
     }

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,16 +19,16 @@ from llmtrain.data.loader import Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
-from llmtrain.observe.heartbeat import Heartbeat
-from llmtrain.observe.progress import Progress
+from llmtrain.observe.phases import Phases
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import GradientSyncs, data_parallel_size, settle_buckets
+from llmtrain.parallel.ddp import data_parallel_size, settle_buckets
+from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate
+from llmtrain.training.instruments import Instruments
 from llmtrain.training.optim import OptimConfig, lr_at
 
 Batches = Sequence[dict[str, torch.Tensor]]
@@ -50,17 +50,20 @@ def train_step(
     max_grad_norm: float,
     stop_requested: bool = False,
     forward_backward: ForwardBackward | None = None,
+    alone: bool = False,
 ) -> Update:
     """One update with the gradient of the mean loss over all trained tokens of the global batch; none, and the same
     on every rank, where that gradient is not finite.
 
     However the batch is split over micro-batches and processes: each backward pass adds the gradient of its *sum*,
     divided by the token count of the whole. Gradients are reduced once, in the last micro-batch. A parallel method
-    that owns forward and backward supplies its own ``forward_backward``.
+    that owns forward and backward supplies its own ``forward_backward``; with ``alone`` it sends no gradients, and each
+    process makes an update of its own.
     """
     tokens, stop = count_tokens(accelerator, batches, stop_requested)
     nll = (forward_backward or accumulate)(accelerator, model, batches, tokens)
-    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    grad_norm = float(accelerator.reduce(norm, reduction="mean") if alone else norm)  # not finite on one: on all
     if (
         math.isfinite(grad_norm) or accelerator.scaler is not None
     ):  # fp16's scaler skips by itself, and lowers its scale
@@ -81,17 +84,18 @@ def accumulate(
     model: nn.Module,
     batches: Batches,
     tokens: torch.Tensor,
-    sync_each_batch: bool = False,
+    reduce: Literal["once", "each", "never"] = "once",
 ) -> torch.Tensor:
     """Accumulate the gradient of sum(nll) / tokens over the micro-batches; returns their own summed nll.
 
-    With ``sync_each_batch`` it is reduced in each: where the model is sharded, no process then holds more of the
-    gradient than its part and that of one unit.
+    It is reduced in the last micro-batch; or in each: where the model is sharded, no process then holds more of the
+    gradient than its part and that of one unit; or never: each process has the gradient of its own rows, which stand
+    for those of all.
     """
     replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
-        sync = sync_each_batch or i == len(batches) - 1
+        sync = reduce == "each" or (reduce == "once" and i == len(batches) - 1)
         with contextlib.nullcontext() if sync else accelerator.no_sync(model):
             nll = model(**batch)  # a sum, not a mean
             accelerator.backward(nll * replicas / tokens.clamp(min=1))
@@ -111,70 +115,72 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
-    _check_can_train(model, record, optim)
-    _say_what_changed(record, optim)
-    gradients = _how_to_accumulate(accelerator, model, train_batches, run)
-    syncs = GradientSyncs(model)
-    throughput = Throughput(accelerator, model)
-    progress = Progress(accelerator.is_main_process, record.step, optim.max_steps)
-    heartbeat = Heartbeat(accelerator, record.folder, run.ddp_timeout, record.failed)
+    check_can_train(model)
+    _check_where_it_goes_on(record, optim)
+    alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
+    watch = Instruments(accelerator, model, run, record, optim.max_steps)
+    gradients = _how_to_accumulate(accelerator, model, train_batches, run, watch.phases)
 
-    def evaluate_now() -> None:
-        if eval_batches is not None:
-            began = time.monotonic()
-            with eager_code(bool(record.compiled)):
-                results = evaluate(
-                    accelerator, model, heartbeat.through(eval_batches, "an evaluation", record.step), eval_bytes
-                )
-            record.deadline.reserve("evaluation", time.monotonic() - began)
-            record.log(results)
-            progress.evaluated(record.step, results)
-
-    with heartbeat.beating(), _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch):
+    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch)
+    with (
+        watch.heartbeat.beating(),
+        _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch),
+    ):
         if record.step == 0:
             evaluate_now()
         model.train()
-        throughput.restart()
-        for window in _windows(accelerator, model, train_batches, optim, run, record, throughput, heartbeat):
-            heartbeat.at("an update", record.step)
+        watch.begin(record.step)
+        for window in _windows(accelerator, model, train_batches, optim, run, record, watch):
+            watch.before_update(record.step)
             lr = lr_at(record.step, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            syncs.restart()
+            stop = record.stop_requested
             update = train_step(
-                accelerator, model, optimizer, window.batches, optim.max_grad_norm, record.stop_requested, gradients
+                accelerator, model, optimizer, window.batches, optim.max_grad_norm, stop, gradients, alone > 1
             )
             _count_skipped(accelerator, window, update, run, record)
             record.updated(int(update.tokens))
-            throughput.add(int(update.tokens), window.positions)
+            watch.after_update(record.step, int(update.tokens), window.positions)
             record.log_rows(window.rows, window.targets)
-            finished = record.step == optim.max_steps
-            saving = finished or update.stop or record.step % run.save_steps == 0
-            if run.check_replicas_steps and (saving or record.step % run.check_replicas_steps == 0):
+            due = _Due(record.step, record.step == optim.max_steps, alone, update.stop)
+            saving = due.stop or due(run.save_steps)
+            if alone > 1 and due.together:
+                _meet(watch.phases, model, optimizer, with_state=saving)
+            if run.check_replicas_steps and (saving or due(run.check_replicas_steps if alone == 1 else alone)):
                 check_replicas(accelerator, model)
-
-            if record.step % run.logging_steps == 0 or finished or update.stop:
-                nll = accelerator.reduce(update.nll, reduction="sum")
-                metrics = {
-                    "train/loss": float(nll / update.tokens.clamp(min=1)),
-                    "train/grad_norm": update.grad_norm,
-                    "train/learning_rate": lr,
-                    "train/gradient_syncs": syncs.count,
-                    **throughput.read(),
-                }
-                record.log(metrics)
-                progress.logged(metrics)
-            progress.advance()
-            with throughput.paused():
-                if finished or (record.step % run.eval_steps == 0 and not update.stop):
+            if due(run.logging_steps) or due.stop:
+                record.log(watch.read(_metrics(accelerator, update, lr)))
+            watch.between_updates(record.step)
+            with watch.throughput.paused():
+                if due.finished or (due(run.eval_steps) and not due.stop):
                     evaluate_now()
                 if saving:
-                    heartbeat.at("a save", record.step)
+                    watch.phases.at("a save")
                     record.save(model, optimizer)
-            if update.stop:
+            if due.stop:
                 break
-        progress.close()
+        watch.progress.close()
         record.end(model, finished=record.step == optim.max_steps)
+
+
+def _evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    eval_batches: DataLoaderShard | None,
+    eval_bytes: int,
+    record: Run,
+    watch: Instruments,
+) -> None:
+    if eval_batches is None:
+        return
+    began = time.monotonic()
+    with eager_code(bool(record.compiled)):
+        batches = watch.heartbeat.through(eval_batches, "an evaluation")
+        results = evaluate(accelerator, model, batches, eval_bytes)
+    record.deadline.reserve("evaluation", time.monotonic() - began)
+    record.log(results)
+    watch.progress.evaluated(record.step, results)
 
 
 def _windows(
@@ -184,17 +190,16 @@ def _windows(
     optim: OptimConfig,
     run: RunConfig,
     record: Run,
-    throughput: Throughput,
-    heartbeat: Heartbeat,
+    watch: Instruments,
 ) -> Iterator[Window]:
     """The windows from ``record.step`` on, the first of which is what code is compiled and buckets are settled with.
     Before each, torch's generator is set for the update and the process, so that the dropout of models that take no
     keys is a function of these as well."""
     start = record.step
-    for number, window in enumerate(train_batches, start):
+    for number, window in enumerate(watch.phases.loading(train_batches), start):
         if number == start:
-            heartbeat.at("getting ready", start)
-            with throughput.paused():
+            watch.phases.at("getting ready", start)
+            with watch.throughput.paused():
                 record.compiled = _choose_code(accelerator, model, window, optim, run, record)
                 if start:
                     settle_buckets(accelerator, model, window.batches[-1])
@@ -226,13 +231,69 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
     say("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
 
 
+class _Due(NamedTuple):
+    """What is to be done after an update: of all that needs the same weights everywhere, only when there are."""
+
+    step: int
+    finished: bool
+    alone: int  # updates between two averages of the weights
+    asked_to_stop: bool
+
+    @property
+    def together(self) -> bool:
+        return self.finished or self.step % self.alone == 0
+
+    @property
+    def stop(self) -> bool:
+        return self.asked_to_stop and self.together
+
+    def __call__(self, every: int) -> bool:
+        """Whether a multiple of ``every`` was reached since this could last be done."""
+        before = (self.step - 1) // self.alone * self.alone
+        return self.finished or (self.together and self.step // every > before // every)
+
+
+def _meet(phases: Phases, model: nn.Module, optimizer: AcceleratedOptimizer, with_state: bool) -> None:
+    """Average what the processes have made alone. A checkpoint holds one optimizer, not one of each process: before it
+    their state is averaged, too, and all go on from it, as a run that is resumed does."""
+    phases.at("exchange")
+    average(parameter for parameter in model.parameters() if parameter.requires_grad)
+    if with_state:
+        state = optimizer.optimizer.state
+        order = [state[p] for group in optimizer.param_groups for p in group["params"] if p in state]
+        average(value for entries in order for value in entries.values() if value.is_floating_point() and value.ndim)
+    phases.at("other")
+
+
+def _metrics(accelerator: Accelerator, update: Update, lr: float) -> dict[str, float]:
+    nll = accelerator.reduce(update.nll, reduction="sum")
+    loss = float(nll / update.tokens.clamp(min=1))
+    return {"train/loss": loss, "train/grad_norm": update.grad_norm, "train/learning_rate": lr}
+
+
 def _how_to_accumulate(
-    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig
+    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig, phases: Phases
 ) -> ForwardBackward:
-    """Forward and backward over a window; says the price of reducing once where the model is sharded: between its
-    micro-batches the gradient is not."""
+    """Forward and backward over a window."""
+    gradients = _gradients(accelerator, model, train_batches, run, phases)
+
+    def forward_backward(*arguments: Any) -> torch.Tensor:
+        nll = gradients(*arguments)
+        phases.at("optimizer")
+        return nll
+
+    return forward_backward
+
+
+def _gradients(
+    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig, phases: Phases
+) -> ForwardBackward:
+    """How they are accumulated; says the price of reducing once where the model is sharded: between its micro-batches
+    the gradient is not."""
     if run.bitwise:
-        return BitwiseGradients(model)
+        return BitwiseGradients(model, before_exchange=lambda: phases.at("exchange"))
+    if accelerator.ddp_handler.config.sync_every > 1:
+        return functools.partial(accumulate, reduce="never")
     if is_sharded(accelerator) and not run.sync_each_batch:
         rows = train_batches.batch_sampler.batch_size // accelerator.num_processes
         count = rows // train_batches.collate_fn.micro_batch
@@ -240,7 +301,7 @@ def _how_to_accumulate(
         if count > 1:
             held = f"of {count} micro-batches are held whole, {size:.1f} MiB a process, and reduced once"
             say("gradients", f"{held}; --sync_each_batch holds this process's part")
-    return functools.partial(accumulate, sync_each_batch=True) if run.sync_each_batch else accumulate
+    return functools.partial(accumulate, reduce="each") if run.sync_each_batch else accumulate
 
 
 @contextlib.contextmanager
@@ -262,8 +323,10 @@ def _memory_explained(train_batches: DataLoaderShard, holds_gradients: bool) -> 
         raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
 
 
-def _say_what_changed(record: Run, optim: OptimConfig) -> None:
+def _check_where_it_goes_on(record: Run, optim: OptimConfig) -> None:
     """Where a named checkpoint goes on under other settings, say them, and what becomes of the learning rate."""
+    if record.step > optim.max_steps:
+        raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")
     before, now = record.update_before, asdict(optim)
     if before is None or before == now:
         return
@@ -272,11 +335,10 @@ def _say_what_changed(record: Run, optim: OptimConfig) -> None:
     say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {record.step} to {following:.3g} next")
 
 
-def _check_can_train(model: nn.Module, record: Run, optim: OptimConfig) -> None:
+def check_can_train(model: nn.Module) -> None:
+    """Raise :class:`UserError` where a model is wrapped in what this loop does not know."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
         )
-    if record.step > optim.max_steps:
-        raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")

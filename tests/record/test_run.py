@@ -202,6 +202,12 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
         RunConfig(report_to=trackers)
 
 
+@pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
+def test_updates_to_record_are_two_numbers(steps: str) -> None:
+    with pytest.raises(UserError, match="write two updates, such as 6:8; the first of a run is 1"):
+        RunConfig(xray_steps=steps)
+
+
 def test_weights_that_are_not_finite_are_never_saved(accelerator: Accelerator, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))

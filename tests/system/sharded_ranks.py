@@ -93,7 +93,8 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     same = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)
-    syncs, scattered, how = GradientSyncs(model), COUNTS, partial(accumulate, sync_each_batch="-each" in name)
+    syncs, scattered = GradientSyncs(model), COUNTS
+    how = partial(accumulate, reduce="each" if "-each" in name else "once")
     for step in range(updates):
         syncs.restart()
         scattered.clear()

@@ -57,11 +57,7 @@ def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[En
         wait_for_readings(process, folder, 3)
         victim = ranks_of(process.pid)[1].pid
         os.kill(victim, number)
-        began = time.monotonic()
-        while read_json(folder / "status.json")["state"] == "running":
-            time.sleep(0.01)
-            assert time.monotonic() - began < 100
-        seconds = time.monotonic() - began
+        seconds = seconds_until_it_failed(folder)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGCONT)  # or the launcher waits half a minute before it kills it
     finally:
@@ -69,26 +65,94 @@ def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[En
     return ended, seconds
 
 
+def seconds_until_it_failed(folder: Path) -> float:
+    began = time.monotonic()
+    while read_json(folder / "status.json")["state"] == "running":
+        time.sleep(0.01)
+        assert time.monotonic() - began < 100
+    return time.monotonic() - began
+
+
 def spread(seconds: list[float]) -> str:
     return f"median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}"
 
 
+STOPPED = """
+import os, signal, sys; sys.path.insert(0, "recipes")
+import gpt
+from llmtrain import launch
+from llmtrain.data.loader import Collate
+honest, calls = Collate.__call__, []
+def stopping(self, items):
+    calls.append(1)
+    if len(calls) == 8 and os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGSTOP)
+    return honest(self, items)
+Collate.__call__ = stopping
+if __name__ == "__main__": launch(gpt.main)
+"""
+
+
 @pytest.mark.timeout(120 + 60 * TIMES)
-def test_a_process_that_hangs_is_named_after_a_finite_time(
+def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
     text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
+    """It stops in loading data, a moment after its last beat told another phase."""
+    (tmp_path / "stopped.py").write_text(STOPPED)
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
-        ended, took = disturb(folder, text_file, signal.SIGSTOP, "--ddp_timeout", "6")
+        flags = [*ENDLESS, "--eval_fraction", "0", "--ddp_timeout", "6", "--dataset", str(text_file)]
+        command = [*accelerate("cpu_ddp"), str(tmp_path / "stopped.py"), *flags, "--output_dir", str(folder)]
+        process = begin(command)
+        try:
+            wait_for_readings(process, folder, 3)
+            took = seconds_until_it_failed(folder)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks_of(process.pid)[1].resume()
+        finally:
+            ended = wait(process)
         status = read_json(folder / "status.json")
         assert ended.status != 0
-        assert status["state"] == "failed"
-        assert re.match(r"waited \d+ s in an update after update \d+: rank 1 is silent", status["reason"])
-        assert "rank 1 is silent (stopped, cut off or gone), last heard of in" in status["reason"]
+        found = re.fullmatch(
+            r"waited \d+ s in the count of tokens after update (\d+): rank 1 is silent in data loading after update "
+            r"(\d+): its process \d+ is stopped; the others wait in the count of tokens after update \1 "
+            r"\(collective \d+\)\. Stacks are in .*",
+            status["reason"],
+        )
+        assert found is not None, status["reason"]
+        assert found[1] == found[2], "the step, too, is that at which it stopped"
         assert "llmtrain/training/loop.py" in (folder / "stacks-rank0.txt").read_text()
         seconds.append(took)
     score(f"faults: SIGSTOP of a peer until it is named, --ddp_timeout 6: {spread(seconds)}")
+
+
+HANGING = """
+import os, sys, time; sys.path.insert(0, "recipes")
+import gpt
+from llmtrain import launch
+from llmtrain.data.loader import Collate
+honest, calls = Collate.__call__, []
+def hanging(self, items):
+    calls.append(1)
+    if len(calls) == 8 and os.environ["RANK"] == "1": time.sleep(600)
+    return honest(self, items)
+Collate.__call__ = hanging
+if __name__ == "__main__": launch(gpt.main)
+"""
+
+
+def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(text_file: Path, tmp_path: Path) -> None:
+    """It beats, and its main thread hangs: half of --ddp_timeout later the others say so, then the run ends."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    folder = tmp_path / "run"
+    flags = [*ENDLESS, "--eval_fraction", "0", "--ddp_timeout", "6", "--dataset", str(text_file)]
+    ended = run([*torchrun(2), str(tmp_path / "hanging.py"), *flags, "--output_dir", str(folder)])
+    assert ended.status != 0
+    where = r"rank 1 is in data loading after update \d+, for \d+ s; the others wait in the count of tokens"
+    assert re.search(rf"note: waiting for \d+ s in the count of tokens after update \d+: {where}", ended.err)
+    assert re.search(rf"waited \d+ s in [a-z ]+ after update \d+: {where}", read_json(folder / "status.json")["reason"])
+    assert "hanging.py" in (folder / "stacks-rank1.txt").read_text()
+    assert "llmtrain/training/loop.py" in (folder / "stacks-rank0.txt").read_text()
 
 
 @pytest.mark.timeout(120 + 60 * TIMES)
@@ -100,7 +164,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(
         ended, took = disturb(tmp_path / str(i), text_file, signal.SIGKILL, "--ddp_timeout", "6")
         assert ended.status != 0
         reason = read_json(tmp_path / str(i) / "status.json")["reason"]
-        assert "lost contact with another process: rank 1 is silent (stopped, cut off or gone)" in reason
+        assert "lost contact with another process: rank 1 is silent" in reason
         assert 'Traceback (most recent call last):\n  File "recipes' not in ended.err
         seconds.append(took)
     score(f"faults: SIGKILL of a peer until it is named: {spread(seconds)}")

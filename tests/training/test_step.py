@@ -11,7 +11,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
-from llmtrain.training.loop import accumulate, count_tokens, train, train_step
+from llmtrain.training.loop import _Due, accumulate, count_tokens, train, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 VOCABULARY = 40
@@ -132,3 +132,20 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
     model = wrap(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
         train(accelerator, model, None, None, None, None, None, None)
+
+
+@pytest.mark.parametrize("every", [1, 3, 10, 100])
+def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next_meeting(every: int) -> None:
+    for step in range(1, 300):
+        assert _Due(step, False, 1, False)(every) == (step % every == 0)
+    meetings = [step for step in range(1, 300) if _Due(step, False, 16, False).together]
+    assert meetings == list(range(16, 300, 16))
+    done = [step for step in range(1, 300) if _Due(step, False, 16, False)(every)]
+    assert done == sorted({-(-step // 16) * 16 for step in range(every, 289, every)})
+    assert _Due(7, True, 16, False)(every), "at the end all is done"
+
+
+def test_a_run_that_was_asked_to_stop_goes_on_to_its_next_meeting() -> None:
+    assert [_Due(step, False, 4, True).stop for step in range(1, 9)] == [False, False, False, True] * 2
+    assert _Due(3, False, 1, True).stop
+    assert not _Due(4, False, 4, False).stop

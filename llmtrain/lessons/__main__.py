@@ -1,0 +1,9 @@
+"""One process of a lesson: ``torchrun --nproc-per-node N -m llmtrain.lessons NAME``."""
+
+import importlib
+import sys
+
+from llmtrain.start import launch
+
+if __name__ == "__main__":
+    launch(importlib.import_module(f"llmtrain.lessons.{sys.argv[1]}").main)

@@ -1,0 +1,133 @@
+"""Where the time goes: what is added up, and who is named."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from llmtrain.observe import phases
+from llmtrain.observe.phases import OWN, PHASES, Phases, straggler
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test moves on."""
+    now = [0.0]
+    monkeypatch.setattr(phases._Wall, "now", lambda self: now[0])
+    return now
+
+
+def one_update(watched: Phases, model: nn.Module, clock: list[float], seconds: dict[str, float]) -> None:
+    watched.at("data")
+    clock[0] += seconds["data"]
+    watched.at("count", watched.step)
+    clock[0] += seconds["count"]
+    loss = model(torch.ones(1, 2)).sum()  # its hooks are told the time at which it begins and ends
+    clock[0] += seconds["backward"]
+    loss.backward()
+    watched.at("optimizer")
+    clock[0] += seconds["optimizer"]
+    watched.at("other", watched.step + 1)
+    clock[0] += seconds["other"]
+
+
+class Slow(nn.Linear):
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(2, 2)
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock[0] += 4
+        return super().forward(x)
+
+
+def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(clock: list[float]) -> None:
+    model = Slow(clock)
+    watched = Phases(Accelerator(cpu=True), model)
+    seconds = {"data": 1.0, "count": 2.0, "backward": 8.0, "optimizer": 16.0, "other": 32.0}
+    for factor in (1, 3):
+        one_update(watched, model, clock, {name: value * factor for name, value in seconds.items()})
+    watched.at("a save")
+    clock[0] += 1000
+    watched.at("data")
+    assert watched.read() == {
+        **{name: [2 * value] for name, value in seconds.items()},
+        "forward": [4.0],
+        "exchange": [0.0],
+    }
+    assert watched.read()["data"] == [0.0], "a reading begins anew"
+    assert watched.step == 2
+
+
+def test_a_pass_outside_an_update_is_not_one_of_its_phases(clock: list[float]) -> None:
+    model = Slow(clock)
+    watched = Phases(Accelerator(cpu=True), model)
+    watched.at("getting ready")
+    model(torch.ones(1, 2)).sum().backward()
+    assert watched.phase == "getting ready"
+    watched.at("count")
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert watched.phase == "count"
+    model(torch.ones(1, 2))
+    assert watched.phase == "backward"
+
+
+def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.require_backward_grad_sync = True  # as DDP says it
+    watched = Phases(Accelerator(cpu=True), model)
+    seen: list[str] = []
+    watched.on_change.append(lambda phase, mark: seen.append(phase))
+    for step in range(2):
+        for sync in (False, True):
+            model.require_backward_grad_sync = sync
+            watched.at("count", step)
+            model(torch.ones(1, 2)).sum().backward()
+            watched.at("optimizer")
+    passes = ["count", "forward", "backward"]
+    assert seen == [*passes, "optimizer", *passes, "exchange", "optimizer"] * 1 + [
+        *passes,
+        "optimizer",
+        *passes,
+        "exchange",
+        "optimizer",
+    ]
+
+
+def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) -> None:
+    watched = Phases(Accelerator(cpu=True), nn.Linear(2, 2))
+    late = readings([1.0, 1.0], data=[0.0, 9.0])
+    for number in watched.loading([1, 2]):
+        watched.at("optimizer")
+        clock[0] += 10 if number == 1 else 1
+        watched.at("other")
+        assert (watched.late(late) is None) == (number == 1)
+    assert watched.read()["optimizer"] == [1.0]
+    assert watched.late(late) is None, "who was named is not named again"
+
+
+def readings(each: list[float], **other: list[float]) -> dict[str, list[float]]:
+    """Every rank takes ``each`` in every phase of its own, and waits for nothing."""
+    return {**{phase: each if phase in OWN else [0.0] * len(each) for phase in PHASES}, **other}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("phase", OWN)
+def test_a_process_that_takes_longer_is_named_with_its_phase(rank: int, phase: str) -> None:
+    ranks = [1.0] * 4
+    ranks[rank] = 4.0
+    waiting = [3.0] * 4
+    waiting[rank] = 0.0
+    late = straggler(readings([1.0] * 4, **{phase: ranks, "exchange": waiting}))
+    assert late is not None
+    assert (late.rank, late.phase, late.seconds, late.share) == (rank, phase, 3.0, 3 / 8)
+    assert str(late).startswith(
+        f"rank {rank} takes 3000.0 ms an update more than the others, most of it in {PHASES[phase]}"
+    )
+
+
+def test_who_waits_is_not_named_nor_a_small_difference_nor_one_that_is_alone() -> None:
+    assert straggler(readings([1.0, 1.0], exchange=[5.0, 0.0])) is None
+    assert straggler(readings([1.0, 1.0], data=[1.0, 2.0])) is None, "less than a fifth of the update"
+    assert straggler(readings([1.0], data=[9.0])) is None

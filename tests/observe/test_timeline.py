@@ -1,0 +1,103 @@
+"""An x-ray's arithmetic, on times made by hand; that its pictures hold what it says."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_html, as_lines, as_trace
+
+MS = 1e-3
+
+
+def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
+    """Two processes and two updates of 100 ms. Backward is from 20 to 60 ms; bucket 0 is full at 30, on rank 1 ``wait``
+    later, and travels until 50; bucket 1 from 60 to 75."""
+    spans, sent = [], []
+    for update in (6, 7):
+        zero = (update - 6) * 100 * MS
+        for rank in (0, 1):
+            edges = {"data": (0, 5), "count": (5, 10), "forward": (10, 20), "backward": (20, 60), "exchange": (60, 75)}
+            edges |= {"optimizer": (75, 95), "other": (95, 100)}
+            for phase, (began, ended) in edges.items():
+                micro = -1 if phase in ("data", "count") else 0
+                spans.append(Span(rank, update, micro, phase, zero + began * MS, zero + ended * MS))
+            ready = zero + (30 + wait * rank) * MS
+            sent.append(Sent(rank, update, 0, 0, 4 << 20, ready, blocked * MS, zero + 50 * MS))
+            sent.append(Sent(rank, update, 0, 1, 1 << 20, zero + 60 * MS, 0.0, zero + 75 * MS))
+    buckets = {0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])}
+    return Report(2, spans, sent, buckets, counted_bytes=21 << 20, cost=0.5 * MS)
+
+
+def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_exposed() -> None:
+    moved = report().communication()
+    assert moved == pytest.approx((20 * MS, 15 * MS, 0.0))
+    assert moved.hidden_share == pytest.approx(20 / 35)
+
+
+def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
+    late = report(wait=12.0)
+    assert [one.began for one in late.sent if one.bucket == 0 and one.update == 6] == [pytest.approx(42 * MS)] * 2
+    assert late.communication() == pytest.approx((8 * MS, 15 * MS, 0.0))
+    assert late.last_to_come() == (1, pytest.approx(12 * MS))
+
+
+def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
+    assert report(blocked=6.0).communication() == pytest.approx((14 * MS, 21 * MS, 0.0))
+
+
+def test_waiting_for_another_process_is_not_travelling() -> None:
+    found = report()
+    found.sent = [one._replace(began=one.began + 10 * MS) if one.bucket == 1 else one for one in found.sent]
+    assert found.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
+
+
+def test_bytes_are_compared_with_what_a_ring_sends() -> None:
+    found = report()
+    assert found.sent_bytes == 5 << 20
+    assert found.ring_bytes == 5 << 20  # 2 (N - 1) / N is 1 for two processes
+    assert (
+        "a ring sends 2(N-1)/N of it from each process, 10.00 MiB from all; the network devices sent 10.50, 1.05"
+        in ("\n".join(as_lines(found)))
+    )
+
+
+def test_the_table_says_how_often_gradients_were_sent() -> None:
+    found = report()
+    assert found.rounds() == [[2], [2]]
+    lines = "\n".join(as_lines(found))
+    assert "collectives   2 an update, in its last micro-batch, for 2 buckets" in lines
+    found.sent[0] = found.sent[0]._replace(update=7)
+    assert "differ between updates" in "\n".join(as_lines(found))
+
+
+def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:
+    events = json.loads(json.dumps(as_trace(report())))["traceEvents"]
+    backward = [event for event in events if event["name"] == "backward" and event["pid"] == 1]
+    assert [(event["ph"], event["ts"], event["dur"]) for event in backward] == [("X", 20e3, 40e3), ("X", 120e3, 40e3)]
+    bucket = next(event for event in events if event["name"] == "bucket 0")
+    assert bucket["args"]["parameters"] == ["h.1.w", "h.1.b"]
+    assert bucket["args"]["sent_bytes"] == 4 << 20
+
+
+class Boxes(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, str | None]] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "rect":
+            self.found.append(dict(attributes))
+        self.links += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href")] + [tag] * (tag == "script")
+
+
+def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
+    page = as_html(report(wait=12.0), "<x-ray>")
+    drawn = Boxes()
+    drawn.feed(page)
+    assert not drawn.links
+    assert len(drawn.found) == 2 * 2 * (7 + 2 * 2)  # updates, ranks; phases, and two boxes a bucket
+    assert all(0 <= float(box["x"] or -1) <= 1200.01 and float(box["width"] or -1) > 0 for box in drawn.found)
+    assert "&lt;x-ray&gt;" in page
+    assert "h.1.w, h.1.b" in page

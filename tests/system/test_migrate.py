@@ -1,0 +1,38 @@
+"""docs/migrate.md: four files, the same losses. LLMTRAIN_WRITE_DOCS=1 writes them into the page."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import PYTHON, ROOT, accelerate, run, series, torchrun
+
+PAGE = ROOT / "docs" / "migrate.md"
+WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
+LOSS = re.compile(r"update +(\d+)  loss ([\d.]+)")
+
+
+@pytest.mark.skipif(not (WRITE or os.environ.get("LLMTRAIN_LESSONS")), reason="make learn runs it")
+def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path) -> None:
+    def losses(command: list[str], step: str, *flags: str) -> tuple[dict[int, float], str]:
+        words = ["env", "-C", str(tmp_path), *command, str(ROOT / "docs" / "migrate" / f"{step}.py"), *flags]
+        ended = run(words, env={"ACCELERATE_USE_CPU": "true"}).assert_ok()
+        return {int(number): float(loss) for number, loss in LOSS.findall(ended.out)}, ended.out
+
+    config = accelerate("cpu_ddp")
+    config[config.index("--config_file") + 1] = str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")
+    plain, printed = losses(PYTHON, "1_plain")
+    assert list(plain) == [5, 10, 15, 20]
+    assert plain[20] < plain[5]
+    assert losses(torchrun(2), "2_ddp")[0] == pytest.approx(plain, abs=2e-4)
+    assert losses(config, "3_accelerate")[0] == pytest.approx(plain, abs=2e-4)
+    losses(config, "4_llmtrain", "--report_to", "none", "--output_dir", str(tmp_path / "run"))
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(plain, abs=2e-4)
+    page = PAGE.read_text()
+    shown = re.search(r"```\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    if WRITE:
+        PAGE.write_text(page[: shown.start(1)] + printed + page[shown.end(1) :])
+    else:
+        assert LOSS.findall(shown[1]) == LOSS.findall(printed)

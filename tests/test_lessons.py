@@ -1,0 +1,65 @@
+"""The lessons hold, and docs/ddp.md shows what they print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from llmtrain.commands.learn import title
+from llmtrain.lessons import LESSONS
+from tests.launching import BIN, ROOT, run
+
+PAGE = ROOT / "docs" / "ddp.md"
+WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
+ALL = WRITE or bool(os.environ.get("LLMTRAIN_LESSONS"))  # `make learn` sets it
+QUICK = ("samplers", "replicas", "ring")
+
+
+def block_of(lesson: str) -> re.Pattern[str]:
+    return re.compile(rf"```\n\$ llmtrain learn {lesson}\n(.*?)```\n", re.DOTALL)
+
+
+def comparable(text: str) -> list[str]:
+    """Without the numbers that were measured, and the spaces before them."""
+    return [
+        " ".join(re.sub(r"[\d.,]+", "#", line).split()) if line.startswith("measured") else line
+        for line in text.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
+    if not ALL and lesson not in QUICK:
+        pytest.skip("make learn runs it")
+    ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
+    page = PAGE.read_text()
+    shown = block_of(lesson).search(page)
+    assert shown is not None, f"docs/ddp.md does not show {lesson}"
+    if WRITE:
+        PAGE.write_text(page[: shown.start(1)] + ended.out + page[shown.end(1) :])
+    else:
+        assert comparable(shown[1]) == comparable(ended.out)
+
+
+def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order() -> None:
+    listed = run([str(BIN / "llmtrain"), "learn"]).assert_ok().out
+    for lesson in LESSONS:
+        assert re.search(rf"^  {lesson} +{re.escape(title(lesson))}$", listed, re.MULTILINE)
+    assert re.findall(r"^\$ llmtrain learn (\w+)$", PAGE.read_text(), re.MULTILINE) == list(LESSONS)
+
+
+def test_a_lesson_that_does_not_hold_says_so(tmp_path: Path) -> None:
+    """The bug is planted in the package: processes that add nothing."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch.distributed as dist\n"
+        "honest = dist.batch_isend_irecv\n"
+        "def lossy(operations):\n"
+        "    operations[0].tensor.zero_()\n"
+        "    return honest(operations)\n"
+        "dist.batch_isend_irecv = lossy\n"
+    )
+    ended = run([str(BIN / "llmtrain"), "learn", "ring"], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ended.status == 2
+    assert "AssertionError" in ended.err
+    assert "error: on this machine something else happened than the lesson says: ring." in ended.err
