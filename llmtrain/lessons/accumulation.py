@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 
 from llmtrain.lessons.stage import batch, gradients, rows, show, small_gpt
+from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.start import start_accelerator
 from llmtrain.training.loop import accumulate, count_tokens
 
@@ -19,6 +20,7 @@ def main() -> None:
         counts[-1] += 1
         return send(bucket)
 
+    accelerator.ddp_handler = DDPHandler(DDPConfig(ddp_bucket_cap_mb=0.1))
     model = accelerator.prepare(small_gpt())
     accelerator.ddp_handler.watch(model, watch)
     model.register_forward_pre_hook(lambda *_: counts.append(0))

@@ -5,9 +5,7 @@ there: all of it is exposed. With several, the first travel meanwhile, and only 
 shows it is the one of `llmtrain xray`.
 """
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,22 +58,21 @@ def look(accelerator: Accelerator, name: str, ddp: DDPConfig, exchange: Exchange
     optimizer = make_optimizer(plain, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(plain, optimizer)
     phases = Phases(accelerator, model)
-    with tempfile.TemporaryDirectory() as folder:
-        xray = XRay(accelerator, phases, model, range(4, 10), Path(folder) / "xray")
-        accelerator.ddp_handler.watch(model, xray.bucket)
+    xray = XRay(accelerator, phases, model, range(4, 10))
+    accelerator.ddp_handler.watch(model, xray.bucket)
 
-        def forward_backward(*arguments: Any) -> torch.Tensor:
-            nll = accumulate(*arguments)
-            phases.at("optimizer")
-            return nll
+    def forward_backward(*arguments: Any) -> torch.Tensor:
+        nll = accumulate(*arguments)
+        phases.at("optimizer")
+        return nll
 
-        share = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
-        for step, tokens in enumerate(phases.loading([rows(16, step)[share] for step in range(9)])):
-            phases.at("count", step)
-            train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
-            phases.at("other", step + 1)
-            xray.between(step + 1)
-        found = xray.report.communication() if xray.report else Communication(0.0, 0.0, 0.0)
+    share = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
+    for step, tokens in enumerate(phases.loading([rows(16, step)[share] for step in range(9)])):
+        phases.at("count", step)
+        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
+        phases.at("other", step + 1)
+        xray.between(step + 1)
+    found = xray.report.communication() if xray.report else Communication(0.0, 0.0, 0.0)
     if xray.report is not None:
         sent, hidden = 1000 * (found.hidden + found.exposed), 1000 * found.hidden
         measured(f"{name}: gradients travel {sent:.1f} ms an update, {hidden:.1f} of it hidden")

@@ -1,8 +1,8 @@
 """Samplers: who reads which row, what happens at the end of the data, and after a resume.
 
-torch's DistributedSampler cuts a shuffled list among the processes: it repeats rows so that the list divides, or drops
-some, and what a step holds depends on how many processes there are. llmtrain's sampler is a function of the step: it
-yields whole global batches, of which each process takes its part; slots past the end of the data stay empty.
+torch's DistributedSampler deals a shuffled list out to the processes: it repeats rows so that the list divides, or
+drops some, as many as it takes for this number of processes. llmtrain's sampler is a function of the step: it yields
+whole global batches, of which each process takes its part; slots past the end of the data stay empty.
 """
 
 from collections import Counter

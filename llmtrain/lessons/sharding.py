@@ -44,7 +44,7 @@ def main() -> None:
         (nll / update.tokens).backward()
         alone.step()
         alone.zero_grad()
-        losses.append((float(accelerator.reduce(update.nll, reduction="sum")), float(nll)))
+        losses.append((float(accelerator.reduce(update.nll, reduction="sum")), nll.item()))
     same = all(abs(a - b) < 1e-4 * b for a, b in losses)
     show(f"5 updates in parts, and whole in one process: the same losses: {same}")
     assert same

@@ -26,7 +26,7 @@ def show(text: str = "") -> None:
 
 def measured(text: str) -> None:
     """A line with what this machine took."""
-    show(f"measured  {text}")
+    show(f"measured  {text}".rstrip())
 
 
 def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:

@@ -138,7 +138,9 @@ class Heartbeat:
                 self._beat()
             since = self.phases.since
             waited = time.monotonic() - since
-            if waited > self.timeout or (waited > _SILENCE_SECONDS and self._someone_is_silent()):
+            patience = self.timeout  # who is waited for lets those speak that wait, and do not go silent meanwhile
+            patience += 0.0 if self.phases.phase in MEETINGS else 4 * self.interval + 2
+            if waited > patience or (waited > _SILENCE_SECONDS and self._someone_is_silent()):
                 with contextlib.suppress(RuntimeError):
                     self.store.set("llmtrain/stacks", "")  # for all: each beats once more before this one ends
                 missing = self._who_is_missing()

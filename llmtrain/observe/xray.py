@@ -22,12 +22,15 @@ _ROUNDS = 9  # in which the machines' clocks are compared
 
 
 class XRay:
-    """Records the updates in ``steps`` (the first is 1), and leaves what it saw in ``folder`` after the last of them.
+    """Records the updates in ``steps`` (the first is 1); after the last of them ``report`` is there on the main
+    process, and, where there is a ``folder``, as files in it.
 
     Its :meth:`bucket` is to be called for every bucket of gradients that is full.
     """
 
-    def __init__(self, accelerator: Accelerator, phases: Phases, model: nn.Module, steps: range, folder: Path) -> None:
+    def __init__(
+        self, accelerator: Accelerator, phases: Phases, model: nn.Module, steps: range, folder: Path | None = None
+    ) -> None:
         self.accelerator, self.phases, self.steps, self.folder = accelerator, phases, steps, folder
         self.clock: Any = phases.clock
         self.names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
@@ -37,7 +40,7 @@ class XRay:
         self.sent: list[dict[str, Any]] = []
         self.buckets: dict[int, Bucket] = {}
         self.micro_batch = -1
-        self.report: Report | None = None  # in the end, on the main process
+        self.report: Report | None = None
         phases.on_change.append(self._at)
 
     def between(self, step: int) -> None:
@@ -112,16 +115,18 @@ class XRay:
                 sum(part["bytes"] for part in everyone),
                 max(part["cost"] for part in everyone),
             )
-            self._write(self.report)
+            if self.folder is not None:
+                write(self.report, self.folder)
 
-    def _write(self, report: Report) -> None:
-        self.folder.mkdir(exist_ok=True)
-        title = f"x-ray of {self.folder.parent}: updates {self.steps.start} to {self.steps[-1]}"
-        lines = as_lines(report)
-        (self.folder / "table.txt").write_text("\n".join(lines) + "\n")
-        (self.folder / "trace.json").write_text(json.dumps(as_trace(report)))
-        (self.folder / "timeline.html").write_text(as_html(report, title))
-        say("x-ray", f"{self.folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing")
+
+def write(report: Report, folder: Path) -> None:
+    """The table, the trace and the page."""
+    folder.mkdir(exist_ok=True)
+    title = f"x-ray of {folder.parent}: updates {report.updates[0]} to {report.updates[-1]}"
+    (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
+    (folder / "trace.json").write_text(json.dumps(as_trace(report)))
+    (folder / "timeline.html").write_text(as_html(report, title))
+    say("x-ray", f"{folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing")
 
 
 def _offset_of_this_clock(accelerator: Accelerator) -> float:
