@@ -56,7 +56,8 @@ class Phases:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.updates = 0
         self.is_warm = False  # past its first update, which takes longer for many reasons
-        self.named: set[tuple[int, str]] = set()  # stragglers, each said once
+        self._suspect: tuple[int, str] | None = None  # rank and phase of who was late in the last reading
+        self._named: set[tuple[int, str]] = set()  # each is said once
         self.on_change: list[Callable[[str, Any], None]] = []  # told the new phase and the clock's mark
         self._marks: deque[tuple[str, Any]] = deque()  # phases whose end is not yet known
         self._last: nn.Parameter | None = None  # whose gradient comes last
@@ -107,11 +108,12 @@ class Phases:
         self.seconds, self.updates = dict.fromkeys(PHASES, 0.0), 0
 
     def late(self, readings: dict[str, list[float]]) -> Late | None:
-        """Who kept the others waiting in these readings, where it is worth saying and was not said before."""
+        """Who kept the others waiting in these readings and the ones before, where that was not said before."""
         found = straggler(readings) if self.is_warm else None
-        if found is None or (found.rank, found.phase) in self.named:
+        suspect, self._suspect = self._suspect, found and (found.rank, found.phase)
+        if found is None or suspect is None or self._suspect != suspect or suspect in self._named:
             return None
-        self.named.add((found.rank, found.phase))
+        self._named.add(suspect)
         return found
 
     def _within(self, phase: str) -> None:

@@ -81,7 +81,7 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert set(first) == {"step", "tokens", "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert set(metrics(plain_run)[1]) == {
         *("step", "tokens", "train/loss", "train/grad_norm", "train/learning_rate"),
-        *("train/tokens_per_second", "train/gradient_syncs", "train/mfu"),
+        *("train/tokens_per_second", "train/gradient_syncs", "train/mfu", "phases"),
     }
     assert not list(plain_run.rglob(".tmp-*"))
     assert not [path for path in plain_run.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
