@@ -151,7 +151,7 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False) -> Ac
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sharding = Sharding.asked(world)
     _check_precision(precision, cpu, sharding, bitwise)
-    _check_exchange(ddp, sharding, bitwise)
+    _check_exchange(ddp, sharding, bitwise, precision)
     if Sharding.is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
@@ -251,13 +251,16 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         )
 
 
-def _check_exchange(ddp: DDPConfig, sharding: Sharding | None, bitwise: bool) -> None:
-    if ddp.approximation is None or not (sharding or bitwise):
+def _check_exchange(ddp: DDPConfig, sharding: Sharding | None, bitwise: bool, precision: str) -> None:
+    scaled = precision == "fp16" and (ddp.sync_every > 1 or ddp.ddp_comm_hook == "powersgd")
+    if ddp.approximation is None or not (sharding or bitwise or scaled):
         return
     asked = f"--sync_every {ddp.sync_every}" if ddp.sync_every > 1 else f"--ddp_comm_hook {ddp.ddp_comm_hook}"
-    why = (
-        "is for DDP, and the accelerate config shards the model" if sharding else "is approximate, and --bitwise exact"
-    )
+    why = "is for DDP, and the accelerate config shards the model"
+    if scaled:  # each process would find a scale of its own, and owe in units of it
+        why = "does not go with fp16, whose loss scale moves; use bf16"
+    elif bitwise:
+        why = "is approximate, and --bitwise is exact"
     raise UserError(f"{asked} {why}; leave one of them out.")
 
 

@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.config_file) if arguments.config_file else {}
     processes = arguments.processes or config.get("num_processes", max(2, gpus()))
     folder = next(folder for folder in names(_asked_folder(arguments.flags)) if is_free(folder))
-    last = arguments.updates.partition(":")[2]
+    first, _, last = arguments.updates.partition(":")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise UserError(f"--updates {arguments.updates}: write two updates, such as 6:8.")
     forced = {"xray_steps": arguments.updates, "max_steps": last, "report_to": "none"}
     forced |= {"resume_from_checkpoint": "never", "output_dir": str(folder)}
     words = [word for name, value in forced.items() for word in (f"--{name}", value)]
@@ -61,7 +63,5 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _asked_folder(flags: list[str]) -> str:
-    for flag, value in itertools.pairwise(flags):
-        if flag == "--output_dir":
-            return value
-    return "runs/xray"
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    return next((value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray")

@@ -30,7 +30,7 @@ def main() -> None:
     if len(model.device_ids) > 1:
         _measure(accelerator, model)
     try:
-        check_can_train(model)
+        check_can_train(accelerator, model)
     except UserError as error:
         show(f"llmtrain's loop: {error}")
     else:

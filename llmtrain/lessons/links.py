@@ -49,12 +49,15 @@ def train(accelerator: Accelerator, ddp: DDPConfig) -> tuple[float, float]:
         return send(bucket)
 
     accelerator.ddp_handler.watch(model, watch)
+    agree = partial(accelerator.reduce, reduction="mean")
     alone = ddp.sync_every > 1
     mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
     for step in range(UPDATES):
         window = [batch(rows(16, step)[mine])]
         passes = partial(accumulate, reduce="never") if alone else None
-        update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=passes, alone=alone)
+        update = train_step(
+            accelerator, model, optimizer, window, 1.0, forward_backward=passes, agree=agree if alone else None
+        )
         if alone and (step + 1) % ddp.sync_every == 0:
             average(model.parameters())
             sent += sum(p.nbytes for p in model.parameters())

@@ -5,6 +5,7 @@ there: all of it is exposed. With several, the first travel meanwhile, and only 
 shows it is the one of `llmtrain xray`.
 """
 
+import statistics
 import time
 from typing import Any
 
@@ -72,8 +73,10 @@ def look(accelerator: Accelerator, name: str, ddp: DDPConfig, exchange: Exchange
         train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
         phases.at("other", step + 1)
         xray.between(step + 1)
-    found = xray.report.communication() if xray.report else Communication(0.0, 0.0, 0.0)
+    found = Communication(0.0, 0.0, 0.0)
     if xray.report is not None:
+        each = [xray.report.communication(update) for update in xray.report.updates]
+        found = Communication(*map(statistics.median, zip(*each, strict=True)))
         sent, hidden = 1000 * (found.hidden + found.exposed), 1000 * found.hidden
         measured(f"{name}: gradients travel {sent:.1f} ms an update, {hidden:.1f} of it hidden")
         for line in as_lines(xray.report) if table else []:

@@ -112,7 +112,8 @@ class Heartbeat:
             name = os.open(f"/proc/self/task/{threading.get_native_id()}/comm", os.O_WRONLY)
 
             def write(phase: str, _: Any) -> None:
-                os.write(name, f"{self.phases.step % 100000} {phase}".encode())
+                with contextlib.suppress(OSError):  # this thread may have ended
+                    os.write(name, f"{self.phases.step % 100000} {phase}".encode())
 
             self.phases.on_change.append(write)
 

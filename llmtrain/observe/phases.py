@@ -165,6 +165,8 @@ def _others(values: list[float], rank: int) -> list[float]:
 class _Wall:
     """Where work is done when its call returns."""
 
+    queues = False
+
     def now(self) -> float:
         return time.perf_counter()
 
@@ -189,6 +191,8 @@ class _Wall:
 class _Cuda:
     """Where a call only queues work: marks are events in the queue. What waits for the host is seen, too, as the queue
     is then empty."""
+
+    queues = True
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -92,10 +92,13 @@ class Report:
             sums[span.rank][span.phase] += (span.ended - span.began) / len(self.updates)
         return sums
 
-    def communication(self) -> "Communication":
-        """Mean seconds of an update and process."""
+    def communication(self, one_update: int | None = None) -> "Communication":
+        """Mean seconds of a process in that update, or in all."""
+        updates = self.updates if one_update is None else [one_update]
         hidden = exposed = waited = 0.0
         for (update, rank), spans in self.timelines():
+            if update not in updates:
+                continue
             travelling = _merged((one.began, one.ended) for one in self.sent_by(update, rank))
             blocked = sum(one.blocked for one in self.sent_by(update, rank))
             waiting = [(span.began, span.ended) for span in spans if span.phase == "exchange"]
@@ -103,7 +106,7 @@ class Report:
             exposed += overlap + blocked
             hidden += max(0.0, sum(end - begin for begin, end in travelling) - overlap - blocked)
             waited += max(0.0, sum(end - begin for begin, end in waiting) - overlap)
-        share = 1 / (self.processes * len(self.updates))
+        share = 1 / (self.processes * len(updates))
         return Communication(hidden * share, exposed * share, waited * share)
 
     @property
@@ -207,7 +210,7 @@ def _bytes(report: Report) -> list[str]:
         return []
     all_sent = report.ring_bytes * report.processes
     counted = report.counted_bytes / len(report.updates)
-    share = f"{counted / all_sent:.2f} of that" if all_sent else ""
+    share = f"{counted / all_sent:.2f} of that" if counted > 0.1 * all_sent else "for most went another way"
     return [
         f"bytes         {report.sent_bytes / 2**20:.2f} MiB an update to add up; a ring sends 2(N-1)/N of it from each "
         f"process, {all_sent / 2**20:.2f} MiB from all; the network devices sent {counted / 2**20:.2f}, {share}"

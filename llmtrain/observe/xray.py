@@ -39,7 +39,7 @@ class XRay:
         self.marks: list[tuple[str, int, int, Any]] = []  # phase, update, micro-batch, when it began
         self.sent: list[dict[str, Any]] = []
         self.buckets: dict[int, Bucket] = {}
-        self.micro_batch = -1
+        self.update = self.micro_batch = -1
         self.report: Report | None = None
         phases.on_change.append(self._at)
 
@@ -57,21 +57,21 @@ class XRay:
 
     def bucket(self, bucket: Any, send: Callable[[Any], Any], sent_bytes: int) -> Any:
         """Send a bucket that is full, and note how that goes."""
-        if not self.recording:
+        if not self.recording or self.phases.phase == "getting ready":
             return send(bucket)
         began = time.perf_counter()
         number = bucket.index()
-        if number not in self.buckets:
-            names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
-            self.buckets[number] = Bucket(bucket.buffer().nbytes, names)
-        note: dict[str, Any] = {"bucket": number, "update": self.phases.step + 1, "micro_batch": self.micro_batch}
+        names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
+        self.buckets[number] = Bucket(bucket.buffer().nbytes, names)  # DDP makes others after the first update
+        note: dict[str, Any] = {"bucket": number, "update": self.update, "micro_batch": self.micro_batch}
         note |= {"sent_bytes": sent_bytes, "ready": self.clock.now()}
         self.sent.append(note)
         sending = time.perf_counter()
         future = send(bucket)
-        note["blocked"] = time.perf_counter() - sending
+        taken = time.perf_counter() - sending
+        note["blocked"] = 0.0 if self.clock.queues else taken
         future = future.then(lambda done: self._arrived(note, done))
-        self.cost += time.perf_counter() - began - note["blocked"]
+        self.cost += time.perf_counter() - began - taken
         return future
 
     def _arrived(self, note: dict[str, Any], done: Any) -> torch.Tensor:
@@ -83,9 +83,9 @@ class XRay:
             return
         began = time.perf_counter()
         if phase == "data":
-            self.micro_batch = -1
+            self.update, self.micro_batch = self.phases.step + 1, -1
         self.micro_batch += phase == "forward"
-        self.marks.append((phase, self.phases.step + (phase != "other"), self.micro_batch, mark))
+        self.marks.append((phase, self.update, self.micro_batch, mark))
         self.cost += time.perf_counter() - began
 
     def _leave_report(self, wire_bytes: int) -> None:
@@ -146,4 +146,5 @@ def _offset_of_this_clock(accelerator: Accelerator) -> float:
 
 def _bytes_sent(accelerator: Accelerator) -> int:
     """By all network devices of this machine, loopback too, counted by one process of it."""
-    return psutil.net_io_counters().bytes_sent if accelerator.is_local_main_process else 0
+    counters = psutil.net_io_counters() if accelerator.is_local_main_process else None
+    return counters.bytes_sent if counters is not None else 0

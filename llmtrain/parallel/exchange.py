@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from llmtrain.console import say
+
 Sum = torch.futures.Future[torch.Tensor]  # of the bucket's buffer, averaged over the processes
 Watcher = Callable[[Any, Callable[[Any], Sum], int], Sum]
 
@@ -113,9 +115,11 @@ class PowerSGD(Exchange):
             qs /= size
             sums = _cut(qs, [(matrix.shape[1], self.rank) for matrix in matrices.values()])
             for (parameter, matrix), q in zip(matrices.items(), sums, strict=True):
-                self.q[parameter] = q
                 sent = ps[parameter] @ q.T
-                self.owed[parameter] = matrix - sent
+                owed = self.owed.get(parameter, torch.zeros_like(matrix))
+                fine = torch.isfinite(sent).all()  # else no update is made: all stays as it was, on all processes alike
+                self.q[parameter] = torch.where(fine, q, self.q[parameter])
+                self.owed[parameter] = torch.where(fine, matrix - sent, owed)
                 matrix.copy_(sent)
         waiting, self._waiting = self._waiting, []
         for taken in waiting:
@@ -143,11 +147,15 @@ class PowerSGD(Exchange):
         }
 
     def keep(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = dict(model.named_parameters())
+        parameters, alone = dict(model.named_parameters()), not dist.is_initialized()
+        if alone:
+            say("exchange", "one process sends nothing: what was owed to the next updates is dropped")
         for key, tensor in tensors:
             name, _, entry = key.rpartition(".")
             if entry not in _CARRIED:
                 yield key, tensor
+                continue
+            if alone:
                 continue
             parameter = parameters[name]
             held = tensor.to(parameter.device, parameter.dtype, copy=True)

@@ -115,4 +115,7 @@ def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         before = state["identity"].get(key)
         if before != value and key not in ("update", "exchange"):
             raise UserError(f"{flag_name} has another {key}: {difference(before, value)}.")
+    before, now = state["identity"].get("exchange"), identity.get("exchange")
+    if before != now:
+        say("changed", f"how gradients are exchanged: {before or 'exactly'} -> {now or 'exactly'}")
     return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"], "before": state["identity"]}

@@ -22,7 +22,7 @@ from llmtrain.models.loss import count_targets
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import data_parallel_size, settle_buckets
+from llmtrain.parallel.ddp import DDPHandler, data_parallel_size, settle_buckets
 from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.record.run import Run, RunConfig
@@ -50,20 +50,20 @@ def train_step(
     max_grad_norm: float,
     stop_requested: bool = False,
     forward_backward: ForwardBackward | None = None,
-    alone: bool = False,
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Update:
     """One update with the gradient of the mean loss over all trained tokens of the global batch; none, and the same
     on every rank, where that gradient is not finite.
 
     However the batch is split over micro-batches and processes: each backward pass adds the gradient of its *sum*,
     divided by the token count of the whole. Gradients are reduced once, in the last micro-batch. A parallel method
-    that owns forward and backward supplies its own ``forward_backward``; with ``alone`` it sends no gradients, and each
-    process makes an update of its own.
+    that owns forward and backward supplies its own ``forward_backward``. Where that sends no gradients, each process
+    makes an update of its own, and ``agree`` turns the norm of each into one that is finite only if all are.
     """
     tokens, stop = count_tokens(accelerator, batches, stop_requested)
     nll = (forward_backward or accumulate)(accelerator, model, batches, tokens)
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    grad_norm = float(accelerator.reduce(norm, reduction="mean") if alone else norm)  # not finite on one: on all
+    grad_norm = float(agree(norm) if agree is not None else norm)
     if (
         math.isfinite(grad_norm) or accelerator.scaler is not None
     ):  # fp16's scaler skips by itself, and lowers its scale
@@ -115,11 +115,12 @@ def train(
     eval_bytes: int = 0,
 ) -> None:
     """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
-    check_can_train(model)
+    check_can_train(accelerator, model)
     _check_where_it_goes_on(record, optim)
     alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
     watch = Instruments(accelerator, model, run, record, optim.max_steps)
     gradients = _how_to_accumulate(accelerator, model, train_batches, run, watch.phases)
+    agree = functools.partial(_mean_norm, accelerator, watch.phases) if alone > 1 else None
 
     evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch)
     with (
@@ -137,7 +138,7 @@ def train(
                 group["lr"] = lr
             stop = record.stop_requested
             update = train_step(
-                accelerator, model, optimizer, window.batches, optim.max_grad_norm, stop, gradients, alone > 1
+                accelerator, model, optimizer, window.batches, optim.max_grad_norm, stop, gradients, agree
             )
             _count_skipped(accelerator, window, update, run, record)
             record.updated(int(update.tokens))
@@ -201,7 +202,7 @@ def _windows(
             watch.phases.at("getting ready", start)
             with watch.throughput.paused():
                 record.compiled = _choose_code(accelerator, model, window, optim, run, record)
-                if start:
+                if start or accelerator.ddp_handler.config.ddp_static_graph:  # whose first pass must be a synced one
                     settle_buckets(accelerator, model, window.batches[-1])
         torch.manual_seed(key_of(run.seed, number * accelerator.num_processes + accelerator.process_index) >> 1)
         yield window
@@ -237,15 +238,11 @@ class _Due(NamedTuple):
     step: int
     finished: bool
     alone: int  # updates between two averages of the weights
-    asked_to_stop: bool
+    stop: bool
 
     @property
     def together(self) -> bool:
-        return self.finished or self.step % self.alone == 0
-
-    @property
-    def stop(self) -> bool:
-        return self.asked_to_stop and self.together
+        return self.finished or self.stop or self.step % self.alone == 0
 
     def __call__(self, every: int) -> bool:
         """Whether a multiple of ``every`` was reached since this could last be done."""
@@ -263,6 +260,14 @@ def _meet(phases: Phases, model: nn.Module, optimizer: AcceleratedOptimizer, wit
         order = [state[p] for group in optimizer.param_groups for p in group["params"] if p in state]
         average(value for entries in order for value in entries.values() if value.is_floating_point() and value.ndim)
     phases.at("other")
+
+
+def _mean_norm(accelerator: Accelerator, phases: Phases, norm: torch.Tensor) -> torch.Tensor:
+    """Of all processes, each with a gradient of its own: not finite on one is not finite on all."""
+    phases.at("exchange")
+    mean = accelerator.reduce(norm, reduction="mean")
+    phases.at("optimizer")
+    return mean
 
 
 def _metrics(accelerator: Accelerator, update: Update, lr: float) -> dict[str, float]:
@@ -327,6 +332,11 @@ def _check_where_it_goes_on(record: Run, optim: OptimConfig) -> None:
     """Where a named checkpoint goes on under other settings, say them, and what becomes of the learning rate."""
     if record.step > optim.max_steps:
         raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")
+    wanted = record.config.xray_range
+    if wanted is not None and wanted[-1] > optim.max_steps:
+        raise UserError(f"--xray_steps {record.config.xray_steps}: the last update is --max_steps {optim.max_steps}.")
+    if wanted is not None and record.step >= wanted.start:
+        say("x-ray", f"none: this run goes on with update {record.step + 1}, after {wanted.start}")
     before, now = record.update_before, asdict(optim)
     if before is None or before == now:
         return
@@ -335,8 +345,10 @@ def _check_where_it_goes_on(record: Run, optim: OptimConfig) -> None:
     say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {record.step} to {following:.3g} next")
 
 
-def check_can_train(model: nn.Module) -> None:
-    """Raise :class:`UserError` where a model is wrapped in what this loop does not know."""
+def check_can_train(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise :class:`UserError` where one of them is not as this loop needs it."""
+    if not isinstance(accelerator.ddp_handler, DDPHandler):
+        raise UserError("this loop needs the Accelerator that llmtrain.start_accelerator() makes.")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "

@@ -110,9 +110,10 @@ def resumed(accelerator: Accelerator, hook: str, settle: bool = True) -> bool:
 def alone(accelerator: Accelerator) -> dict[str, bool]:
     model, optimizer = fresh(accelerator, sync_every=2)
     never = functools.partial(accumulate, reduce="never")
+    mean = functools.partial(accelerator.reduce, reduction="mean")
     for step in range(2):
         window = batches(accelerator, step)
-        train_step(accelerator, model, optimizer, window, 1.0, forward_backward=never, alone=True)
+        train_step(accelerator, model, optimizer, window, 1.0, forward_backward=never, agree=mean)
     mine = flat(model.parameters())
     apart = same_everywhere(accelerator, mine)
     everyone = accelerator.gather(mine[None])
@@ -122,12 +123,29 @@ def alone(accelerator: Accelerator) -> dict[str, bool]:
     before = flat(model.parameters())
     scale = float("nan") if accelerator.process_index == 1 else 1.0
     hurt = lambda *arguments: never(*arguments[:3], arguments[3] * scale)  # noqa: E731
-    update = train_step(accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, alone=True)
+    update = train_step(accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, agree=mean)
     return {
         **found,
         "the mean": bool(torch.allclose(before, everyone.mean(dim=0), atol=1e-6)),
         "no one goes on alone past a NaN": update.grad_norm != update.grad_norm
         and torch.equal(before, flat(model.parameters())),
+    }
+
+
+def poisoned(accelerator: Accelerator) -> dict[str, bool]:
+    """One process's gradient is not finite, once; the weights stay, so what comes after must not know of it."""
+    model, _ = fresh(accelerator, "powersgd")
+    exchange = accelerator.ddp_handler.exchange
+    gradient(accelerator, model, 0)
+    owed = flat(exchange.owed.values())
+    scale = float("inf") if accelerator.process_index == 1 else 1.0
+    accumulate(accelerator, model, batches(accelerator, 1), torch.tensor(96) / scale)
+    hurt = flat(p.grad for p in model.parameters())
+    kept = torch.equal(owed, flat(exchange.owed.values()))
+    return {
+        "seen": not bool(hurt.isfinite().all()),
+        "kept": kept,
+        "over": bool(gradient(accelerator, model, 2).isfinite().all()),
     }
 
 
@@ -145,6 +163,7 @@ def main() -> None:
     found["resumed"] = {hook: resumed(accelerator, hook) for hook in ("none", "bf16", "powersgd")}
     found["forgotten"] = forgotten(accelerator)
     found["alone"] = alone(accelerator)
+    found["poisoned"] = poisoned(accelerator)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
 

@@ -1,10 +1,12 @@
 """Sending less than whole gradients: what is lost, what is only late, and what a checkpoint must hold."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import read_json, run, torchrun
+from llmtrain.record.checkpoint import digest_of
+from tests.launching import GPT, TINY, read_json, run, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,10 @@ def test_a_resumed_run_owes_what_it_owed(found: Any) -> None:
     assert not found["forgotten"], "the test would not see a checkpoint that lacks it"
 
 
+def test_a_gradient_that_is_not_finite_is_not_owed(found: Any) -> None:
+    assert found["poisoned"] == {"seen": True, "kept": True, "over": True}
+
+
 def test_processes_alone_meet_in_the_mean_of_their_weights(found: Any) -> None:
     assert found["alone"] == {
         "alone": True,
@@ -45,3 +51,24 @@ def test_processes_alone_meet_in_the_mean_of_their_weights(found: Any) -> None:
         "the mean": True,
         "no one goes on alone past a NaN": True,
     }
+
+
+@pytest.mark.parametrize("how", [["--ddp_comm_hook", "powersgd"], ["--sync_every", "3"], ["--ddp_static_graph"]])
+def test_a_run_goes_on_in_the_bits_of_one_that_was_not_interrupted(
+    how: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    """Saved at the meeting after update 4, and in the end."""
+    flags = [*TINY, *how, "--max_steps", "9", "--save_steps", "4", "--eval_fraction", "0", "--dataset", str(text_file)]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    first = run([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
+    assert ("approximate" in first.out) == (how != ["--ddp_static_graph"])
+    middle = straight / "checkpoints" / ("step-00000006" if "--sync_every" in how else "step-00000008")
+    more = ["--resume_from_checkpoint", str(middle), "--output_dir", str(resumed)]
+    second = run([*torchrun(2), GPT, *flags, *more]).assert_ok()
+    assert "changed" not in second.out
+    one, other = (digest_of(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed))
+    assert one == other
+    exact = [word for word in flags if word not in how]
+    if "powersgd" in how:
+        third = run([*torchrun(2), GPT, *exact, *more]).assert_ok()
+        assert "changed   how gradients are exchanged: {'ddp_comm_hook': 'powersgd'" in third.out

@@ -145,7 +145,6 @@ def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next
     assert _Due(7, True, 16, False)(every), "at the end all is done"
 
 
-def test_a_run_that_was_asked_to_stop_goes_on_to_its_next_meeting() -> None:
-    assert [_Due(step, False, 4, True).stop for step in range(1, 9)] == [False, False, False, True] * 2
-    assert _Due(3, False, 1, True).stop
-    assert not _Due(4, False, 4, False).stop
+def test_a_run_that_was_asked_to_stop_meets_at_once() -> None:
+    assert _Due(7, False, 16, True).together
+    assert not _Due(7, False, 16, False).together
