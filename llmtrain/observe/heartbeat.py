@@ -231,7 +231,7 @@ def _trace(last: Beat | None) -> str:
             state = psutil.Process(process).status()
             name = Path(f"/proc/{process}/task/{thread}/comm").read_text().rstrip("\n")
             if found := re.fullmatch(r"(\d+) (.+)", name):
-                phases = {**PHASES, last.phase: last.phase}  # of a name Linux keeps 15 bytes
+                phases = {last.phase: last.phase, **PHASES}  # of a name Linux keeps 15 bytes
                 phase = next((text for phase, text in phases.items() if phase.startswith(found[2])), found[2])
                 step = last.step + (int(found[1]) - last.step) % 100000
                 return f"is silent in {phase} after update {step}: its process {process} is {state}"

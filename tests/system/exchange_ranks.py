@@ -138,8 +138,8 @@ def poisoned(accelerator: Accelerator) -> dict[str, bool]:
     exchange = accelerator.ddp_handler.exchange
     gradient(accelerator, model, 0)
     owed = flat(exchange.owed.values())
-    scale = float("inf") if accelerator.process_index == 1 else 1.0
-    accumulate(accelerator, model, batches(accelerator, 1), torch.tensor(96) / scale)
+    tokens = torch.tensor(float("nan") if accelerator.process_index == 1 else 96.0)
+    accumulate(accelerator, model, batches(accelerator, 1), tokens)
     hurt = flat(p.grad for p in model.parameters())
     kept = torch.equal(owed, flat(exchange.owed.values()))
     return {
