@@ -13,6 +13,7 @@ LESSONS = (
     "samplers",
     "ring",
     "overlap",
+    "late",
     "accumulation",
     "bits",
     "links",

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from llmtrain.lessons.stage import batch, measured, rows, show, small_gpt
+from llmtrain.lessons.stage import measured, rows, show, small_gpt, train_in_phases
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.exchange import Exchange
 from llmtrain.start import start_accelerator
-from llmtrain.training.loop import accumulate, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 PROCESSES = 2
@@ -62,17 +61,9 @@ def look(accelerator: Accelerator, name: str, ddp: DDPConfig, exchange: Exchange
     xray = XRay(accelerator, phases, model, range(4, 10))
     accelerator.ddp_handler.watch(model, xray.bucket)
 
-    def forward_backward(*arguments: Any) -> torch.Tensor:
-        nll = accumulate(*arguments)
-        phases.at("optimizer")
-        return nll
-
     share = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
-    for step, tokens in enumerate(phases.loading([rows(16, step)[share] for step in range(9)])):
-        phases.at("count", step)
-        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
-        phases.at("other", step + 1)
-        xray.between(step + 1)
+    windows = [rows(16, step)[share] for step in range(9)]
+    train_in_phases(accelerator, model, optimizer, phases, windows, xray.between)
     found = Communication(0.0, 0.0, 0.0)
     if xray.report is not None:
         each = [xray.report.communication(update) for update in xray.report.updates]

@@ -4,16 +4,21 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import llmtrain
 from llmtrain.commands.trial import kill
 from llmtrain.console import rank
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.observe.phases import Phases
+from llmtrain.training.loop import accumulate, train_step
 
 VOCABULARY, BLOCK = 64, 32
 
@@ -55,6 +60,29 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def train_in_phases(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    phases: Phases,
+    mine: Iterable[torch.Tensor],
+    after: Callable[[int], None],
+) -> None:
+    """An update for each of this process's shares of a batch, telling the phases as the package's loop does; ``after``
+    is told how many are made."""
+
+    def forward_backward(*arguments: Any) -> torch.Tensor:
+        nll = accumulate(*arguments)
+        phases.at("optimizer")
+        return nll
+
+    for step, tokens in enumerate(phases.loading(mine)):
+        phases.at("count", step)
+        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
+        phases.at("other", step + 1)
+        after(step + 1)
 
 
 TINY_RUN = [
