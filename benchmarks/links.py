@@ -18,7 +18,7 @@ from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 MBIT, UPDATES = 100, 32
 MODEL = [  # 12.2 million parameters; buckets are small, or the link has nothing to do for most of the backward pass
     *("--n_layer", "6", "--n_head", "6", "--n_embd", "384", "--block_size", "128", "--tokenizer", "bpe:4096"),
-    *("--global_batch_size", "26", "--per_device_train_batch_size", "13", "--eval_fraction", "0", "--optim", "adamw"),
+    *("--global_batch_size", "32", "--per_device_train_batch_size", "16", "--eval_fraction", "0", "--optim", "adamw"),
     *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--ddp_bucket_cap_mb", "2"),
     *("--max_steps", str(UPDATES), "--logging_steps", "1", "--report_to", "none"),
 ]

@@ -44,7 +44,7 @@ from llmtrain import launch
 from llmtrain.data.loader import Collate
 honest = Collate.__call__
 def slow(self, items):
-    if os.environ["RANK"] == "1": time.sleep(0.05)
+    if os.environ["RANK"] == "1": time.sleep(0.5)
     return honest(self, items)
 Collate.__call__ = slow
 if __name__ == "__main__": launch(gpt.main)
@@ -59,9 +59,9 @@ def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_pa
         r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):", ended.out
     )
     (seconds,) = [float(taken) for rank, taken, phase in late if (rank, phase) == ("1", "data loading")]
-    assert seconds > 40
+    assert seconds > 400
     *readings, _ = [
         line["phases"] for line in metrics(tmp_path / "run") if "phases" in line
     ]  # the last has less to load
-    assert all(reading["data"][1] > reading["data"][0] + 0.03 for reading in readings)
-    assert all(reading["count"][0] > reading["count"][1] + 0.03 for reading in readings), "rank 0 waits"
+    assert all(reading["data"][1] > reading["data"][0] + 0.3 for reading in readings)
+    assert all(reading["count"][0] > reading["count"][1] + 0.3 for reading in readings), "rank 0 waits"
