@@ -34,5 +34,6 @@ def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path)
     assert shown is not None
     if WRITE:
         PAGE.write_text(page[: shown.start(1)] + printed + page[shown.end(1) :])
-    else:
-        assert LOSS.findall(shown[1]) == LOSS.findall(printed)
+    else:  # another Python's documentation has other words here and there
+        listed = {int(number): float(loss) for number, loss in LOSS.findall(shown[1])}
+        assert listed == pytest.approx(plain, abs=0.1)
