@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -72,15 +71,10 @@ def train_in_phases(
 ) -> None:
     """An update for each of this process's shares of a batch, telling the phases as the package's loop does; ``after``
     is told how many are made."""
-
-    def forward_backward(*arguments: Any) -> torch.Tensor:
-        nll = accumulate(*arguments)
-        phases.at("optimizer")
-        return nll
-
+    passes = phases.before_optimizer(accumulate)
     for step, tokens in enumerate(phases.loading(mine)):
         phases.at("count", step)
-        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=forward_backward)
+        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=passes)
         phases.at("other", step + 1)
         after(step + 1)
 

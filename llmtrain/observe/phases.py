@@ -92,6 +92,16 @@ class Phases:
                 self.forget()
                 self.is_warm = True
 
+    def before_optimizer(self, forward_backward: Callable[..., T]) -> Callable[..., T]:
+        """The same function; when it returns, the optimizer's phase begins."""
+
+        def timed(*arguments: Any) -> T:
+            result = forward_backward(*arguments)
+            self.at("optimizer")
+            return result
+
+        return timed
+
     def read(self) -> dict[str, list[float]]:
         """Mean seconds of an update in each phase since the last reading, by rank; all processes call this."""
         if self._marks:

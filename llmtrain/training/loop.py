@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -120,6 +120,7 @@ def train(
     alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
     watch = Instruments(accelerator, model, run, record, optim.max_steps)
     gradients = _how_to_accumulate(accelerator, model, train_batches, run, watch.phases)
+    gradients = watch.phases.before_optimizer(gradients)
     agree = functools.partial(_mean_norm, accelerator, watch.phases) if alone > 1 else None
 
     evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch)
@@ -277,20 +278,6 @@ def _metrics(accelerator: Accelerator, update: Update, lr: float) -> dict[str, f
 
 
 def _how_to_accumulate(
-    accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig, phases: Phases
-) -> ForwardBackward:
-    """Forward and backward over a window."""
-    gradients = _gradients(accelerator, model, train_batches, run, phases)
-
-    def forward_backward(*arguments: Any) -> torch.Tensor:
-        nll = gradients(*arguments)
-        phases.at("optimizer")
-        return nll
-
-    return forward_backward
-
-
-def _gradients(
     accelerator: Accelerator, model: nn.Module, train_batches: DataLoaderShard, run: RunConfig, phases: Phases
 ) -> ForwardBackward:
     """How they are accumulated; says the price of reducing once where the model is sharded: between its micro-batches
