@@ -16,9 +16,9 @@ from llmtrain.observe.phases import OWN
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 
 MBIT, UPDATES = 100, 32
-MODEL = [  # 12.2 million parameters; buckets are small, or the link has nothing to do for most of the backward pass
-    *("--n_layer", "6", "--n_head", "6", "--n_embd", "384", "--block_size", "128", "--tokenizer", "bpe:4096"),
-    *("--global_batch_size", "32", "--per_device_train_batch_size", "16", "--eval_fraction", "0", "--optim", "adamw"),
+MODEL = [  # 11.1 million parameters; buckets are small, or the link has nothing to do for most of the backward pass
+    *("--n_layer", "6", "--n_head", "6", "--n_embd", "384", "--block_size", "128", "--tokenizer", "bpe:1024"),
+    *("--global_batch_size", "22", "--per_device_train_batch_size", "11", "--eval_fraction", "0", "--optim", "adamw"),
     *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--ddp_bucket_cap_mb", "2"),
     *("--max_steps", str(UPDATES), "--logging_steps", "1", "--report_to", "none"),
 ]
@@ -72,7 +72,7 @@ def main() -> None:
             found[name] = {"update": update, "compute": compute, "loss": readings[-1]["train/loss"]}
             print(f"{name:<18}{update:6.2f} s an update, {compute:.2f} of it its own; loss {found[name]['loss']:.3f}")
     whole, compute = found["whole gradients"]["update"], found["sync_every 16"]["compute"]
-    size = 4 * 12.2e6
+    size = 4 * 11.1e6
     bound = size / (MBIT * 1e6 / 8)
     table = [
         Row("an update with whole gradients, 100 Mbit/s", "its bytes at that rate", whole, bound, "s", "<= 10"),

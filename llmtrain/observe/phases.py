@@ -150,7 +150,7 @@ class Phases:
             phase, began = self._marks.popleft()
             if phase in self.seconds:
                 self.seconds[phase] += self.clock.seconds(began, self._marks[0][1])
-            self.updates += phase == "optimizer"
+            self.updates += phase == "count"  # the one that every update has once
 
 
 def straggler(readings: dict[str, list[float]]) -> Late | None:
