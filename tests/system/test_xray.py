@@ -44,7 +44,7 @@ from llmtrain import launch
 from llmtrain.data.loader import Collate
 honest = Collate.__call__
 def slow(self, items):
-    if os.environ["RANK"] == "1": time.sleep(0.5)
+    if os.environ["RANK"] == "1": time.sleep(0.8)
     return honest(self, items)
 Collate.__call__ = slow
 if __name__ == "__main__": launch(gpt.main)
@@ -53,15 +53,15 @@ if __name__ == "__main__": launch(gpt.main)
 
 def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    flags = [*TINY, "--max_steps", "13", "--logging_steps", "4", "--eval_fraction", "0", "--dataset", str(text_file)]
+    flags = [*TINY, "--max_steps", "11", "--logging_steps", "2", "--eval_fraction", "0", "--dataset", str(text_file)]
     ended = run([*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
     late = re.findall(
         r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):", ended.out
     )
     (seconds,) = [float(taken) for rank, taken, phase in late if (rank, phase) == ("1", "data loading")]
-    assert seconds > 400
+    assert seconds > 600
     *readings, _ = [
         line["phases"] for line in metrics(tmp_path / "run") if "phases" in line
     ]  # the last has less to load
-    assert all(reading["data"][1] > reading["data"][0] + 0.3 for reading in readings)
-    assert all(reading["count"][0] > reading["count"][1] + 0.3 for reading in readings), "rank 0 waits"
+    assert all(reading["data"][1] > reading["data"][0] + 0.5 for reading in readings)
+    assert all(reading["count"][0] > reading["count"][1] + 0.5 for reading in readings), "rank 0 waits"
