@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="(default: as the accelerate config says, or 2)")
+    default = "(default: as the accelerate config says, or one a GPU, at least 2)"
+    parser.add_argument("--processes", type=int, metavar="N", help=default)
     parser.add_argument(
         "--updates",
         default="6:8",

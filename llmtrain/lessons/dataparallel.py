@@ -9,7 +9,6 @@ model is copied once, and only gradients travel, while they are computed.
 import time
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
@@ -28,7 +27,7 @@ def main() -> None:
         tokens = rows(8)
         assert torch.equal(model(**batch(tokens)), model.module(**batch(tokens)))
     if len(model.device_ids) > 1:
-        _measure(accelerator, model)
+        _measure(model)
     try:
         check_can_train(accelerator, model)
     except UserError as error:
@@ -37,11 +36,12 @@ def main() -> None:
         raise AssertionError("the loop would have trained it")
 
 
-def _measure(accelerator: Accelerator, model: nn.DataParallel) -> None:
+def _measure(model: nn.DataParallel) -> None:
     """The same rows through one GPU and through all, forward and backward."""
-    tokens = batch(rows(512).to(accelerator.device))
+    first = torch.device("cuda", model.device_ids[0])  # the lessons' own device is the CPU
+    tokens = batch(rows(512).to(first))
     seconds = {}
-    for name, module in (("one GPU", model.module.to(accelerator.device)), ("DataParallel on all", model)):
+    for name, module in (("one GPU", model.module.to(first)), ("DataParallel on all", model)):
         for _ in range(5):
             torch.cuda.synchronize()
             began = time.perf_counter()

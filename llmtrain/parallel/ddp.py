@@ -22,7 +22,7 @@ class DDPConfig:
     _argument_group_name: ClassVar[str] = "distributed data parallel"
 
     ddp_bucket_cap_mb: float | None = flag(None, "MiB of gradients that are sent at once (25 where left out)")
-    ddp_first_bucket_mb: float | None = flag(None, "MiB of the first of these, that can be sent early (1)")
+    ddp_first_bucket_mb: float | None = flag(None, "MiB of the first, which is sent early (1, or as the others)")
     ddp_static_graph: bool = flag(False, "every update computes with the same parameters: DDP need not look")
     ddp_gradient_as_bucket_view: bool = flag(True, "gradients live in the buckets that are sent, not beside them")
     ddp_comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = flag(

@@ -38,7 +38,7 @@ ForwardBackward = Callable[[Accelerator, nn.Module, Batches, torch.Tensor], torc
 class Update(NamedTuple):
     nll: torch.Tensor  # this process's sum over the window, in nats; float32 scalar
     tokens: torch.Tensor  # trained tokens of the global batch; int64 scalar
-    grad_norm: float  # of the global batch's mean loss, before clipping
+    grad_norm: float  # of the global batch's mean loss, before clipping; under sync_every the mean of the processes'
     stop: bool  # whether any process was asked to stop
 
 
