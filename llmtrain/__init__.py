@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.observe.preview import preview as preview
     from llmtrain.parallel.ddp import DDPConfig as DDPConfig
+    from llmtrain.parallel.ddp import data_parallel_size as data_parallel_size
     from llmtrain.parallel.fsdp import empty_if_sharded as empty_if_sharded
     from llmtrain.parallel.fsdp import shard as shard
+    from llmtrain.parallel.pipeline import PipelineConfig as PipelineConfig
     from llmtrain.record.publish import publish as publish
     from llmtrain.record.run import RunConfig as RunConfig
     from llmtrain.record.run import open_run as open_run
@@ -56,7 +58,9 @@ _HOMES = {
     "OptimConfig": "training.optim",
     "RunConfig": "record.run",
     "UserError": "errors",
+    "data_parallel_size": "parallel.ddp",
     "empty_if_sharded": "parallel.fsdp",
+    "PipelineConfig": "parallel.pipeline",
     "eval_loader": "data.loader",
     "flag": "config",
     "given": "config",

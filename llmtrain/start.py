@@ -131,7 +131,7 @@ def check_launch() -> None:
         )
 
 
-def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False) -> Accelerator:
+def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stages: int = 1) -> Accelerator:
     """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
@@ -149,7 +149,7 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False) -> Ac
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    sharding = Sharding.asked(world)
+    sharding = Sharding.asked(world, stages)
     _check_precision(precision, cpu, sharding, bitwise)
     _check_exchange(ddp, sharding, bitwise, precision)
     if Sharding.is_asked() and sharding is None:
@@ -163,6 +163,8 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False) -> Ac
             f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
             "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
         )
+    if sharding is not None:
+        sharding.set_mesh(accelerator)
     if bool(sharding) != is_sharded(accelerator):
         raise UserError(
             f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config."

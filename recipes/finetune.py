@@ -14,6 +14,7 @@ from llmtrain import (
     ModelConfig,
     OptimConfig,
     RunConfig,
+    data_parallel_size,
     eval_loader,
     given,
     identity_of,
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = prepare(data, config.block_size, chat, config.trust_remote_code)
 
     accelerator = start_accelerator(ddp, run.bitwise)
-    layout = Layout.of(data, accelerator.num_processes, run.bitwise)
+    layout = Layout.of(data, data_parallel_size(accelerator), run.bitwise)
     say("batch", str(layout))
     about = {"trained_on": rows.facts.dataset, "ends": rows.ends, "new_tokens": rows.new_tokens}
     modes = {"packed": rows.packed, "bitwise": run.bitwise}

@@ -13,7 +13,9 @@ from llmtrain import (
     Layout,
     ModelFiles,
     OptimConfig,
+    PipelineConfig,
     RunConfig,
+    data_parallel_size,
     empty_if_sharded,
     eval_loader,
     identity_of,
@@ -39,16 +41,17 @@ DEFAULTS = (
     DataConfig(dataset=["builtin:python-docs"], tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     OptimConfig(optim="muon", max_steps=300, learning_rate=1e-2, warmup_steps=20),
     DDPConfig(),
+    PipelineConfig(),
     RunConfig(output_dir="runs/gpt"),
 )
 
 
 def main(argv: list[str] | None = None) -> None:
-    gpt, data, optim, ddp, run = parse(*DEFAULTS, argv=argv, description=__doc__)
+    gpt, data, optim, ddp, pipeline, run = parse(*DEFAULTS, argv=argv, description=__doc__)
     rows = prepare(data, gpt.block_size)  # text -> tokens -> rows on disk, before the process group exists
 
-    accelerator = start_accelerator(ddp, run.bitwise)
-    layout = Layout.of(data, accelerator.num_processes, run.bitwise)
+    accelerator = start_accelerator(ddp, run.bitwise, pipeline.pipeline_stages)
+    layout = Layout.of(data, data_parallel_size(accelerator), run.bitwise)
     say("batch", str(layout))
     with empty_if_sharded(accelerator):
         model = GPT(gpt, vocab_size=rows.facts.vocabulary, seed=run.seed)
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     if run.dry_run:
         return preview(rows.train, rows.tokenizer)
     identity = identity_of(rows, data, optim, ddp, run, layout, accelerator, model=files.config)
-    settings = resolved(gpt, data, optim, ddp, run)
+    settings = resolved(gpt, data, optim, ddp, pipeline, run)
     with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
         steps = range(record.step, optim.max_steps)
         dropout_seed = run.seed if gpt.dropout else None

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.attention import causal_attention
-from llmtrain.models.loss import inputs_of, linear_nll, targets_of
+from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
 from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
 _INIT_STD = 0.02
@@ -55,7 +55,9 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)  # of a part of what goes in, the bias is added to the sum of all parts
+        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        return y.unflatten(0, x.shape[:-1])
 
 
 class KeyedDropout(nn.Module):
@@ -92,13 +94,13 @@ def _mix31(h: torch.Tensor) -> torch.Tensor:
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.n_embd // config.n_head
         self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
         self.c_proj = Projection(config.n_embd, config.n_embd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, C]
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (q, k, v))  # [B, H, T, C/H]
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (q, k, v))  # [B, H, T, C/H]
         y = causal_attention(q, k, v)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -137,20 +139,30 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.compute_again = config.gradient_checkpointing
+        self.layers = range(config.n_layer)  # that are here
 
-    def forward(self, input_ids: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # [B, T] -> [B, T, C]
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.drop(self.wte(input_ids) + self.wpe(positions), keys)
-        for block in self.h:
+    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # [B, T] -> [B, T, C]
+        if self.layers.start == 0:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.drop(self.wte(x) + self.wpe(positions), keys)
+        for block in (self.h[index] for index in self.layers):
             if self.compute_again and self.training:
                 x = checkpoint(block, x, keys, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
             else:
                 x = block(x, keys)
-        return self.ln_f(x)
+        return self.ln_f(x) if self.layers.stop == len(self.h) else x
 
 
 class GPT(nn.Module):
     """Embedding, ``n_layer`` blocks, layer norm, and a head that is the embedding's own matrix (tied)."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "transformer.wte": "embedding_rowwise",
+        "transformer.h.*.attn.c_attn": "colwise_of_3",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
         """Weights are drawn from ``seed`` alone: normal with deviation 0.02, and 0.02 / sqrt(2 n_layer) for what is
@@ -179,11 +191,30 @@ class GPT(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, dropout_keys: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, T, V] of ``input_ids`` [B, T]; with ``labels`` [B, T] (not shifted), the summed nll in nats."""
+        """Logits [B, T, V] of ``input_ids`` [B, T]; with ``labels`` [B, T] (not shifted), the summed nll in nats.
+
+        Of a pipeline's stage: hidden states [B, T - 1, C] go in, but for the first, and come out, but for the last."""
         if labels is None:
-            return F.linear(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
-        hidden = self.transformer(inputs_of(input_ids), dropout_keys)
+            return linear_logits(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
+        layers = self.transformer.layers
+        hidden = self.transformer(inputs_of(input_ids) if layers.start == 0 else input_ids, dropout_keys)
+        if layers.stop < self.config.n_layer:
+            return hidden
         return linear_nll(hidden, self.transformer.wte.weight, targets_of(labels))
+
+    def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
+        """The stages of a pipeline that hold a parameter."""
+        last = stages - 1
+        ends = {"wte": (0, last), "wpe": (0,), "ln_f": (last,)}
+        _, part, *rest = name.split(".")
+        return ends[part] if part in ends else (int(rest[0]) * stages // self.config.n_layer,)
+
+    def keep(self, stage: int, stages: int) -> None:
+        """Compute as a stage of a pipeline: the layers that it holds. Raises :class:`UserError` where one has none."""
+        if stages > self.config.n_layer:
+            raise UserError(f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer).")
+        held = [n for n in range(self.config.n_layer) if n * stages // self.config.n_layer == stage]
+        self.transformer.layers = range(held[0], held[-1] + 1)
 
     def flops_per_token(self) -> int:
         """Forward and backward, matrix products alone: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B)."""

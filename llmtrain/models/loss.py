@@ -3,8 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from llmtrain.collectives import added, copied, joined, rows_of
 
 IGNORED = -100  # cross_entropy's own default, and Hugging Face's: a label that is not trained on
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
@@ -62,6 +67,9 @@ def linear_nll(
     The products are in the dtype of ``hidden``, or autocast's. Logits, their sums and the gradient of ``hidden`` are
     added up in float32, or float64. The bits are the same each time; there is no second derivative.
 
+    Where the vocabulary is cut over a few processes (tensor parallelism), each has the logits of its part, and only the
+    sums of their exponentials, and the targets' own, are sent.
+
     Args:
         hidden: [B, T, C].
         weight: [V, C].
@@ -72,6 +80,9 @@ def linear_nll(
     Raises:
         IndexError: a target is neither in the vocabulary nor ignored, or there is not one a position.
     """
+    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+    if mesh is not None:
+        hidden = copied(hidden, mesh)
     trained = targets != IGNORED
     hidden, targets = hidden[trained], targets[trained]
     if ((targets < 0) | (targets >= len(weight))).any():
@@ -79,9 +90,26 @@ def linear_nll(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
+    if mesh is not None:
+        targets = targets - rows_of(len(weight), mesh).start
+        return _BlockwiseNLL.apply(hidden, _part(weight), _part(bias), targets, softcap, mesh)
     if targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16:  # whose range needs the loss scale
         return _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())
-    return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap)
+    return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, None)
+
+
+def _part(tensor: torch.Tensor | None) -> Any:
+    """What this process has, to compute with."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear``, also where the vocabulary is cut over a few processes."""
+    if not isinstance(weight, DTensor):
+        return F.linear(hidden, weight, bias)
+    mesh = weight.device_mesh
+    logits = F.linear(copied(hidden, mesh), _part(weight), _part(bias))
+    return joined(logits, mesh, len(weight))
 
 
 class _HeldNLL(torch.autograd.Function):
@@ -131,7 +159,8 @@ class _HeldNLL(torch.autograd.Function):
 
 
 class _BlockwiseNLL(torch.autograd.Function):
-    """Of hidden [N, C], weight [V, C], bias [V] or None, and targets [N], none of them ignored."""
+    """Of hidden [N, C], weight [V, C], bias [V] or None, and targets [N], none of them ignored; of a part of the
+    vocabulary, with targets counted from its first, where a mesh has others."""
 
     @staticmethod
     def forward(
@@ -141,6 +170,7 @@ class _BlockwiseNLL(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         softcap: float | None,
+        mesh: DeviceMesh | None,
     ) -> torch.Tensor:
         sums, chosen = [], torch.zeros(len(targets), 1, device=hidden.device)
         for block in _blocks(len(weight), len(targets)):
@@ -149,6 +179,10 @@ class _BlockwiseNLL(torch.autograd.Function):
             sums.append(logits.logsumexp(1))
             chosen = torch.where(inside, logits.gather(1, column), chosen)
         log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
+        if mesh is not None:
+            highest = added(log_total, mesh, dist.ReduceOp.MAX)
+            log_total = highest + added((log_total - highest).exp(), mesh).log()
+            chosen = added(chosen, mesh)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total)
         ctx.softcap = softcap
         return (log_total - chosen[:, 0]).sum()
@@ -174,7 +208,8 @@ class _BlockwiseNLL(torch.autograd.Function):
                 grad_hidden += grad @ weight[block].to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight[block] = grad.T @ hidden
-        return grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+        grad_hidden = grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _blocks(vocabulary: int, tokens: int) -> list[slice]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.models.loss import inputs_of, linear_nll, summed_nll, targets_of
+from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of
 from llmtrain.shards import reshard
 
 
@@ -69,10 +70,11 @@ class SummedHead:
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """With ``targets`` [B, T] (shifted) the summed nll of ``hidden`` [B, T, C]; without, logits."""
-        if targets is None:
-            return super().forward(hidden)  # type: ignore[misc]
         weight, bias = linear_parts(self)
         assert weight is not None
+        if targets is None:
+            whole = super().forward  # type: ignore[misc]
+            return linear_logits(hidden, weight, bias) if isinstance(weight, DTensor) else whole(hidden)
         return linear_nll(hidden, weight, targets, bias, softcap)
 
 

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.shards import local
+from llmtrain.shards import cuts, local, sharding_of
 
 
 def fingerprint(model: nn.Module) -> torch.Tensor:
@@ -16,6 +16,9 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
     """
     sums = []
     for parameter in model.parameters():
+        if parameter.is_meta:  # another process holds it
+            sums.append(torch.zeros((), dtype=torch.int64))
+            continue
         value = local(parameter).contiguous()
         bits = value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
         bits = bits.flatten().to(torch.int64)
@@ -28,20 +31,23 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
 def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise :class:`UserError`, on every process alike, where the weights of one differ from those of the first that
     should hold the same; it names the first tensor and the ranks. Where each process holds another part, there is
-    nothing to compare."""
-    sizes = accelerator.parallelism_config if accelerator.is_fsdp2 else None
-    parts = sizes.dp_shard_size if sizes is not None else 1  # neighbours hold the parts of one replica
-    if accelerator.num_processes == parts:
+    nothing to compare; under tensor parallelism neighbours hold the same of what is not cut."""
+    sharding = sharding_of(accelerator)
+    parts, neighbours = (1, 1) if sharding is None else (sharding.processes // sharding.replicas, sharding.tensor)
+    if accelerator.num_processes == parts and neighbours == 1:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     mine = fingerprint(plain).to(accelerator.device)  # weights may live on the host
     everyone = accelerator.gather(mine[None])
-    different = everyone != everyone[:parts].repeat(len(everyone) // parts, 1)
+    cut = torch.tensor(["tp" in cuts(parameter) for parameter in plain.parameters()], device=everyone.device)
+    place = (torch.arange(len(everyone), device=everyone.device) % parts)[:, None]  # in the replica
+    like = torch.where(cut, place, place - place % neighbours)  # [processes, parameters]: who should hold the same
+    different = everyone != everyone.gather(0, like)
     if different.any():
         first = int(different.any(dim=0).nonzero()[0])
-        ranks = different[:, first].nonzero().flatten().tolist()
+        ranks = different[:, first].nonzero().flatten()
         name = [name for name, _ in plain.named_parameters()][first]
-        own = sorted({rank % parts for rank in ranks})
+        own, ranks = sorted({*like[ranks, first].tolist()}), ranks.tolist()
         raise UserError(
             f"replicas drifted: {name} of rank {', '.join(map(str, ranks))} differs from rank "
             f"{', '.join(map(str, own))}'s; the run is stopped. "

@@ -15,6 +15,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.parallel.exchange import EXCHANGES, Exchange, Watcher
 from llmtrain.parallel.fsdp import parameter_groups
+from llmtrain.shards import same_rows
 
 
 @dataclass
@@ -89,7 +90,12 @@ class DDPHandler(DistributedDataParallelKwargs):
 
 def data_parallel_size(accelerator: Accelerator) -> int:
     """Over how many replicas gradients are averaged; the loss is multiplied by it to turn the mean into the sum."""
-    return accelerator.num_processes
+    return accelerator.num_processes // same_rows(accelerator)
+
+
+def data_parallel_rank(accelerator: Accelerator) -> int:
+    """Which share of the rows is this process's."""
+    return accelerator.process_index // same_rows(accelerator)
 
 
 def settle_buckets(accelerator: Accelerator, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:

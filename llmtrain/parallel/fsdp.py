@@ -1,8 +1,14 @@
-"""Fully sharded data parallel, in torch's second form (FSDP2): every process holds a part of each weight, of its
-gradient and of its optimizer state, and sees the whole of a block's weights only while it computes that block."""
+"""Models of which no process holds the whole.
+
+Fully sharded data parallel, in torch's second form (FSDP2): every process holds a part of each weight, of its gradient
+and of its optimizer state, and sees the whole of a block's weights only while it computes that block. And tensor
+parallelism (:mod:`llmtrain.parallel.tensor`), under which it never does; what is left of data parallelism beside it is
+FSDP's too, with or without shards.
+"""
 
 import contextlib
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,11 +20,13 @@ from accelerate import Accelerator, PartialState
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.shards import block_classes, fill, local
+from llmtrain.parallel.tensor import cut_tensors
+from llmtrain.shards import block_classes, cuts, fill, local, same_rows, sharding_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -48,45 +56,79 @@ _LIMITS = {
             "1",
             f"has {name.lower()}_size {{}}, which is not supported; leave it out",
         )
-        for name in ("TP", "CP", "SP")
+        for name in ("CP", "SP")
     },
 }
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """``replicas`` groups of ``shards`` processes; each group holds the model once."""
+    """``replicas`` groups of ``shards`` x ``stages`` x ``tensor`` processes; each group holds the model once.
+    Neighbours, ``stages`` x ``tensor`` of them, compute together on the same rows; others have rows of their own."""
 
     replicas: int
     shards: int
     cpu_offload: bool = False
+    tensor: int = 1
+    stages: int = 1
 
     @classmethod
-    def asked(cls, processes: int) -> "Sharding | None":
+    def asked(cls, processes: int, stages: int = 1) -> "Sharding | None":
         """What the accelerate config asks for, as its launcher passes it on; ``None`` where it does not shard, or
         where one process has nobody to share with. Raises :class:`UserError` for what this package does not do."""
+        tensor = _size("TP")
+        if stages > 1:
+            if cls.is_asked():
+                raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
+            if processes % stages:
+                raise UserError(f"--pipeline_stages {stages} does not divide {processes} processes.")
+            return cls(processes // stages, 1, stages=stages)
         if not cls.is_asked():
             if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
                 raise _refused("has a parallelism config without FSDP; see accelerate_configs/hsdp.yaml")
             return None
         for name, (default, fits, why) in _LIMITS.items():
-            if not re.fullmatch(fits, value := os.environ.get(name, default), re.IGNORECASE):
+            unused = name.startswith("FSDP") and not _said("ACCELERATE_USE_FSDP")  # whose defaults are always there
+            if not unused and not re.fullmatch(fits, value := os.environ.get(name, default), re.IGNORECASE):
                 raise _refused(why.format(value))
         if processes == 1:
             return None
         replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
-        if replicas == shards == 1:
-            shards = processes
-        if replicas * shards != processes:
+        if replicas == shards == 1 and processes % tensor == 0:
+            replicas, shards = (1, processes // tensor) if _said("ACCELERATE_USE_FSDP") else (processes // tensor, 1)
+        if replicas * shards * tensor != processes:
+            cut = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
             raise _refused(
                 f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
-                f"(parallelism_config_dp_shard_size), and {processes} processes were started"
+                f"(parallelism_config_dp_shard_size){cut}, and {processes} processes were started"
             )
-        return cls(replicas, shards, _said("FSDP_OFFLOAD_PARAMS")) if shards > 1 else None
+        offload = _said("ACCELERATE_USE_FSDP") and _said("FSDP_OFFLOAD_PARAMS")
+        if offload and tensor > 1:
+            raise _refused("offloads parameters beside tensor parallelism, which is not supported; leave one out")
+        return cls(replicas, shards, offload, tensor) if shards * tensor > 1 else None
 
     @staticmethod
     def is_asked() -> bool:
-        return _said("ACCELERATE_USE_FSDP")
+        return _said("ACCELERATE_USE_FSDP") or (_said("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1)
+
+    @property
+    def method(self) -> str:
+        cut = f"tensor parallelism ({self.tensor})" if self.tensor > 1 else ""
+        stages = f"{self.stages} stages" if self.stages > 1 else ""
+        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 else "", cut, stages]))
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.shards * self.together
+
+    @property
+    def together(self) -> int:
+        """Neighbours that see the same rows."""
+        return self.stages * self.tensor
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return _MESHES[self]
 
     def settings(self, cpu: bool, precision: str) -> dict[str, Any]:
         """Arguments of ``Accelerator``. In bfloat16 blocks are gathered in it, and their gradients summed in float32;
@@ -101,8 +143,28 @@ class Sharding:
             state_dict_type="SHARDED_STATE_DICT",  # which nobody asks for
             cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if self.cpu_offload else None,
         )
-        sizes = ParallelismConfig(dp_replicate_size=self.replicas, dp_shard_size=self.shards)
+        plugin.sharding = self
+        # of tensor parallelism it would ask for classes that transformers no longer has (accelerate 1.15); the mesh
+        # that set_mesh() gives it is enough
+        replicas = self.replicas if self.together == 1 else 1
+        sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=self.processes // replicas, tp_size=1)
         return {"fsdp_plugin": plugin, "parallelism_config": sizes}
+
+    def set_mesh(self, accelerator: Accelerator) -> None:
+        """Tell Accelerate, which deals out the rows, who sees the same."""
+        if self.together == 1:
+            return
+        kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
+        sizes = (self.replicas, self.shards, self.stages, self.tensor)
+        _MESHES[self] = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        if self.stages > 1:  # to Accelerate, who sees the same rows is one dimension
+            rows = (self.replicas, self.shards, self.together)
+            accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))
+        else:
+            accelerator.state.device_mesh = self.mesh["dp_replicate", "dp_shard", "tp"]
+
+
+_MESHES: dict[Sharding, DeviceMesh] = {}
 
 
 def _refused(why: str) -> UserError:
@@ -142,39 +204,79 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     """
     if not is_sharded(accelerator):
         return
-    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    mesh = accelerator.torch_device_mesh[tuple(sizes.dp_dim_names)]
+    plugin, mesh, sharding = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, sharding_of(accelerator)
+    if sharding.together > 1:
+        mesh = sharding.mesh["dp_replicate", "dp_shard"]
+    if sharding.tensor > 1:
+        cut_tensors(model, sharding.mesh["tp"])
+    elsewhere, holders = _leave_to_other_stages(model, sharding)
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     whole_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
     for unit in _units(model, norms_apart=accelerator.native_amp):
         keep = False if unit.backward_begins else plugin.reshard_after_forward
         casts = block_precision if unit.multiplied else whole_precision
+        if elsewhere.issuperset(p for module in unit.modules for p in module.parameters()):
+            continue
         fully_shard(unit.modules, reshard_after_forward=keep, mp_policy=casts, **settings)
-    fully_shard(model, mp_policy=whole_precision, **settings)
+    fully_shard(model, mp_policy=whole_precision, ignored_params=elsewhere, **settings)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     reduce_all: Any = getattr(model, "set_reduce_scatter_unused_params", None)
     if reduce_all is not None:
         reduce_all(True)  # torch 2.13: also what one process has not used, an expert that no token chose
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
-    empty = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
     for parameter in empty.values():
         made = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, made)  # the same object, wherever it is tied or referred to
-    model.to(home)  # by which FSDP learns of it
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # by which FSDP learns of it
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
-    fill(empty, weights)
+    fill(dict(model.named_parameters()) if elsewhere else empty, weights)
+    for name, parameter in model.named_parameters():
+        parameter.stages = holders.get(name, (0,))  # type: ignore[attr-defined]
     _give_addresses(model)
     parts = f"{units(model)} units"
-    replicas = f"{sizes.dp_replicate_size} x " if sizes.dp_replicate_size > 1 else ""
+    replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
     here, everywhere = held_bytes(model)
     say(
         "sharded",
-        f"FSDP2 over {replicas}{sizes.dp_shard_size} processes in {parts}; this one holds {here / 2**20:.2f} of "
-        f"{everywhere / 2**20:.2f} MiB of weights",
+        f"{sharding.method} over {replicas}{sharding.processes // sharding.replicas} processes in {parts}; this one "
+        f"holds {here / 2**20:.2f} of {everywhere / 2**20:.2f} MiB of weights",
     )
+
+
+def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
+    """Scale the gradient so that its norm is at most ``limit``; returns the norm before, the same on every process.
+
+    Where matrices are cut over neighbours and other tensors are not, torch adds up each on a mesh of its own; here the
+    squares of all parts meet once, each divided by how many processes hold it.
+    """
+    if same_rows(accelerator) == 1:
+        return accelerator.clip_grad_norm_(model.parameters(), limit)
+    sharding = sharding_of(accelerator)
+    stage = sharding.mesh.get_local_rank("pp")
+    mine = {p: p.stages[0] == stage for p in model.parameters()}  # type: ignore[attr-defined]
+    parts = [(local(p.grad), math.prod(cuts(p).values()) * mine[p]) for p in mine if p.grad is not None]
+    squares = [torch.linalg.vector_norm(part, dtype=torch.float32).square() * count for part, count in parts]
+    share = sharding.stages / accelerator.num_processes
+    total = accelerator.reduce(torch.stack(squares).sum() * share, reduction="sum")
+    norm = total.sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula
+    for part, _ in parts:
+        part.mul_(scale)
+    return norm
+
+
+def _leave_to_other_stages(model: Any, sharding: Sharding) -> tuple[set[nn.Parameter], dict[str, tuple[int, ...]]]:
+    """The parameters that this stage of a pipeline does not hold, and which stages hold each."""
+    if sharding.stages == 1:
+        return set(), {}
+    stage = sharding.mesh.get_local_rank("pp")
+    model.keep(stage, sharding.stages)
+    holders = {name: model.stages_of(name, sharding.stages) for name, _ in model.named_parameters()}
+    return {p for name, p in model.named_parameters() if stage not in holders[name]}, holders
 
 
 class Unit(NamedTuple):
@@ -210,7 +312,7 @@ def _units(model: Any, norms_apart: bool) -> Iterator[Unit]:
 def _give_addresses(model: Any) -> None:
     """Accelerate knows an optimizer's parameters again by the address of their part, and empty parts have none."""
     for parameter in model.parameters():
-        if not local(parameter).numel():
+        if not parameter.is_meta and not local(parameter).numel():
             parameter._local_tensor.data_ptr = functools.partial(id, parameter)
 
 
@@ -227,5 +329,5 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 def held_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the parameters that this process holds, and of all."""
-    here = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    here = sum(local(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     return here, sum(p.numel() * p.element_size() for p in model.parameters())

@@ -241,6 +241,8 @@ def restore_optimizer(
     for key, whole in tensors:
         name, _, entry = key.rpartition(".")
         like, held = parameters[name].detach(), whole
+        if like.is_meta:  # another process holds it
+            continue
         if isinstance(like, DTensor) and whole.shape == like.shape:  # not the count of steps, which all hold
             held = torch.empty_like(like, dtype=whole.dtype)
             fill({key: held}, [(key, whole)])

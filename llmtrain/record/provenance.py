@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 from llmtrain._version import __version__
 from llmtrain.secrets import redacted
+from llmtrain.shards import sharding_of
 
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 
@@ -93,9 +94,11 @@ def run_record(
 
 
 def _sharded(accelerator: Accelerator) -> str | None:
-    """Replicas x processes that share one."""
-    sizes = accelerator.parallelism_config
-    return f"{sizes.dp_replicate_size}x{sizes.dp_shard_size}" if accelerator.is_fsdp2 and sizes is not None else None
+    """Replicas x processes that share one, x those that compute with parts of it."""
+    sharding = sharding_of(accelerator)
+    if sharding is None:
+        return None
+    return f"{sharding.replicas}x{sharding.shards}" + (f"x{sharding.tensor}" if sharding.tensor > 1 else "")
 
 
 def _git_sha() -> str | None:

@@ -32,7 +32,7 @@ from llmtrain.record.team import Team
 from llmtrain.record.tensors import headers, read_tensors
 from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
-from llmtrain.shards import fill, local
+from llmtrain.shards import fill, gathered_rows, local, of_all_stages
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl")
 
@@ -143,7 +143,7 @@ class Run:
         its own slots."""
         if not self.config.log_rows:
             return
-        rows, targets = self.accelerator.gather((rows, targets))
+        rows, targets = gathered_rows(self.accelerator, rows), gathered_rows(self.accelerator, targets)
         if self.accelerator.is_main_process:
             line = {"step": self.step, "rows": rows.tolist(), "targets": targets.tolist()}
             append_json_line(self.folder / "rows.jsonl", line)
@@ -185,8 +185,8 @@ class Run:
                 "loss_scaler": scaler.state_dict() if scaler is not None else None,
                 "versions": versions(),
             }
-            tensors = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
-            weights = self.files.tensors(plain)
+            tensors = self._of_all(plain, checkpoint.optimizer_tensors(plain, optimizer.optimizer)) | carried
+            weights = self._of_all(plain, self.files.tensors(plain))
             self.saver.save(self.step, weights, tensors, state, self._status("running").write)
 
         self._on_writers(ready)
@@ -228,7 +228,7 @@ class Run:
             if team.group is None:
                 checkpoint.write_model(target, self.files, self.files.exported(plain))
             else:
-                tensors, published = self.files.tensors(plain), self.files.publishing(plain)
+                tensors, published = self._of_all(plain, self.files.tensors(plain)), self.files.publishing(plain)
                 checkpoint.write_model(target, self.files, tensors, team, published)
 
         self._on_writers(write)
@@ -248,6 +248,9 @@ class Run:
         """Note in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
             self._write_status("failed", redacted(reason))
+
+    def _of_all(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return of_all_stages(self.accelerator, model, tensors)
 
     @property
     def _exchange(self) -> Any:
@@ -361,7 +364,8 @@ def open_run(
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    bad = torch.stack([(~torch.isfinite(local(parameter))).any() for parameter in parameters.values()])
+    here = [torch.zeros(()) if p.is_meta else local(p) for p in parameters.values()]
+    bad = torch.stack([(~torch.isfinite(values)).any() for values in here])
     if accelerator.is_fsdp2:  # each process has seen its part
         bad = accelerator.reduce(bad.to(accelerator.device, torch.int32), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """The loss on held-out text, every token counted once whatever the layout."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from accelerate import Accelerator
@@ -9,12 +9,16 @@ from torch import nn
 
 from llmtrain.data.loader import Window
 from llmtrain.models.loss import count_targets
-from llmtrain.shards import reshard
+from llmtrain.shards import reshard, same_rows
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, windows: Iterable[Window], text_bytes: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    windows: Iterable[Window],
+    text_bytes: int,
+    forward: Callable[..., torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Mean negative log-likelihood in nats per token, over all processes.
 
@@ -25,12 +29,12 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
     for window in windows:
         for batch in window.batches:
-            total[0] += model(**batch).item()
+            total[0] += (forward or model)(**batch).item()
             total[1] += count_targets(batch["labels"]).item()
     reshard(model)
     model.train()
     if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
-        total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
+        total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / same_rows(accelerator)
     nll, tokens = total.tolist()
     loss = nll / max(tokens, 1)
     return {

@@ -22,10 +22,12 @@ from llmtrain.models.loss import count_targets
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import DDPHandler, data_parallel_size, settle_buckets
+from llmtrain.parallel.ddp import DDPHandler, data_parallel_rank, data_parallel_size, settle_buckets
 from llmtrain.parallel.exchange import average
-from llmtrain.parallel.fsdp import is_sharded
+from llmtrain.parallel.fsdp import clip_grad_norm, is_sharded
+from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.run import Run, RunConfig
+from llmtrain.shards import gathered_rows, same_rows, sharding_of
 from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.instruments import Instruments
@@ -62,7 +64,7 @@ def train_step(
     """
     tokens, stop = count_tokens(accelerator, batches, stop_requested)
     nll = (forward_backward or accumulate)(accelerator, model, batches, tokens)
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = clip_grad_norm(accelerator, model, max_grad_norm)
     grad_norm = float(agree(norm) if agree is not None else norm)
     if (
         math.isfinite(grad_norm) or accelerator.scaler is not None
@@ -76,7 +78,7 @@ def count_tokens(accelerator: Accelerator, batches: Batches, stop_requested: boo
     """Trained tokens of the global batch, after the shift; and, on the same all-reduce, who wants to stop."""
     mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop_requested))]), reduction="sum")
-    return tokens, bool(stops)
+    return tokens // same_rows(accelerator), bool(stops)
 
 
 def accumulate(
@@ -120,10 +122,11 @@ def train(
     alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
     watch = Instruments(accelerator, model, run, record, optim.max_steps)
     gradients = _how_to_accumulate(accelerator, model, train_batches, run, watch.phases)
+    forward = gradients.forward if isinstance(gradients, Pipeline) else None
     gradients = watch.phases.before_optimizer(gradients)
     agree = functools.partial(_mean_norm, accelerator, watch.phases) if alone > 1 else None
 
-    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch)
+    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch, forward)
     with (
         watch.heartbeat.beating(),
         _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch),
@@ -173,13 +176,14 @@ def _evaluate(
     eval_bytes: int,
     record: Run,
     watch: Instruments,
+    forward: Callable[..., torch.Tensor] | None,
 ) -> None:
     if eval_batches is None:
         return
     began = time.monotonic()
     with eager_code(bool(record.compiled)):
         batches = watch.heartbeat.through(eval_batches, "an evaluation")
-        results = evaluate(accelerator, model, batches, eval_bytes)
+        results = evaluate(accelerator, model, batches, eval_bytes, forward)
     record.deadline.reserve("evaluation", time.monotonic() - began)
     record.log(results)
     watch.progress.evaluated(record.step, results)
@@ -205,7 +209,8 @@ def _windows(
                 record.compiled = _choose_code(accelerator, model, window, optim, run, record)
                 if start or accelerator.ddp_handler.config.ddp_static_graph:  # whose first pass must be a synced one
                     settle_buckets(accelerator, model, window.batches[-1])
-        torch.manual_seed(key_of(run.seed, number * accelerator.num_processes + accelerator.process_index) >> 1)
+        share = number * data_parallel_size(accelerator) + data_parallel_rank(accelerator)
+        torch.manual_seed(key_of(run.seed, share) >> 1)
         yield window
 
 
@@ -223,7 +228,7 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
     scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 0.0
     if math.isfinite(update.grad_norm) or scale >= 1:  # fp16 finds its scale by such updates, but never below 1
         return
-    rows = [row for row in accelerator.gather(window.rows).tolist() if row >= 0]
+    rows = [row for row in gathered_rows(accelerator, window.rows).tolist() if row >= 0]
     what = f"update {record.step + 1} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
     if record.skipped == run.skip_nonfinite:
         raise UserError(
@@ -272,7 +277,7 @@ def _mean_norm(accelerator: Accelerator, phases: Phases, norm: torch.Tensor) -> 
 
 
 def _metrics(accelerator: Accelerator, update: Update, lr: float) -> dict[str, float]:
-    nll = accelerator.reduce(update.nll, reduction="sum")
+    nll = accelerator.reduce(update.nll, reduction="sum") / same_rows(accelerator)
     loss = float(nll / update.tokens.clamp(min=1))
     return {"train/loss": loss, "train/grad_norm": update.grad_norm, "train/learning_rate": lr}
 
@@ -282,12 +287,14 @@ def _how_to_accumulate(
 ) -> ForwardBackward:
     """How they are accumulated; says the price of reducing once where the model is sharded: between its micro-batches
     the gradient is not."""
+    if is_sharded(accelerator) and sharding_of(accelerator).stages > 1:
+        return Pipeline(accelerator, model)
     if run.bitwise:
         return BitwiseGradients(model, before_exchange=lambda: phases.at("exchange"))
     if accelerator.ddp_handler.config.sync_every > 1:
         return functools.partial(accumulate, reduce="never")
     if is_sharded(accelerator) and not run.sync_each_batch:
-        rows = train_batches.batch_sampler.batch_size // accelerator.num_processes
+        rows = train_batches.batch_sampler.batch_size // data_parallel_size(accelerator)
         count = rows // train_batches.collate_fn.micro_batch
         size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**20
         if count > 1:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_replicas, fingerprint
+from llmtrain.parallel.fsdp import Sharding
 
 
 class TwoRanks:
@@ -77,10 +80,10 @@ class TwoReplicasOfTwo:
     """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
 
     num_processes, is_fsdp2, device = 4, True, torch.device("cpu")
-    parallelism_config = type("Sizes", (), {"dp_shard_size": 2})
 
-    def __init__(self, *halves: nn.Module) -> None:
+    def __init__(self, *halves: nn.Module, sharding: Sharding = Sharding(2, 2)) -> None:  # noqa: B008 - frozen
         self.halves = halves
+        self.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(sharding=sharding))
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
@@ -98,3 +101,10 @@ def test_replicas_of_sharded_models_are_compared_part_by_part() -> None:
         check_replicas(TwoReplicasOfTwo(one, two, drifted, two), one)
     with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
         check_replicas(TwoReplicasOfTwo(one, two, one, one), one)
+
+
+def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_cut() -> None:
+    one, two, over = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), Sharding(2, 1, tensor=2)
+    check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=over), one)
+    with pytest.raises(UserError, match=r"0\.weight of rank 1, 3 differs from rank 0's"):
+        check_replicas(TwoReplicasOfTwo(one, two, one, two, sharding=over), one)

@@ -34,6 +34,19 @@ def test_what_a_config_asks_for(asked) -> None:
     assert asked(4, ACCELERATE_USE_PARALLELISM_CONFIG="true", **sizes(2, 2)).replicas == 2
 
 
+def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
+    cut = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    assert asked(1, **cut, FSDP_VERSION="1") is None  # a default that the launcher always sets
+    assert asked(2) == Sharding(replicas=1, shards=1, tensor=2)
+    assert asked(6) == Sharding(replicas=3, shards=1, tensor=2)
+    with pytest.raises(UserError, match=r"2 .parallelism_config_tp_size., and 3 processes were started"):
+        asked(3)
+    assert asked(4, **FSDP2) == Sharding(replicas=1, shards=2, tensor=2)
+    assert asked(8, **sizes(2, 2)) == Sharding(replicas=2, shards=2, tensor=2)
+    with pytest.raises(UserError, match="offload"):
+        asked(8, FSDP_OFFLOAD_PARAMS="true")
+
+
 def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
     policy = Sharding(1, 2).settings(True, "bf16")["fsdp_plugin"].mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
@@ -53,7 +66,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
         ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD, which is a value of FSDP 1; write true or false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload, which is not"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2, which is not supported"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2, which is not supported"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
     ],
 )

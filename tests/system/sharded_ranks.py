@@ -29,10 +29,11 @@ from llmtrain import (
 )
 from llmtrain.data import tokenizer as tok
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.parallel.ddp import GradientSyncs
+from llmtrain.parallel.ddp import GradientSyncs, data_parallel_rank, data_parallel_size
 from llmtrain.parallel.fsdp import held_bytes, units
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
+from llmtrain.shards import gathered_rows
 from llmtrain.training.loop import accumulate, train_step
 from tests.families import OVERRIDES
 
@@ -49,8 +50,8 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
     trained = torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
-    share = ROWS // accelerator.num_processes
-    mine = slice(share * accelerator.process_index, share * (accelerator.process_index + 1))
+    share, rank = ROWS // data_parallel_size(accelerator), data_parallel_rank(accelerator)
+    mine = slice(share * rank, share * (rank + 1))
     columns = ids[mine].chunk(accumulation), torch.where(trained, ids, -100)[mine].chunk(accumulation)
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
@@ -100,7 +101,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         scattered.clear()
         window = batches(accelerator, step, int(accumulation))
         update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
-        found["losses"].append(float(accelerator.reduce(update.nll, reduction="sum") / update.tokens))
+        found["losses"].append(float(gathered_rows(accelerator, update.nll[None]).sum() / update.tokens))
         found["norms"].append(update.grad_norm)
         found["syncs"].append(syncs.count)
         found["scattered"].append(len(scattered))

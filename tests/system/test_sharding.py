@@ -37,12 +37,19 @@ LAUNCHERS = {
     "FSDP2 2": accelerate("fsdp2", *FLOAT32),
     "FSDP2 4": accelerate("fsdp2", *FLOAT32, "--num_processes", "4"),
     "HSDP 2x2": accelerate("hsdp", *FLOAT32, "--num_machines", "1", "--main_process_port", "0"),
+    "TP 2": accelerate("tensor_parallel", *FLOAT32),
+    "TP 2 x DP 2": accelerate("tensor_parallel", *FLOAT32, "--num_processes", "4"),
+    "FSDP2 2 x TP 2": accelerate("fsdp2_tp", *FLOAT32),
 }
 TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
 MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
 MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1"]
 SHORT = {"FSDP2 2": [*TABLE, "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1", "mixtral/1"]}
 SHORT |= {"HSDP 2x2": ["gpt/4", "llama/1", "base-lora/4"]}
+CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with outputs that are joined; with fused heads
+TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", *CUT]
+SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1"]}
+SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
 UPDATES = 10 if LONG_FORM else 3
 
 
@@ -73,8 +80,9 @@ def found(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def find(name: str) -> dict[str, Any]:
         if name not in known:
-            short = [case for case in (*TABLE, *MORE) if name == "one process" or case in SHORT.get(name, TABLE)]
-            cases = [*TABLE, *MORE] if LONG_FORM else short
+            cases = [*TABLE, *MORE, *CUT] if name == "one process" else TENSOR if "TP" in name else [*TABLE, *MORE]
+            if not LONG_FORM and name != "one process":
+                cases = SHORT.get(name, TABLE)
             place = folder / name.replace(" ", "-")
             run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], timeout=600).assert_ok()
             known[name] = read_json(place / "found.json")
@@ -110,7 +118,8 @@ def test_parts_that_live_on_the_host_are_trained_alike(offloading: Path, bases: 
         assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
 
-LAYOUTS = ["FSDP2 2", "HSDP 2x2", *(pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2"))]
+LAYOUTS = ["FSDP2 2", "HSDP 2x2", "TP 2", "FSDP2 2 x TP 2"]
+LAYOUTS += [pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2", "TP 2 x DP 2")]
 
 
 @pytest.mark.timeout(600)
@@ -134,8 +143,10 @@ def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found)
         assert readings["units"] == blocks + ends + 1, case
         assert readings.get("tied", False) is tied, case
     assert found("one process")["llama/1"]["units"] == 0
-    for case, readings in found("HSDP 2x2").items():
-        assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
+    for name, share in (("HSDP 2x2", 0.5), ("TP 2", 0.5), ("FSDP2 2 x TP 2", 0.25)):
+        for case, readings in found(name).items():
+            assert math.isclose(readings["held"] / readings["all"], share, abs_tol=0.03), (name, case)
+            assert readings["same_parameters"], (name, case)
 
 
 @pytest.mark.parametrize("case", ["gpt/1", "llama/1", "tied-lora-grown/1", "mixtral/1"])
@@ -201,10 +212,13 @@ def assert_went_on(folder: Path, reference: Path, first: int) -> float:
     return max(abs(loss / others[step] - 1) for step, loss in losses.items())
 
 
-def test_a_run_goes_on_where_its_model_is_sharded(text_file: Path, uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", pytest.param("TP 2 x DP 2", marks=long_form)])
+def test_a_run_goes_on_where_its_model_is_sharded(
+    layout: str, text_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run"), "--async_save"]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / "step-00000030")]
-    run([*LAUNCHERS["FSDP2 2"], *flags, *begun]).assert_ok()
+    run([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted, 31)
     sharded = dict(read_tensors(tmp_path / "run/checkpoints/step-00000060/optimizer"))
     whole = dict(read_tensors(uninterrupted / "checkpoints/step-00000060/optimizer"))
@@ -217,13 +231,13 @@ def test_a_run_goes_on_where_its_model_is_sharded(text_file: Path, uninterrupted
 def test_a_run_goes_on_under_any_layout(
     text_file: Path, uninterrupted: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    folder, layouts = tmp_path / "run", ("FSDP2 4", "DDP 2", "one process", "FSDP2 2")
+    folder, layouts = tmp_path / "run", ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "one process", "FSDP2 2")
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
     for place, name in enumerate(layouts[:-1]):
-        interrupt([*LAUNCHERS[name], *flags], folder, signal.SIGTERM, 10 + 12 * place)
+        interrupt([*LAUNCHERS[name], *flags], folder, signal.SIGTERM, 10 + 10 * place)
     run([*LAUNCHERS[layouts[-1]], *flags]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
-    assert [start["sharded"] for start in starts] == ["1x4", None, None, "1x2"]
+    assert [start["sharded"] for start in starts] == ["1x4", None, "2x1x2", None, "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
     worst = assert_went_on(folder, uninterrupted, 1)
     score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")
