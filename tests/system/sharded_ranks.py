@@ -3,6 +3,7 @@ and did, and the model. `sharded_ranks.py BASES FOLDER UPDATES CASE...`, a case 
 micro-batches; BASES holds the folders that adapters stand beside."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -31,13 +32,15 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import GradientSyncs, data_parallel_rank, data_parallel_size
 from llmtrain.parallel.fsdp import held_bytes, units
+from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
-from llmtrain.shards import gathered_rows
+from llmtrain.shards import gathered_rows, of_all_stages
 from llmtrain.training.loop import accumulate, train_step
 from tests.families import OVERRIDES
 
 ROWS, LENGTH = 16, 24
+STAGES = int(os.environ.get("STAGES", "1"))  # of a pipeline
 
 
 def words() -> Any:
@@ -95,7 +98,9 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)
     syncs, scattered = GradientSyncs(model), COUNTS
-    how = partial(accumulate, reduce="each" if "-each" in name else "once")
+    how: Any = partial(accumulate, reduce="each" if "-each" in name else "once")
+    if STAGES > 1:
+        how = Pipeline(accelerator, model)
     for step in range(updates):
         syncs.restart()
         scattered.clear()
@@ -107,7 +112,8 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         found["scattered"].append(len(scattered))
     check_replicas(accelerator, model)
     if accelerator.is_fsdp2:
-        write_model(folder / case.replace("/", "-"), files, files.exported(plain), Team.of_all(sees_folder=True))
+        tensors = of_all_stages(accelerator, plain, files.exported(plain))
+        write_model(folder / case.replace("/", "-"), files, tensors, Team.of_all(sees_folder=True))
     elif accelerator.is_main_process:
         write_model(folder / case.replace("/", "-"), files, files.exported(plain))
     if hasattr(plain, "get_output_embeddings"):
@@ -133,7 +139,7 @@ def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def main() -> None:
     bases, folder, updates, *cases = sys.argv[1:]
-    accelerator = start_accelerator()
+    accelerator = start_accelerator(stages=STAGES)
     Path(folder).mkdir(exist_ok=True)
     count_reduce_scatters()
     found = {case: readings(case, accelerator, Path(bases), Path(folder), int(updates)) for case in cases}

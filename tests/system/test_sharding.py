@@ -40,6 +40,8 @@ LAUNCHERS = {
     "TP 2": accelerate("tensor_parallel", *FLOAT32),
     "TP 2 x DP 2": accelerate("tensor_parallel", *FLOAT32, "--num_processes", "4"),
     "FSDP2 2 x TP 2": accelerate("fsdp2_tp", *FLOAT32),
+    "PP 2": accelerate("cpu_ddp"),
+    "PP 2 x DP 2": accelerate("cpu_ddp", "--num_processes", "4"),
 }
 TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
 MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
@@ -50,6 +52,7 @@ CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with ou
 TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", *CUT]
 SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1"]}
 SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
+PIPELINE = ["gpt/1", "gpt/4", "gpt-muon/1"]  # with fewer micro-batches than stages, and with more
 UPDATES = 10 if LONG_FORM else 3
 
 
@@ -80,11 +83,14 @@ def found(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def find(name: str) -> dict[str, Any]:
         if name not in known:
-            cases = [*TABLE, *MORE, *CUT] if name == "one process" else TENSOR if "TP" in name else [*TABLE, *MORE]
-            if not LONG_FORM and name != "one process":
+            cases = {"o": [*TABLE, *MORE, *CUT], "T": TENSOR, "P": PIPELINE}.get(name[0], [*TABLE, *MORE])
+            if name == "FSDP2 2 x TP 2":
+                cases = TENSOR
+            if not LONG_FORM and name[0] not in "oP":
                 cases = SHORT.get(name, TABLE)
+            env = {"STAGES": "2" if name[0] == "P" else "1"}
             place = folder / name.replace(" ", "-")
-            run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], timeout=600).assert_ok()
+            run([*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases], env, timeout=600).assert_ok()
             known[name] = read_json(place / "found.json")
             for case, readings in known[name].items():
                 readings["folder"] = place / case.replace("/", "-")
@@ -118,8 +124,8 @@ def test_parts_that_live_on_the_host_are_trained_alike(offloading: Path, bases: 
         assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
 
-LAYOUTS = ["FSDP2 2", "HSDP 2x2", "TP 2", "FSDP2 2 x TP 2"]
-LAYOUTS += [pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2", "TP 2 x DP 2")]
+LAYOUTS = ["FSDP2 2", "HSDP 2x2", "TP 2", "FSDP2 2 x TP 2", "PP 2"]
+LAYOUTS += [pytest.param(name, marks=long_form) for name in ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "PP 2 x DP 2")]
 
 
 @pytest.mark.timeout(600)
@@ -212,12 +218,13 @@ def assert_went_on(folder: Path, reference: Path, first: int) -> float:
     return max(abs(loss / others[step] - 1) for step, loss in losses.items())
 
 
-@pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", pytest.param("TP 2 x DP 2", marks=long_form)])
+@pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", "PP 2", pytest.param("TP 2 x DP 2", marks=long_form)])
 def test_a_run_goes_on_where_its_model_is_sharded(
     layout: str, text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run"), "--async_save"]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / "step-00000030")]
+    begun += ["--pipeline_stages", "2"] if layout.startswith("PP") else []
     run([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted, 31)
     sharded = dict(read_tensors(tmp_path / "run/checkpoints/step-00000060/optimizer"))
