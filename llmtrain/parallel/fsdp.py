@@ -81,7 +81,10 @@ class Sharding:
             if cls.is_asked():
                 raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
             if processes % stages:
-                raise UserError(f"--pipeline_stages {stages} does not divide {processes} processes.")
+                raise UserError(
+                    f"--pipeline_stages {stages} needs as many processes, or a multiple; {processes} started. Use: "
+                    f"accelerate launch --multi_gpu --num_processes {stages}"
+                )
             return cls(processes // stages, 1, stages=stages)
         if not cls.is_asked():
             if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
