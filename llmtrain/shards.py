@@ -22,6 +22,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def part(tensor: torch.Tensor | None) -> Any:
+    """The same to compute with: its gradient becomes that of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def assembled(tensor: torch.Tensor) -> torch.Tensor:
     """The whole, on every process; all call this."""
     if not isinstance(tensor, DTensor):

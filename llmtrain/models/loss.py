@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llmtrain.collectives import added, copied, joined, rows_of
+from llmtrain.shards import part
 
 IGNORED = -100  # cross_entropy's own default, and Hugging Face's: a label that is not trained on
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
@@ -92,15 +93,10 @@ def linear_nll(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if mesh is not None:
         targets = targets - rows_of(len(weight), mesh).start
-        return _BlockwiseNLL.apply(hidden, _part(weight), _part(bias), targets, softcap, mesh)
+        return _BlockwiseNLL.apply(hidden, part(weight), part(bias), targets, softcap, mesh)
     if targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16:  # whose range needs the loss scale
         return _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())
     return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, None)
-
-
-def _part(tensor: torch.Tensor | None) -> Any:
-    """What this process has, to compute with."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,7 +104,7 @@ def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight, bias)
     mesh = weight.device_mesh
-    logits = F.linear(copied(hidden, mesh), _part(weight), _part(bias))
+    logits = F.linear(copied(hidden, mesh), part(weight), part(bias))
     return joined(logits, mesh, len(weight))
 
 

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtrain.collectives import copied, joined, rows_of, split, summed_over
 from llmtrain.errors import UserError
+from llmtrain.shards import part
 
 
 class Style(NamedTuple):
@@ -151,9 +152,7 @@ def _in_autocast(x: torch.Tensor) -> torch.Tensor:
 def _usable(parameter: nn.Parameter | None, style: Style, mesh: DeviceMesh) -> torch.Tensor | None:
     if parameter is None:
         return None
-    if style.cut is None:
-        return copied(parameter, mesh)
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return copied(parameter, mesh) if style.cut is None else part(parameter)
 
 
 def _among_others(embedding: nn.Embedding, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
