@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "write a run's model to a folder; merge an adapter into its base",
     "generate": "write text with a trained model",
     "learn": "show distributed training on this machine, a lesson at a time",
+    "plan": "say what a run would need, on hardware that it would be paid for",
     "runs": "say how a run stands and whether its checkpoints are whole",
     "verify": "check that a recipe is the same run on another layout, or when it is killed",
     "xray": "show what each process of a recipe does when, and what of its communication is hidden",

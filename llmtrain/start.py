@@ -31,6 +31,8 @@ _ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
 
+paper: Any = None  # a PaperAccelerator, while a recipe is asked for its model alone
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -139,6 +141,8 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stage
     was asked for: sums over more threads round differently. A collective that is not joined within
     ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
     """
+    if paper is not None:
+        return paper
     ddp = ddp or DDPConfig()
     check_launch()
     launcher = Launcher.find()

@@ -27,6 +27,15 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all of pytest's workers; who makes something in it takes a lock."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
 def score(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Say what a campaign counted; the lines stand together at the end of the tests."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-_LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
+LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
 
 Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys that they meet
@@ -15,7 +15,7 @@ Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys th
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q k' / sqrt(D)) v, where each position sees itself and those before it; all [B, H, T, D]."""
-    if q.device.type == "cpu" and q.shape[2] <= _LONGEST:
+    if q.device.type == "cpu" and q.shape[2] <= LONGEST:
         return _in_blocks(q, k, v, q.shape[-1] ** -0.5, None, _blocks(len(q), q.shape[2]))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -61,7 +61,7 @@ def hasten_transformers() -> None:
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    whole = q.shape[2] == k.shape[2] <= _LONGEST and q.shape[2] > 1  # else a cache holds earlier keys
+    whole = q.shape[2] == k.shape[2] <= LONGEST and q.shape[2] > 1  # else a cache holds earlier keys
     return q.device.type == "cpu" and whole and q.shape[-1] == v.shape[-1]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -84,10 +85,10 @@ def linear_nll(
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     if mesh is not None:
         hidden = copied(hidden, mesh)
-    trained = targets != IGNORED
-    hidden, targets = hidden[trained], targets[trained]
-    if ((targets < 0) | (targets >= len(weight))).any():
-        raise IndexError(f"a target is neither {IGNORED} nor below {len(weight)}, the size of the vocabulary")
+    if isinstance(hidden, FakeTensor):  # which has no values: all are trained on
+        hidden, targets = hidden.flatten(0, 1).clone(), targets.flatten()
+    else:
+        hidden, targets = _trained(hidden, targets, len(weight))
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -97,6 +98,15 @@ def linear_nll(
     if targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16:  # whose range needs the loss scale
         return _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())
     return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, None)
+
+
+def _trained(hidden: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions that are not ignored, [N, C], and their targets, [N]."""
+    trained = targets != IGNORED
+    hidden, targets = hidden[trained], targets[trained]
+    if ((targets < 0) | (targets >= vocabulary)).any():
+        raise IndexError(f"a target is neither {IGNORED} nor below {vocabulary}, the size of the vocabulary")
+    return hidden, targets
 
 
 def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

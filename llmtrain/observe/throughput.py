@@ -8,20 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-# Dense peak in FLOP/s for 16-bit matrix products, from NVIDIA's data sheets; longer names first.
-_PEAK_16_BIT = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
+from llmtrain.devices import peak_of
 
 
 class Throughput:
@@ -66,11 +53,15 @@ def peak_flops(accelerator: Accelerator) -> float:
     device = accelerator.device
     mixed = accelerator.mixed_precision in ("bf16", "fp16")
     if device.type == "cuda" and mixed:
-        name = torch.cuda.get_device_name(device)
-        for known, peak in _PEAK_16_BIT.items():
-            if known in name:
-                return peak
+        known = peak_of(torch.cuda.get_device_name(device))
+        if known is not None:
+            return known
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    return measured_peak(device, dtype)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product, the best of some."""
     n = 4096 if device.type == "cuda" else 768
     a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")

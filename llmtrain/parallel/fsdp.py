@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.parallel.paper import PaperAccelerator
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.shards import block_classes, cuts, fill, local, same_rows, sharding_of
 
@@ -205,6 +206,8 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
 
     Raises :class:`UserError` where the model has no blocks to find.
     """
+    if isinstance(accelerator, PaperAccelerator):
+        accelerator.take(model)
     if not is_sharded(accelerator):
         return
     plugin, mesh, sharding = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, sharding_of(accelerator)
@@ -215,7 +218,7 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     elsewhere, holders = _leave_to_other_stages(model, sharding)
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     whole_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
-    for unit in _units(model, norms_apart=accelerator.native_amp):
+    for unit in units_of(model, norms_apart=accelerator.native_amp):
         keep = False if unit.backward_begins else plugin.reshard_after_forward
         casts = block_precision if unit.multiplied else whole_precision
         if elsewhere.issuperset(p for module in unit.modules for p in module.parameters()):
@@ -288,7 +291,7 @@ class Unit(NamedTuple):
     backward_begins: bool = False  # with it, so it is not freed before
 
 
-def _units(model: Any, norms_apart: bool) -> Iterator[Unit]:
+def units_of(model: Any, norms_apart: bool) -> Iterator[Unit]:
     """What is gathered and freed on its own: the blocks (and the norms of each, where they keep another precision); the
     embedding; the head, and with it an embedding that it shares weights with, for each weight belongs to one unit. What
     is left, the last norm or the like, stays with the model itself. Raises :class:`UserError` where there are no

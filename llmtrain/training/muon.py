@@ -6,6 +6,7 @@ near to each other as with AdamW, and in bfloat16 matrices of one shape, which g
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,14 +39,17 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, decay = group["lr"], group["lr"] * group["weight_decay"]
-            for matrices in _batches([p for p in group["params"] if p.grad is not None]):
-                updates = torch.stack([_wide(assembled(self._nesterov(p, group["momentum"]))) for p in matrices])
-                for p, wide in zip(matrices, orthogonal(updates.to(group["dtype"] or updates.dtype)), strict=True):
-                    update = cut(wide if p.shape == wide.shape else wide.mT, p)
-                    size = 0.2 * max(p.shape) ** 0.5  # the root mean square of AdamW's updates is about 0.2
-                    part = local(p)
-                    part.mul_(1 - decay).add_(update.to(part), alpha=-lr * size)
+            for matrices in batches_of([p for p in group["params"] if p.grad is not None]):
+                self._update(matrices, group)
+
+    def _update(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
+        lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+        updates = torch.stack([_wide(assembled(self._nesterov(p, group["momentum"]))) for p in matrices])
+        for p, wide in zip(matrices, orthogonal(updates.to(group["dtype"] or updates.dtype)), strict=True):
+            update = cut(wide if p.shape == wide.shape else wide.mT, p)
+            size = 0.2 * max(p.shape) ** 0.5  # the root mean square of AdamW's updates is about 0.2
+            part = local(p)
+            part.mul_(1 - decay).add_(update.to(part), alpha=-lr * size)
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
         assert p.grad is not None
@@ -70,7 +74,7 @@ def _wide(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
-def _batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Those of one shape, however they lie, and not too many."""
     alike: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:

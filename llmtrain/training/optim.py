@@ -59,7 +59,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str =
     """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone; with ``--optim muon``, Muon for
     the matrices of hidden layers, in bfloat16 where the run's ``mixed_precision`` is ``"bf16"``."""
     parameters = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
-    hidden = _hidden_matrices(model) if config.optim == "muon" else []
+    hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
     rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -74,13 +74,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str =
     return MuonBesideAdamW(muon, adamw)
 
 
-def _hidden_matrices(model: Any) -> list[nn.Parameter]:
+def hidden_matrices(model: Any) -> list[nn.Parameter]:
     """The matrices between the embedding and the head."""
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
         outer.append(model.get_output_embeddings())
     known = {id(p) for module in outer for p in module.parameters()}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and not p.is_meta]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
     return [p for name, p in named if id(p) not in known and "trainable_tokens" not in name]
 
 

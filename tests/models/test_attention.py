@@ -76,9 +76,9 @@ def test_autocast_does_not_round_the_scores() -> None:
 
 
 def test_long_rows_are_pytorchs() -> None:
-    for length in (attention._LONGEST, attention._LONGEST + 1):
+    for length in (attention.LONGEST, attention.LONGEST + 1):
         out = causal_attention(*(part.requires_grad_() for part in inputs(length)))
-        assert (type(out.grad_fn).__name__ == "_BlockwiseBackward") == (length == attention._LONGEST)
+        assert (type(out.grad_fn).__name__ == "_BlockwiseBackward") == (length == attention.LONGEST)
 
 
 class Module:

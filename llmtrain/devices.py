@@ -1,0 +1,66 @@
+"""What devices can do at most, by their makers' data sheets: arithmetic, memory, and the links between them."""
+
+import re
+from typing import NamedTuple
+
+from llmtrain.errors import UserError
+
+
+class Device(NamedTuple):
+    """An accelerator."""
+
+    title: str  # as torch.cuda.get_device_name() has it, or a part of that
+    peak: float  # FLOP/s of dense 16-bit matrix products
+    memory: float  # bytes that a process can have; less than on the box
+    memory_bandwidth: float  # bytes/s
+    link: float  # bytes/s that it sends to its neighbours in the same machine while it receives as many
+
+    @property
+    def per_machine(self) -> int:
+        """How many there usually are in a machine."""
+        return 8 if self.link >= 100e9 else 4
+
+
+_GIB = 2**30
+DEVICES = {  # longer titles first: the first that is a part of a name counts
+    "h100-pcie": Device("H100 PCIe", 756e12, 79 * _GIB, 2.0e12, 64e9),
+    "h100-80gb": Device("H100", 989e12, 79 * _GIB, 3.35e12, 450e9),
+    "h200-141gb": Device("H200", 989e12, 139 * _GIB, 4.8e12, 450e9),
+    "b200-180gb": Device("B200", 2250e12, 178 * _GIB, 7.7e12, 900e9),
+    "a100-40gb": Device("A100-SXM4-40GB", 312e12, 39 * _GIB, 1.555e12, 300e9),
+    "a100-80gb": Device("A100", 312e12, 79 * _GIB, 2.039e12, 300e9),
+    "l40s-48gb": Device("L40S", 362e12, 44 * _GIB, 0.864e12, 32e9),
+    "l40-48gb": Device("L40", 181e12, 44 * _GIB, 0.864e12, 32e9),
+    "l4-24gb": Device("L4", 121e12, 22 * _GIB, 0.3e12, 32e9),
+    "rtx4090-24gb": Device("RTX 4090", 165e12, 23 * _GIB, 1.008e12, 32e9),
+    "v100-32gb": Device("V100", 125e12, 31 * _GIB, 0.9e12, 150e9),
+    "t4-16gb": Device("T4", 65e12, 14 * _GIB, 0.32e12, 16e9),
+}
+
+
+def device_called(name: str) -> Device:
+    """The device of a name that this package has given it. Raises :class:`UserError` with those that there are."""
+    from llmtrain.config import did_you_mean
+
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    raise UserError(
+        f"--device {name} is not known{did_you_mean(name.lower(), DEVICES)}; there are {', '.join(DEVICES)}, and cpu."
+    )
+
+
+def peak_of(title: str) -> float | None:
+    """FLOP/s of 16-bit products of the device that torch calls so."""
+    return next((device.peak for device in DEVICES.values() if device.title in title), None)
+
+
+_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+
+
+def bytes_per_second(text: str) -> float:
+    """Of a rate such as 400Gbit or 50GB (a second is meant, /s may stand there). Raises :class:`UserError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or not float(match[1]):
+        raise UserError(f"--link {text}: write a rate a second, such as 400Gbit, 100Mbit or 50GB.")
+    return float(match[1]) * unit

@@ -1,0 +1,76 @@
+"""Run by test_plan.py: a recipe, and what its third update holds. `memory_ranks.py FOUND RECIPE FLAG...`"""
+
+import gc
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain import launch
+from llmtrain.parallel.fsdp import parameter_groups
+from llmtrain.shards import local
+from llmtrain.training import loop
+
+UPDATE = 3  # the first make optimizer state, and settle DDP's buckets
+own_step = loop.train_step
+calls: list[int] = []
+found: dict[str, float] = {}
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(local(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+
+def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others: Any) -> Any:
+    calls.append(1)
+    if len(calls) != UPDATE:
+        return own_step(accelerator, model, optimizer, batches, *others)
+    parameters = [p for p in model.parameters() if not p.is_meta]
+    storages = {local(p).untyped_storage().data_ptr(): p for p in parameters}  # what is tied, once
+    found["weights"] = bytes_of(storages.values())
+    states = [v for state in optimizer.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    found["optimizer"] = bytes_of(states)
+    found["gradients"] = 0
+    before_optimizer = optimizer.optimizer.register_step_pre_hook(lambda *_: see_gradients(model, parameters))
+    passes = model.register_forward_pre_hook(lambda *_: see_gradients(model, parameters))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was ever resident is from here on, proc(5)
+    before = resident("VmRSS")
+    update = own_step(accelerator, model, optimizer, batches, *others)
+    found["most"] = resident("VmHWM") - before
+    before_optimizer.remove()
+    passes.remove()
+    return update
+
+
+def resident(key: str) -> int:
+    """Bytes. With MALLOC_MMAP_THRESHOLD_ set, what is freed is given back at once."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
+    return 1024 * int(line.split()[1])
+
+
+def see_gradients(model: Any, parameters: list[Any]) -> None:
+    """The most that there were: FSDP keeps those that are not yet reduced to itself."""
+    kept = [p.grad for p in parameters if p.grad is not None]
+    now = sum(local(grad).numel() * grad.element_size() for grad in kept)
+    for group in parameter_groups(model):
+        for one in group.fsdp_params:
+            grad = one.unsharded_accumulated_grad
+            now += 0 if grad is None else local(grad).numel() * grad.element_size()
+    found["gradients"] = max(found["gradients"], now)
+
+
+def main() -> None:
+    where, recipe, *flags = sys.argv[1:]
+    loop.train_step = watched
+    runpy.run_path(recipe, run_name="recipe")["main"](flags)
+    rank = os.environ.get("RANK", "0")
+    Path(where, f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    launch(main)
