@@ -94,11 +94,12 @@ def run_record(
 
 
 def _sharded(accelerator: Accelerator) -> str | None:
-    """Replicas x processes that share one, x those that compute with parts of it."""
+    """Replicas x processes that share one, x those that compute with parts of it; and the stages of a pipeline."""
     sharding = sharding_of(accelerator)
     if sharding is None:
         return None
-    return f"{sharding.replicas}x{sharding.shards}" + (f"x{sharding.tensor}" if sharding.tensor > 1 else "")
+    stages = f" in {sharding.stages} stages" if sharding.stages > 1 else ""
+    return f"{sharding.replicas}x{sharding.shards}" + (f"x{sharding.tensor}" if sharding.tensor > 1 else "") + stages
 
 
 def _git_sha() -> str | None:

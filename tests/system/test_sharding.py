@@ -251,7 +251,7 @@ def test_a_run_goes_on_under_any_layout(
         interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
     run(commands[-1]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
-    assert [start["sharded"] for start in starts] == ["1x4", None, "2x1x2", None, "1x1x2", "1x2"]
+    assert [start["sharded"] for start in starts] == ["1x4", None, "2x1x2", None, "1x1 in 2 stages", "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
     worst = assert_went_on(folder, uninterrupted, 1)
     score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")
