@@ -10,8 +10,9 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "links", "steps", "time_to_loss"]
+TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "links", "plan", "steps", "time_to_loss"]
 NEEDS_NANOGPT = {"steps", "time_to_loss"}
+NEEDS_ROOT = {"links", "plan"}
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
         if table in NEEDS_NANOGPT and not arguments.nanogpt:
             print(f"{table:<10}skipped: it needs --nanogpt FOLDER")
             continue
-        if table == "links" and os.geteuid():
+        if table in NEEDS_ROOT and os.geteuid():
             print(f"{table:<10}skipped: it needs root, for network namespaces")
             continue
         more = ["--nanogpt", arguments.nanogpt] if table in NEEDS_NANOGPT else []

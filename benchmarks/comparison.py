@@ -26,7 +26,8 @@ _FOREIGN = 0.1  # of the processors' time, that others may use in a round that c
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. ``target`` is what the ratio, ours to theirs, should be: ``">= 1.15"`` or ``"<= 0.85"``."""
+    """One line of a table. ``target`` is what the ratio, ours to theirs, should be: ``">= 1.15"``, ``"<= 0.85"``, or
+    ``"+- 0.2"``, so near to 1."""
 
     work: str
     against: str
@@ -42,6 +43,8 @@ class Row:
     @property
     def is_met(self) -> bool:
         sign, number = self.target.split()
+        if sign == "+-":
+            return abs(self.ratio - 1) <= float(number)
         return self.ratio >= float(number) if sign == ">=" else self.ratio <= float(number)
 
 

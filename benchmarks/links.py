@@ -31,15 +31,16 @@ HOW = {
 }
 
 
-def train(names: list[str], folder: Path, flags: list[str]) -> list[dict]:
-    """What the run wrote at each reading."""
+def train(names: list[str], folder: Path, flags: list[str], processes: int = 2) -> list[dict]:
+    """What the run of the GPT wrote at each reading; of so many processes in all."""
     processes = []
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "cable0", "OMP_NUM_THREADS": "1"}
     env |= {"LLMTRAIN_CACHE": str(folder.parent / "cache"), "HF_HUB_OFFLINE": "1"}
     try:
         for rank, name in enumerate(names):
             where = ["--machine_rank", str(rank), "--main_process_ip", ADDRESS[FIRST], "--mixed_precision", "no"]
-            words = [*launcher("multi_node"), *where, GPT_RECIPE, *MODEL, *flags, "--output_dir", str(folder)]
+            where += ["--num_processes", str(processes)]
+            words = [*launcher("multi_node"), *where, GPT_RECIPE, *flags, "--output_dir", str(folder)]
             words = on_machine(name, words)
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             processes.append(subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **quiet))
@@ -64,7 +65,7 @@ def main() -> None:
     found = {}
     with scratch() as folder, two_machines(MBIT) as names:
         for name, flags in HOW.items():
-            readings = train(names, folder / name.replace(" ", "-"), flags)
+            readings = train(names, folder / name.replace(" ", "-"), [*MODEL, *flags])
             readings = [reading for reading in readings if reading["step"] <= UPDATES]
             counted = readings[-1:] if "--sync_every" in flags else readings[4:]
             update = statistics.median(seconds(reading) for reading in counted)

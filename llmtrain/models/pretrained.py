@@ -14,6 +14,7 @@ import yaml
 
 from llmtrain.config import did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
+from llmtrain.devices import check_room
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
@@ -150,7 +151,10 @@ def _load(
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
     if is_mixture_of_experts(settings):
         settings.output_router_logits = False
-    return model if config.load_in_4bit or empty else model.to(accelerator.device)
+    if config.load_in_4bit or empty:
+        return model
+    check_room(accelerator, model)
+    return model.to(accelerator.device)
 
 
 def _describe(model: Any, kind: str, config: ModelConfig) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llmtrain.console import say
+from llmtrain.devices import check_room
 from llmtrain.errors import UserError
 from llmtrain.parallel.paper import PaperAccelerator
 from llmtrain.parallel.tensor import cut_tensors
@@ -55,7 +56,8 @@ _LIMITS = {
         f"PARALLELISM_CONFIG_{name}_SIZE": (
             "1",
             "1",
-            f"has {name.lower()}_size {{}}, which is not supported; leave it out",
+            f"has {name.lower()}_size {{}}: rows are not cut over processes here (torch does so on GPUs alone); leave "
+            "it out, and use --gradient_checkpointing for long rows",
         )
         for name in ("CP", "SP")
     },
@@ -208,6 +210,7 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     """
     if isinstance(accelerator, PaperAccelerator):
         accelerator.take(model)
+    check_room(accelerator, model)
     if not is_sharded(accelerator):
         return
     plugin, mesh, sharding = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, sharding_of(accelerator)

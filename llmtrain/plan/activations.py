@@ -88,13 +88,14 @@ def _pass(
         model.train()
         blocks = _list_of_blocks(model)
         ids = torch.zeros(rows, positions + 1, dtype=torch.int64)
+        labels = ids.clone()
         live = _Live(model)
         if blocks is not None:
             _watch_ends(live, blocks)
         with live:
             with contextlib.suppress(_Enough), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 live.stop = not whole
-                nll = model(input_ids=ids, labels=ids.clone())
+                nll = model(input_ids=ids, labels=labels)
             if whole:
                 nll.backward()
     return live
@@ -195,11 +196,11 @@ def _of_depth(model: nn.Module, depth: int) -> nn.Module:
     if blocks is None:
         return shallow
     del blocks[depth:]
-    config: Any = shallow.config
+    config: Any = getattr(shallow, "config", None)
     if hasattr(shallow, "keep"):  # the GPT, whose blocks may be on other stages
         config.n_layer = depth
         shallow.keep(0, 1)  # type: ignore[operator]
-    else:
+    elif hasattr(config, "get_text_config"):
         config.get_text_config().num_hidden_layers = depth
     return shallow
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 from pathlib import Path
@@ -11,13 +10,13 @@ from llmtrain.commands.trial import gpus, kill, launcher_of, why_it_failed
 from llmtrain.errors import UserError
 from llmtrain.plan.speed import Compute
 
-_UPDATES, _UNCOUNTED = 8, 3
+_UPDATES = 12  # the first of which a reading leaves out
 
 
 def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precision: str) -> Compute:
     """What ``processes`` processes need for micro-batches of ``rows`` rows, the slowest of them. Raises
     :class:`UserError` with what the recipe said, where it failed."""
-    forced = {"max_steps": _UPDATES, "logging_steps": 1, "report_to": "none", "resume_from_checkpoint": "never"}
+    forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "report_to": "none", "resume_from_checkpoint": "never"}
     forced |= {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
     forced |= {"sync_every": 10**6, "ddp_comm_hook": "none", "pipeline_stages": 1} if processes > 1 else {}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
@@ -35,11 +34,10 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
         if process.returncode:
             raise UserError(f"calibrating failed: {why_it_failed(said)}")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    readings = [line["phases"] for line in lines if "phases" in line][_UNCOUNTED:]
+    reading = next(line["phases"] for line in reversed(lines) if "phases" in line)
 
     def seconds(*phases: str) -> float:
-        each = [[sum(reading[phase][rank] for phase in phases) for reading in readings] for rank in range(processes)]
-        return max(statistics.median(of_rank) for of_rank in each)
+        return max(sum(ranks) for ranks in zip(*(reading[phase] for phase in phases), strict=True))
 
     return Compute(
         seconds("forward") / rows,

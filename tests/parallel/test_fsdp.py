@@ -66,7 +66,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
         ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD, which is a value of FSDP 1; write true or false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload, which is not"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2, which is not supported"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2: rows are not cut over processes"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
     ],
 )

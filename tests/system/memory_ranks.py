@@ -14,6 +14,7 @@ from llmtrain import launch
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.shards import local
 from llmtrain.training import loop
+from tests.memory import resident
 
 UPDATE = 3  # the first make optimizer state, and settle DDP's buckets
 own_step = loop.train_step
@@ -45,12 +46,6 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others:
     before_optimizer.remove()
     passes.remove()
     return update
-
-
-def resident(key: str) -> int:
-    """Bytes. With MALLOC_MMAP_THRESHOLD_ set, what is freed is given back at once."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
-    return 1024 * int(line.split()[1])
 
 
 def see_gradients(model: Any, parameters: list[Any]) -> None:

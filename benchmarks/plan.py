@@ -1,0 +1,105 @@
+"""What `llmtrain plan` predicts beside what is measured: bytes of a process, and seconds of an update over slow links.
+
+python -m benchmarks.plan [memory] [seconds]      needs root, for network namespaces; about ten minutes
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from benchmarks.comparison import Row, report
+from benchmarks.links import seconds, train
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, scratch
+from llmtrain.commands.plan import plain
+from llmtrain.parallel.fsdp import Sharding
+from llmtrain.plan.calibration import calibrated
+from llmtrain.plan.memory import Memory
+from llmtrain.plan.speed import Cluster, Link, step_time
+from llmtrain.plan.subject import subject_of
+from llmtrain.plan.ways import GLOO_HOP, Asked, plan
+from tests.launching import PYTHON, accelerate
+from tests.machines import two_machines
+from tests.memory import measured, predicted_most
+
+COMMON = ["--max_steps", "3", "--eval_fraction", "0", "--report_to", "none", "--resume_from_checkpoint", "never"]
+COMMON += ["--block_size", "128", "--per_device_train_batch_size", "4", "--dataset", "builtin:python-docs"]
+COMMON += ["--tokenizer", "bpe:2048"]
+GPT = [*COMMON, "--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--global_batch_size", "16"]
+SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=false"
+LLAMA = [*COMMON, "--from_config", "llama", "--config_overrides", SIZES, "--global_batch_size", "8"]
+CASES = [  # what, recipe, flags
+    ("GPT", GPT_RECIPE, GPT),
+    ("GPT, adamw, recomputed", GPT_RECIPE, [*GPT, "--optim", "adamw", "--gradient_checkpointing"]),
+    ("GPT, one micro-batch", GPT_RECIPE, [*GPT, "--global_batch_size", "8", "--optim", "adamw"]),
+    ("Llama", FINETUNE_RECIPE, LLAMA),
+]
+WAYS = {
+    "DDP": ("cpu_ddp", []),
+    "FSDP2": ("fsdp2", []),
+    "TP 2": ("tensor_parallel", []),
+    "PP 2": ("cpu_ddp", ["--pipeline_stages", "2"]),
+}
+MIB = 2**20
+
+RATES, UPDATES = (50, 200, 1000), 8  # Mbit/s
+ROWS = 8  # of a process and update
+SLOW = ["--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--block_size", "128", "--tokenizer", "bpe:2048"]
+SLOW += ["--eval_fraction", "0", "--optim", "adamw", "--ddp_bucket_cap_mb", "2", "--report_to", "none"]
+SLOW += ["--logging_steps", "1", "--max_steps", str(UPDATES), "--per_device_train_batch_size", str(ROWS)]
+
+
+def memory_table(folder: Path) -> list[Row]:
+    table = []
+    for case, recipe, flags in CASES:
+        for precision in ("no", "bf16"):
+            asked = Asked(recipe, flags, device="cpu", per_machine=2, mixed_precision=precision)
+            plans = (plan(asked._replace(processes=count)) for count in (1, 2))
+            for way in (way for found in plans for way in plain(found)["ways"]):
+                config, more = WAYS.get(way["name"], (None, []))
+                launcher = PYTHON if config is None else accelerate(config, "--mixed_precision", precision)
+                if config is None and precision == "bf16":
+                    continue
+                name = f"{case}, {'float32' if precision == 'no' else precision}, {way['name']}"
+                found = measured(launcher, recipe, [*flags, *more], folder / name.replace(" ", "-"))
+                for part in ("weights", "optimizer"):
+                    sizes = way["bytes"][part] / MIB, found[part] / MIB
+                    table.append(Row(f"{name}: {part}", "measured", *sizes, "MiB", "+- 0"))
+                # what is known exactly, of gradients, stands on both sides
+                gradients = 0.0 if way["name"] == "DDP" else way["bytes"]["gradients"]
+                sizes = (predicted_most(way) - gradients) / MIB, (found["most"] - gradients) / MIB
+                table.append(Row(f"{name}: activations", "measured", *sizes, "MiB", "+- 0.1"))
+    return table
+
+
+def seconds_table(folder: Path) -> list[Row]:
+    table = []
+    for processes in (2, 4):
+        flags = [*SLOW, "--global_batch_size", str(ROWS * processes)]
+        memory = Memory(subject_of(GPT_RECIPE, flags, "no"), on_gpu=False)
+        compute = calibrated(GPT_RECIPE, flags, processes, ROWS, "no")
+        for rate in RATES:
+            inside, between = Link(2e9, GLOO_HOP["inside"]), Link(rate * 1e6 / 8, GLOO_HOP["between"])
+            cluster = Cluster(processes // 2, inside, between, nccl=False)
+            step = step_time(memory, compute, cluster, Sharding(processes, 1), ROWS, 1)
+            with two_machines(rate) as names:
+                readings = train(names, folder / f"{processes}-{rate}", flags, processes)
+            update = statistics.median(seconds(reading) for reading in readings[3:])
+            table.append(Row(f"{processes} processes, {rate} Mbit/s", "measured", step.total, update, "s", "+- 0.2"))
+            print(table[-1], step, flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", nargs="*", choices=[[], "memory", "seconds"])
+    asked = parser.parse_args().tables or ["memory", "seconds"]
+    with scratch() as folder:
+        if "memory" in asked:
+            report("plan_memory", memory_table(folder))
+        if "seconds" in asked:
+            report("plan_seconds", seconds_table(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

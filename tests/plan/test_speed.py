@@ -1,0 +1,67 @@
+"""Seconds of collectives, and what of them hides behind work, against sums that one can make by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from llmtrain.parallel.fsdp import Sharding
+from llmtrain.plan.memory import Memory, Part
+from llmtrain.plan.speed import Cluster, Compute, Link, _ahead, _behind, ddp_buckets, step_time
+
+FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
+
+
+def test_a_ring_sends_twice_all_but_one_part_and_waits_once_around() -> None:
+    inside = Cluster(8, FAST, SLOW, nccl=False)
+    assert inside.all_reduce(1000, 4) == pytest.approx(2 * 3 / 4 * 1000 / 100 + 2 * 3 * 0.25)
+    assert inside.gather(1000, 4) == pytest.approx(3 / 4 * 1000 / 100 + 3 * 0.25)
+    assert inside.all_reduce(1000, 1) == inside.gather(1000, 1) == 0
+
+
+def test_a_ring_over_machines_is_as_fast_as_its_slowest_link() -> None:
+    across = Cluster(2, FAST, SLOW, nccl=False)
+    once_around = 1 * 2.0 + 2 * 0.25  # two machines of two: one hop between, two inside
+    assert across.all_reduce(1000, 4) == pytest.approx(1.5 * 1000 / 10 + 2 * once_around)
+    assert across.all_reduce(1000, 2, stride=2) == pytest.approx(1000 / 10 + 2 * 2.0)
+    assert across.send(1000, 1) == 10.25
+    assert across.send(1000, 2) == 102.0
+
+
+def test_nccl_has_a_ring_for_each_card_and_a_tree_over_many_machines() -> None:
+    few, many = Cluster(4, FAST, SLOW, nccl=True), 4096
+    assert few.gather(1000, 8) == pytest.approx(7 / 8 * 1000 / 40 + 1 * 2.0 + 6 * 0.25)
+    tree = 2 * 1000 / 40 + 2 * (math.log2(many / 4) * 2.0 + 4 * 0.25)
+    assert few.all_reduce(1000, many) == pytest.approx(tree)
+    assert tree < Cluster(4, FAST, SLOW, nccl=False).all_reduce(1000, many)
+
+
+def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
+    assert _behind([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last has nothing to hide behind
+    assert _behind([1, 1, 1], [2, 2, 2]) == 4.0  # from 1 to 7, and the work ends at 3
+    assert _ahead([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the first is waited for
+    assert _ahead([1, 1, 1], [2, 2, 2]) == pytest.approx(4.0)  # all of them, and the last one's work: 7 to 3
+
+
+def memory_of(*sizes: int, **settings: object) -> Memory:
+    parts = [Part(f"{number}", size, 1, 4, True, 2) for number, size in enumerate(sizes)]
+    subject = SimpleNamespace(settings=SimpleNamespace(**settings))
+    return SimpleNamespace(subject=subject, parts=lambda _: parts)  # type: ignore[return-value]
+
+
+def test_buckets_are_filled_from_the_last_parameter_and_the_first_is_small() -> None:
+    mib = 2**18  # numbers of four bytes
+    sizes = [size / 2**20 for size in ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib))]
+    assert sizes == [3, 50]
+    sizes = [s / 2**20 for s in ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, ddp_bucket_cap_mb=8))]
+    assert sizes == [3, 10, 10, 30]
+
+
+def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> None:
+    memory = memory_of(2**18)
+    cluster, compute = Cluster(8, Link(2**20, 0.0), SLOW, nccl=False), Compute(0.1, 0.2, 0.05)
+    one, four = (step_time(memory, compute, cluster, Sharding(4, 1), 2, count) for count in (1, 4))
+    assert one.communication == four.communication == pytest.approx(1.5)
+    assert one.compute == pytest.approx(2 * 0.3 + 0.05)
+    assert four.compute == pytest.approx(4 * 2 * 0.3 + 0.05)
+    assert one.exposed == four.exposed == pytest.approx(1.5)  # a single bucket is full when the backward pass ends

@@ -1,0 +1,49 @@
+"""Run by test_plan.py: set-up and two updates as one of many processes that are not there. `dry_ranks.py FOUND`, under
+the variables of a launcher; what is sent goes nowhere (torch's fake process group)."""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llmtrain import GPT, GPTConfig, OptimConfig, empty_if_sharded, launch, make_optimizer, shard, start_accelerator
+from llmtrain.shards import local
+from llmtrain.training.loop import accumulate, train_step
+from tests.memory import resident
+
+CONFIG = GPTConfig(n_layer=4, n_head=4, n_embd=512, block_size=32)
+
+
+def main() -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    base = resident("VmRSS")
+    began = time.perf_counter()
+    accelerator = start_accelerator()
+    with empty_if_sharded(accelerator):
+        gpt = GPT(CONFIG, 300, seed=3)
+    shard(accelerator, gpt, gpt.first_weights(3))
+    optimizer = make_optimizer(gpt, OptimConfig())
+    model, optimizer = accelerator.prepare(gpt, optimizer)
+    seconds = time.perf_counter() - began
+    ids = torch.zeros(2, 33, dtype=torch.int64)
+    for _ in range(2):
+        # DDP asks for a sum that was really made
+        how = None if accelerator.is_fsdp2 else partial(accumulate, reduce="never")
+        train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0, forward_backward=how)
+    held = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
+    found = {"seconds": seconds, "weights": held, "states": sum(local(v).numel() * 4 for v in states)}
+    found["resident"] = resident("VmHWM") - base
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    os._exit(0)  # nobody is there to leave
+
+
+if __name__ == "__main__":
+    launch(main)

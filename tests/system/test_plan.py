@@ -1,0 +1,162 @@
+"""What a plan predicts is what a run then holds; and a plan holds nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain import UserError
+from llmtrain.cli import main
+from llmtrain.plan.subject import subject_of
+from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, long_form, read_json, run
+from tests.memory import can_measure, measured, predicted_most
+
+SIZES = ["--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--block_size", "128", "--tokenizer", "byte"]
+RUN = ["--global_batch_size", "16", "--per_device_train_batch_size", "4", "--max_steps", "3", "--report_to", "none"]
+RUN += ["--eval_fraction", "0", "--resume_from_checkpoint", "never"]
+LAUNCHERS = {
+    "one process": PYTHON,
+    "DDP": accelerate("cpu_ddp"),
+    "FSDP2": accelerate("fsdp2", "--mixed_precision", "no"),
+    "TP 2": accelerate("tensor_parallel", "--mixed_precision", "no"),
+    "PP 2": accelerate("cpu_ddp"),
+}
+SPEAKS = """
+import sys
+from llmtrain.cli import main
+from tests.memory import resident
+main(sys.argv[1:])
+print("resident", resident("VmHWM"))
+"""
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
+@pytest.mark.parametrize(
+    "name", ["one process", "FSDP2", *(pytest.param(name, marks=long_form) for name in ("DDP", "TP 2", "PP 2"))]
+)
+def test_a_run_holds_what_was_predicted(
+    name: str, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], score: Callable[[str], None]
+) -> None:
+    flags = [*SIZES, *RUN, "--dataset", str(text_file)]
+    processes = ["--processes", "1" if name == "one process" else "2"]
+    found = planned(capsys, GPT, *flags, *processes, "--device", "cpu", "--per_machine", "2")
+    [way] = [way for way in found["ways"] if way["name"] == name]
+    stages = ["--pipeline_stages", "2"] if name == "PP 2" else []
+    seen = measured(LAUNCHERS[name], GPT, [*flags, *stages], tmp_path / "run")
+    assert way["bytes"]["weights"] == seen["weights"]
+    assert way["bytes"]["optimizer"] == seen["optimizer"]
+    whole = found["ways"][0]["bytes"]["gradients"]  # between micro-batches FSDP has all, then its part
+    assert way["bytes"]["gradients"] == (whole if name == "FSDP2" else seen["gradients"])
+    gradients = 0 if name == "DDP" else way["bytes"]["gradients"]
+    predicted, most = predicted_most(way) - gradients, seen["most"] - gradients
+    score(f"plan: {name}: activations predicted {predicted / most - 1:+.1%}")
+    assert predicted == pytest.approx(most, rel=0.1)
+
+
+@pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
+def test_a_large_model_is_planned_without_memory_for_it() -> None:
+    words = [GPT, "--n_layer", "48", "--n_head", "20", "--n_embd", "1600", "--block_size", "1024"]
+    words += ["--global_batch_size", "512", "--per_device_train_batch_size", "8", "--tokenizer", "byte"]
+    words += ["--processes", "64", "--device", "h100-80gb", "--link", "400Gbit", "--json"]
+    ended = run([*PYTHON, "-c", SPEAKS, "plan", *words]).assert_ok()
+    found, _, resident = ended.out.rpartition("resident")
+    ways = {way["name"]: way for way in json.loads(found)["ways"]}
+    assert {name.split()[0] for name in ways} == {"DDP", "FSDP2", "HSDP", "TP", "PP"}
+    weights = ways["DDP"]["bytes"]["weights"]
+    assert weights > 5.5e9
+    assert int(resident) < weights / 3
+    for name, way in ways.items():
+        assert way["largest"] > 0, name
+        assert way["hours"] > 0, name
+        assert way["efficiency"]["4096"] > 0, name
+
+
+def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", GPT, *TINY, "--processes", "2", "--device", "h100-80gb"])
+    out = capsys.readouterr().out
+    for heading in ("GiB a process", "seconds", "efficiency at"):
+        assert heading in out
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(("DDP", "FSDP2", "TP", "PP"))] == 3 * [
+        *("DDP", "FSDP2", "TP", "PP")
+    ]
+
+
+def test_a_model_of_transformers_is_planned_from_its_configuration(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [FINETUNE, *SMALL_LLAMA, "--dataset", str(text_file), "--processes", "2", "--device", "a100-40gb"]
+    found = planned(capsys, *words)
+    assert [way["name"] for way in found["ways"]] == ["DDP", "FSDP2", "TP 2"]
+    whole, half = found["ways"][0]["bytes"], found["ways"][1]["bytes"]
+    assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
+
+
+def test_a_few_real_updates_correct_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2", "--calibrate")
+    guessed = planned(capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2")
+    for measured_way, way in zip(found["ways"], guessed["ways"], strict=True):
+        assert measured_way["bytes"] == way["bytes"]
+        assert measured_way["step"]["compute"] != way["step"]["compute"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--processes", "16", "--device", "h100-80gb"], "--link 400Gbit"),
+        (["--processes", "0"], "one or more"),
+        (["--mfu", "2"], "is a share"),
+        (["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"], "does not divide"),
+        (["--device", "abacus"], "abacus is not known"),
+        (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
+        (["--n_lyer", "2"], "did you mean --n_layer"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", GPT, *TINY, *words])
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text("print('trains at once')\n")
+    with pytest.raises(UserError, match=r"bare\.py has no main\(argv\) and DEFAULTS"):
+        subject_of(str(tmp_path / "bare.py"), [], "no")
+    (tmp_path / "other.py").write_text("DEFAULTS = ()\ndef main(argv): pass\n")
+    with pytest.raises(UserError, match="does not call shard"):
+        subject_of(str(tmp_path / "other.py"), [], "no")
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", pytest.param("TP 4", marks=long_form)])
+def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
+    how: str, tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    found = {}
+    for world in (8, 1024):
+        env = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
+        env |= {"ACCELERATE_MIXED_PRECISION": "no"}
+        env |= {} if how == "DDP" else {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        if how == "TP 4":
+            env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}
+        path = tmp_path / f"{world}.json"
+        run([*PYTHON, "tests/system/dry_ranks.py", str(path)], env).assert_ok()
+        found[world] = read_json(path)
+        resident, seconds = found[world]["resident"] / 2**20, found[world]["seconds"]
+        score(f"dry run: {how}: {world} processes: set up in {seconds:.2f} s, {resident:.0f} MiB")
+    few, many = found[8], found[1024]
+    assert many["resident"] < 1.3 * few["resident"]
+    if how == "DDP":
+        assert (many["weights"], many["states"]) == (few["weights"], few["states"])
+    else:
+        assert many["weights"] < few["weights"] / 50
+        assert many["states"] < few["states"] / 50
