@@ -33,7 +33,7 @@ HOW = {
 
 def train(names: list[str], folder: Path, flags: list[str], processes: int = 2) -> list[dict]:
     """What the run of the GPT wrote at each reading; of so many processes in all."""
-    processes = []
+    started = []
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "cable0", "OMP_NUM_THREADS": "1"}
     env |= {"LLMTRAIN_CACHE": str(folder.parent / "cache"), "HF_HUB_OFFLINE": "1"}
     try:
@@ -43,13 +43,13 @@ def train(names: list[str], folder: Path, flags: list[str], processes: int = 2) 
             words = [*launcher("multi_node"), *where, GPT_RECIPE, *flags, "--output_dir", str(folder)]
             words = on_machine(name, words)
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            processes.append(subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **quiet))
-        for process in processes:
+            started.append(subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **quiet))
+        for process in started:
             _, said = process.communicate(timeout=900)
             if process.returncode:
                 raise SystemExit(said.decode(errors="replace"))
     finally:
-        for process in processes:
+        for process in started:
             kill(process)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "phases" in line]
