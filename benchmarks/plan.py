@@ -77,7 +77,9 @@ def seconds_table(folder: Path) -> list[Row]:
     for processes in (2, 4):
         flags = [*SLOW, "--global_batch_size", str(ROWS * processes)]
         memory = Memory(subject_of(GPT_RECIPE, flags, "no"), on_gpu=False)
-        compute = calibrated(GPT_RECIPE, flags, processes, ROWS, "no")
+        numbers = sum(part.numbers() for part in memory.parts(1))
+        compute = calibrated(GPT_RECIPE, flags, processes, ROWS, "no", numbers)
+        print(processes, compute, flush=True)
         for rate in RATES:
             inside, between = Link(2e9, GLOO_HOP["inside"]), Link(rate * 1e6 / 8, GLOO_HOP["between"])
             cluster = Cluster(processes // 2, inside, between, nccl=False)

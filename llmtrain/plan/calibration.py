@@ -1,4 +1,5 @@
-"""A few real updates on this machine, by processes that compute side by side and send nothing."""
+"""A few real updates on this machine: by processes that compute side by side and send nothing; then, over gloo, by the
+same ones together, for what sending takes from those that compute."""
 
 import json
 import os
@@ -8,17 +9,42 @@ from pathlib import Path
 
 from llmtrain.commands.trial import gpus, kill, launcher_of, why_it_failed
 from llmtrain.errors import UserError
+from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 
 _UPDATES = 12  # the first of which a reading leaves out
 
 
-def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precision: str) -> Compute:
-    """What ``processes`` processes need for micro-batches of ``rows`` rows, the slowest of them. Raises
-    :class:`UserError` with what the recipe said, where it failed."""
-    forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "report_to": "none", "resume_from_checkpoint": "never"}
-    forced |= {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
-    forced |= {"sync_every": 10**6, "ddp_comm_hook": "none", "pipeline_stages": 1} if processes > 1 else {}
+def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precision: str, numbers: int) -> Compute:
+    """What ``processes`` processes need for micro-batches of ``rows`` rows, the slowest of them, with a model of which
+    ``numbers`` are trained. Raises :class:`UserError` with what the recipe said, where it failed."""
+    common: dict[str, object] = {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
+    common |= {"pipeline_stages": 1} if "--pipeline_stages" in flags else {}
+    alone = {"sync_every": 10**6, "ddp_comm_hook": "none"} if processes > 1 else {}
+    phases = _updates(recipe, flags, processes, precision, common | alone)
+
+    def seconds(*names: str) -> float:
+        return max(sum(ranks) for ranks in zip(*(phases[name] for name in names), strict=True))
+
+    found = Compute(
+        seconds("forward") / rows,
+        seconds("backward") / rows,
+        optimizer=seconds("optimizer"),
+        other=seconds("data", "other"),
+    )
+    if processes == 1 or gpus() >= processes:
+        return found
+    together = _updates(recipe, flags, processes, precision, common)
+    more = max(sum(ranks) for ranks in zip(*together.values(), strict=True)) - seconds(*OWN)
+    return found._replace(handling=max(0.0, more) / (2 * (processes - 1) / processes * 4 * numbers))
+
+
+def _updates(
+    recipe: str, flags: list[str], processes: int, precision: str, forced: dict[str, object]
+) -> dict[str, list[float]]:
+    """Mean seconds of an update in each phase, by rank."""
+    forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"} | forced
+    forced |= {"report_to": "none"}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
         run, said = Path(folder) / "run", Path(folder) / "err"
         words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
@@ -34,14 +60,4 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
         if process.returncode:
             raise UserError(f"calibrating failed: {why_it_failed(said)}")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    reading = next(line["phases"] for line in reversed(lines) if "phases" in line)
-
-    def seconds(*phases: str) -> float:
-        return max(sum(ranks) for ranks in zip(*(reading[phase] for phase in phases), strict=True))
-
-    return Compute(
-        seconds("forward") / rows,
-        seconds("backward") / rows,
-        optimizer=seconds("optimizer"),
-        other=seconds("data", "other"),
-    )
+    return next(line["phases"] for line in reversed(lines) if "phases" in line)

@@ -27,7 +27,12 @@ class Cluster(NamedTuple):
     per_machine: int  # processes
     inside: Link
     between: Link
-    nccl: bool  # else gloo
+    nccl: bool  # else gloo, which sends over TCP
+
+    @property
+    def payload(self) -> float:
+        """The share of what goes between machines that is not headers (RFC 1191's 1,500 bytes, Ethernet's own 14)."""
+        return 1.0 if self.nccl else 1448 / 1514
 
     def all_reduce(self, size: float, count: int, stride: int = 1) -> float:
         """Seconds for ``size`` bytes on each of ``count`` processes, neighbours in rank or ``stride`` apart."""
@@ -57,8 +62,8 @@ class Cluster(NamedTuple):
         machines = -(-count // here)
         if machines == 1:
             return Link(self.inside.bandwidth, (count - 1) * self.inside.latency), 1
-        rings = here if self.nccl else 1
-        bandwidth = min(self.inside.bandwidth, rings * self.between.bandwidth) if here > 1 else self.between.bandwidth
+        bandwidth = self.between.bandwidth * self.payload * (here if self.nccl else 1)
+        bandwidth = min(self.inside.bandwidth, bandwidth) if here > 1 else bandwidth
         latency = (machines - 1) * self.between.latency + (count - machines) * self.inside.latency
         return Link(bandwidth, latency), machines
 
@@ -71,6 +76,7 @@ class Compute(NamedTuple):
     optimizer: float  # of an update, of which each process makes its part
     whole: float = 0.0  # of an update, which every process makes: Muon's products
     other: float = 0.0  # of an update: loading, counting, writing
+    handling: float = 0.0  # of a byte that is sent, by the processors that compute: gloo's, which hides behind nothing
 
 
 class Step(NamedTuple):
@@ -115,6 +121,7 @@ def step_time(
     forward, backward = rows * compute.forward * share, rows * compute.backward * share
     optimizer = compute.optimizer * share / sharding.shards + compute.whole + compute.other
     busy = accumulation * (forward + backward) + optimizer
+    busy += compute.handling * bytes_sent(memory, sharding, rows, accumulation)
     if not spread(sharding):
         buckets = ddp_buckets(memory)
         each = [cluster.all_reduce(size, sharding.replicas) for size in buckets]
@@ -138,6 +145,37 @@ def step_time(
         passed, idle = _pipeline(memory, cluster, sharding, rows, accumulation, forward + backward)
         sent, exposed = sent + passed, exposed + idle
     return Step(busy, sent, exposed)
+
+
+def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int) -> float:
+    """By a process in an update."""
+
+    def ring(size: float, count: int) -> float:
+        return (count - 1) / count * size
+
+    parts = memory.parts(sharding.tensor)
+    gradients = 4 * sum(part.numbers() for part in parts if part.is_trained) / sharding.stages
+    if not spread(sharding):
+        return 2 * ring(gradients, sharding.replicas)
+    multiplied = {name for unit in memory.units if unit.multiplied and memory.bf16 for name in unit.names}
+    weights = sum(part.numbers() * (2 if part.name in multiplied else 4) for part in parts) / sharding.stages
+    times = 1 if memory.held_whole else accumulation
+    reduced = ring(gradients, sharding.shards) + 2 * ring(gradients / sharding.shards, sharding.replicas)
+    sent = 2 * accumulation * ring(weights, sharding.shards) + times * reduced
+    hidden = rows * memory.subject.positions * memory.subject.width
+    if sharding.tensor > 1:
+        sent += (
+            accumulation * _sums_of(memory, sharding) * 2 * ring(hidden * (2 if memory.bf16 else 4), sharding.tensor)
+        )
+    if sharding.stages > 1:
+        sent += 2 * accumulation * hidden * 4
+    return sent
+
+
+def _sums_of(memory: Memory, sharding: Sharding) -> float:
+    """Times that processes which cut matrices wait for each other in a micro-batch: two in each direction in a block,
+    and one at either end."""
+    return 4 * memory.subject.blocks / sharding.stages + 2
 
 
 def ddp_buckets(memory: Memory) -> list[float]:
@@ -196,12 +234,10 @@ def _of_units(
 
 
 def _sums(memory: Memory, cluster: Cluster, sharding: Sharding, rows: int) -> float:
-    """Seconds that processes which cut matrices wait for each other's sums in a micro-batch: two in each direction in
-    a block, and one at either end."""
+    """Seconds that processes which cut matrices wait for each other's sums in a micro-batch."""
     subject = memory.subject
     size = rows * subject.positions * subject.width * (2 if memory.bf16 else 4)
-    count = 4 * subject.blocks / sharding.stages + 2
-    return count * cluster.all_reduce(size, sharding.tensor)
+    return _sums_of(memory, sharding) * cluster.all_reduce(size, sharding.tensor)
 
 
 def _pipeline(

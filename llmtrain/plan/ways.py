@@ -20,6 +20,7 @@ MFU = 0.4
 SCALES = (1, 8, 64, 512, 4096)
 NCCL_HOP = {"inside": 2e-6, "between": 10e-6}  # seconds from one process to another
 GLOO_HOP = {"inside": 30e-6, "between": 100e-6}
+GLOO_HANDLING = 4e-9  # seconds of a byte: two processes on two cores, torch 2.13
 
 
 class Asked(NamedTuple):
@@ -133,8 +134,10 @@ def _compute(asked: Asked, memory: Memory, hardware: Hardware) -> Compute | None
     if asked.calibrate:
         count = min(asked.processes, hardware.cluster.per_machine, gpus() or asked.processes)
         rows = min(subject.settings.per_device_train_batch_size, subject.settings.global_batch_size)
-        return calibrated(asked.recipe, asked.flags, count, rows, subject.precision)
-    return estimated(memory, hardware.device, asked.mfu)
+        numbers = sum(part.numbers() for part in memory.parts(1) if part.is_trained)
+        return calibrated(asked.recipe, asked.flags, count, rows, subject.precision, numbers)
+    found = estimated(memory, hardware.device, asked.mfu)
+    return found if found is None or hardware.is_gpu else found._replace(handling=GLOO_HANDLING)
 
 
 def _ways(asked: Asked, memory: Memory, hardware: Hardware, compute: Compute | None) -> tuple[list[Way], list[str]]:
