@@ -18,21 +18,23 @@ from llmtrain.plan.memory import Memory
 from llmtrain.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.plan.subject import subject_of
 from llmtrain.plan.ways import GLOO_HOP, Asked, plan
-from tests.launching import PYTHON, accelerate
+from tests.launching import accelerate
 from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 
-COMMON = ["--max_steps", "3", "--eval_fraction", "0", "--report_to", "none", "--resume_from_checkpoint", "never"]
+COMMON = ["--max_steps", "5", "--eval_fraction", "0", "--report_to", "none", "--resume_from_checkpoint", "never"]
 COMMON += ["--block_size", "128", "--per_device_train_batch_size", "4", "--dataset", "builtin:python-docs"]
 COMMON += ["--tokenizer", "bpe:2048"]
 GPT = [*COMMON, "--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--global_batch_size", "16"]
 SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=false"
 LLAMA = [*COMMON, "--from_config", "llama", "--config_overrides", SIZES, "--global_batch_size", "8"]
-CASES = [  # what, recipe, flags
-    ("GPT", GPT_RECIPE, GPT),
-    ("GPT, adamw, recomputed", GPT_RECIPE, [*GPT, "--optim", "adamw", "--gradient_checkpointing"]),
-    ("GPT, one micro-batch", GPT_RECIPE, [*GPT, "--global_batch_size", "8", "--optim", "adamw"]),
-    ("Llama", FINETUNE_RECIPE, LLAMA),
+CASES = [  # what, recipe, flags, precision
+    ("GPT", GPT_RECIPE, GPT, "no"),
+    ("GPT, bf16", GPT_RECIPE, GPT, "bf16"),
+    ("GPT, AdamW, recomputed", GPT_RECIPE, [*GPT, "--optim", "adamw", "--gradient_checkpointing"], "no"),
+    ("GPT, AdamW, one micro-batch", GPT_RECIPE, [*GPT, "--global_batch_size", "8", "--optim", "adamw"], "no"),
+    ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
+    ("Llama, bf16", FINETUNE_RECIPE, LLAMA, "bf16"),
 ]
 WAYS = {
     "DDP": ("cpu_ddp", []),
@@ -52,24 +54,20 @@ SLOW += ["--logging_steps", "1", "--max_steps", str(UPDATES), "--per_device_trai
 
 def memory_table(folder: Path) -> list[Row]:
     table = []
-    for case, recipe, flags in CASES:
-        for precision in ("no", "bf16"):
-            asked = Asked(recipe, flags, device="cpu", per_machine=2, mixed_precision=precision)
-            plans = (plan(asked._replace(processes=count)) for count in (1, 2))
-            for way in (way for found in plans for way in plain(found)["ways"]):
-                config, more = WAYS.get(way["name"], (None, []))
-                launcher = PYTHON if config is None else accelerate(config, "--mixed_precision", precision)
-                if config is None and precision == "bf16":
-                    continue
-                name = f"{case}, {'float32' if precision == 'no' else precision}, {way['name']}"
-                found = measured(launcher, recipe, [*flags, *more], folder / name.replace(" ", "-"))
-                for part in ("weights", "optimizer"):
-                    sizes = way["bytes"][part] / MIB, found[part] / MIB
-                    table.append(Row(f"{name}: {part}", "measured", *sizes, "MiB", "+- 0"))
-                # what is known exactly, of gradients, stands on both sides
-                gradients = 0.0 if way["name"] == "DDP" else way["bytes"]["gradients"]
-                sizes = (predicted_most(way) - gradients) / MIB, (found["most"] - gradients) / MIB
-                table.append(Row(f"{name}: activations", "measured", *sizes, "MiB", "+- 0.1"))
+    for case, recipe, flags, precision in CASES:
+        asked = Asked(recipe, flags, processes=2, device="cpu", per_machine=2, mixed_precision=precision)
+        for way in plain(plan(asked))["ways"]:
+            config, more = WAYS[way["name"]]
+            name = f"{case}, {way['name']}"
+            launcher = accelerate(config, "--mixed_precision", precision)
+            found = measured(launcher, recipe, [*flags, *more], folder / name.replace(" ", "-"))
+            for part in ("weights", "optimizer"):
+                table.append(Row(f"{name}: {part}", "measured", way["bytes"][part], found[part], "bytes", "+- 0"))
+            # what is known exactly, of gradients, stands on both sides
+            gradients = 0.0 if way["name"] == "DDP" else way["bytes"]["gradients"]
+            sizes = (predicted_most(way) - gradients) / MIB, (found["most"] - gradients) / MIB
+            table.append(Row(f"{name}: activations", "measured", *sizes, "MiB", "+- 0.1"))
+            print(table[-1], flush=True)
     return table
 
 

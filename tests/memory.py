@@ -1,4 +1,4 @@
-"""What a run really holds: its third update, watched by the operating system."""
+"""What a run really holds: its updates from the third on, watched by the operating system."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def measured(launcher: list[str], recipe: str, flags: list[str], folder: Path) -
     the update before; of the process that holds most."""
     folder.mkdir()
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}  # what is freed goes back to the system
-    run([*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")], env).assert_ok()
+    run([*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")], env, 400).assert_ok()
     ranks: list[dict[str, float]] = [read_json(path) for path in folder.glob("*.json")]
     return max(ranks, key=lambda found: found["weights"] + found["optimizer"])
 

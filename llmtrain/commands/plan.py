@@ -6,6 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.commands.trial import own_and_recipes, take_recipe
+
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan
 
@@ -13,12 +15,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
-    _add_options(parser)
-    options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
-    _add_options(options)  # which may also stand behind the recipe
-    parser.set_defaults(options=options)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    take_recipe(parser, _add_options)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +34,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    own_and_recipes(arguments)
     from llmtrain.plan.ways import Asked, plan
 
-    _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)
     asked = Asked(**{name: value for name, value in vars(arguments).items() if name in Asked._fields})
     found = plan(asked)
     if arguments.json:

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +147,35 @@ def launcher_of(processes: int, config_file: str | None) -> list[str]:
     if processes > 1:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [sys.executable]
+
+
+def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
+    """A recipe and its flags; a command's own options stand before them or among them (:func:`own_and_recipes`)."""
+    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
+    add_options(parser)
+    options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
+    add_options(options)
+    parser.set_defaults(options=options)
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def own_and_recipes(arguments: argparse.Namespace) -> None:
+    """Leave in ``arguments.flags`` those that are the recipe's. Raises :class:`UserError` where there is no recipe."""
+    check_recipe(arguments.recipe)
+    _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)
+
+
+def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
+    """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
+    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
+    with tempfile.NamedTemporaryFile() as said:
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            process.wait()
+        finally:
+            kill(process)
+        if process.returncode:
+            raise UserError(why_it_failed(Path(said.name)))
 
 
 def kill(process: subprocess.Popen) -> None:

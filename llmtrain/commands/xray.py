@@ -3,22 +3,13 @@ is full and travels, how much of that is hidden behind the backward pass, and wh
 
 import argparse
 import itertools
-import os
-import subprocess
-import tempfile
-from pathlib import Path
 
-from llmtrain.commands.trial import check_recipe, gpus, kill, launcher_of, read_config, why_it_failed
+from llmtrain.commands.trial import gpus, launcher_of, own_and_recipes, read_config, run_to_end, take_recipe
 from llmtrain.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
-    _add_options(parser)
-    options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
-    _add_options(options)  # which may also stand behind the recipe
-    parser.set_defaults(options=options)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    take_recipe(parser, _add_options)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +27,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.record.resume import is_free, names
 
-    check_recipe(arguments.recipe)
-    _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)
+    own_and_recipes(arguments)
     config = read_config(arguments.config_file) if arguments.config_file else {}
     processes = arguments.processes or config.get("num_processes", max(2, gpus()))
     folder = next(folder for folder in names(_asked_folder(arguments.flags)) if is_free(folder))
@@ -48,16 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     forced |= {"resume_from_checkpoint": "never", "output_dir": str(folder)}
     words = [word for name, value in forced.items() for word in (f"--{name}", value)]
     command = [*launcher_of(processes, arguments.config_file), arguments.recipe, *arguments.flags, *words]
-    on_cpu = not arguments.config_file and processes > gpus()
-    with tempfile.NamedTemporaryFile() as said:
-        env = dict(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
-        try:
-            process.wait()
-        finally:
-            kill(process)
-        if process.returncode:
-            raise UserError(why_it_failed(Path(said.name)))
+    run_to_end(command, on_cpu=not arguments.config_file and processes > gpus())
     found = folder / "xray"
     print((found / "table.txt").read_text())
     print(f"{found}/timeline.html shows it; {found}/trace.json is for ui.perfetto.dev or chrome://tracing")

@@ -2,13 +2,10 @@
 same ones together, for what sending takes from those that compute."""
 
 import json
-import os
-import subprocess
 import tempfile
 from pathlib import Path
 
-from llmtrain.commands.trial import gpus, kill, launcher_of, why_it_failed
-from llmtrain.errors import UserError
+from llmtrain.commands.trial import gpus, launcher_of, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 
@@ -46,18 +43,9 @@ def _updates(
     forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"} | forced
     forced |= {"report_to": "none"}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
-        run, said = Path(folder) / "run", Path(folder) / "err"
+        run = Path(folder) / "run"
         words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
         command = [*launcher_of(processes, None), recipe, *flags, *words, "--output_dir", str(run)]
-        env = dict(os.environ) | {"ACCELERATE_MIXED_PRECISION": precision}
-        env |= {"ACCELERATE_USE_CPU": "true"} if processes > gpus() else {}
-        with said.open("wb") as err:
-            process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
-        try:
-            process.wait()
-        finally:
-            kill(process)
-        if process.returncode:
-            raise UserError(f"calibrating failed: {why_it_failed(said)}")
+        run_to_end(command, on_cpu=processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return next(line["phases"] for line in reversed(lines) if "phases" in line)

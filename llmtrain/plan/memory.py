@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import Sharding, units_of
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.plan.activations import Kept, kept
@@ -153,8 +153,15 @@ class Memory:
     def _kept(self, rows: int, tensor: int, gathered: bool) -> Kept:
         mesh = neighbours(tensor) if tensor > 1 else None
         names = self._multiplied if gathered and self.bf16 else frozenset()
-        positions = self.subject.positions
-        return kept(self.subject.model, rows, positions, self.bf16, names, self.on_gpu, mesh)
+        model, positions = self.subject.model, self.subject.positions
+        try:
+            return kept(model, rows, positions, self.bf16, names, self.on_gpu, mesh)
+        except (RuntimeError, NotImplementedError) as error:  # what depends on values, or has no shape of its own
+            kind = getattr(model, "own_class", type(model)).__name__
+            raise UserError(
+                f"what {kind} keeps for its backward pass cannot be counted on tensors without values: "
+                f"{first_line(error)}"
+            ) from None
 
     def kept(self, rows: int, sharding: Sharding) -> Kept:
         return self._kept(rows, sharding.tensor, spread(sharding))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from llmtrain.commands.trial import check_recipe, gpus
+from llmtrain.commands.trial import gpus
 from llmtrain.devices import DEVICES, Device, bytes_per_second, device_called
 from llmtrain.errors import UserError
 from llmtrain.observe.throughput import measured_peak
@@ -70,7 +70,6 @@ class Plan(NamedTuple):
 
 def plan(asked: Asked) -> Plan:
     """Raises :class:`UserError` where the recipe cannot be trained so, or there is no way to."""
-    check_recipe(asked.recipe)
     if asked.processes < 1:
         raise UserError(f"--processes {asked.processes}: there must be one or more.")
     for name, count in (("tensor", asked.tensor or 1), ("stages", asked.stages or 1)):

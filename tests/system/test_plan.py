@@ -14,7 +14,7 @@ from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate
 from tests.memory import can_measure, measured, predicted_most
 
 SIZES = ["--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--block_size", "128", "--tokenizer", "byte"]
-RUN = ["--global_batch_size", "16", "--per_device_train_batch_size", "4", "--max_steps", "3", "--report_to", "none"]
+RUN = ["--global_batch_size", "16", "--per_device_train_batch_size", "4", "--max_steps", "5", "--report_to", "none"]
 RUN += ["--eval_fraction", "0", "--resume_from_checkpoint", "never"]
 LAUNCHERS = {
     "one process": PYTHON,
@@ -116,6 +116,7 @@ def test_a_few_real_updates_correct_a_plan(capsys: pytest.CaptureFixture[str]) -
         (["--device", "abacus"], "abacus is not known"),
         (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
         (["--n_lyer", "2"], "did you mean --n_layer"),
+        (["--processes", "3", "--device", "h100-80gb"], "does not divide among 3 groups"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
