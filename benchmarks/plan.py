@@ -30,11 +30,9 @@ SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=f
 LLAMA = [*COMMON, "--from_config", "llama", "--config_overrides", SIZES, "--global_batch_size", "8"]
 CASES = [  # what, recipe, flags, precision
     ("GPT", GPT_RECIPE, GPT, "no"),
-    ("GPT, bf16", GPT_RECIPE, GPT, "bf16"),
     ("GPT, AdamW, recomputed", GPT_RECIPE, [*GPT, "--optim", "adamw", "--gradient_checkpointing"], "no"),
     ("GPT, AdamW, one micro-batch", GPT_RECIPE, [*GPT, "--global_batch_size", "8", "--optim", "adamw"], "no"),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
-    ("Llama, bf16", FINETUNE_RECIPE, LLAMA, "bf16"),
 ]
 WAYS = {
     "DDP": ("cpu_ddp", []),
