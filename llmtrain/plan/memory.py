@@ -105,7 +105,7 @@ class Memory:
         at_once = accumulation == 1 or not self.held_whole  # gradients are reduced as they come
         before = 0.0 if accumulation == 1 else gradients  # what earlier micro-batches have left
         if spread(sharding):
-            buckets, on_the_way = self._gathered(parts, sharding.stages)
+            buckets, on_the_way = self._gathered(parts, sharding.stages, at_once)
             if not at_once:
                 gradients = before = _gradients(parts)
         else:  # DDP's buckets are the gradients, but for those that grow between two exchanges
@@ -132,7 +132,8 @@ class Memory:
         passed = rows * self.subject.positions * model.config.n_embd * _GRADIENT * (1 if stage else 0)
         activations = waiting * (one + passed) + at_work
         at_loss = activations, logits if stage == stages - 1 else 0.0
-        return self._moments(parts, sharding, accumulation, at_loss, activations, found.most_after)
+        first = waiting == accumulation  # at its fullest before its first backward pass: no gradient is there
+        return self._moments(parts, sharding, 1 if first else accumulation, at_loss, activations, found.most_after)
 
     @functools.cache  # noqa: B019 - as long as the plan lives
     def parts(self, tensor: int) -> list[Part]:
@@ -177,10 +178,11 @@ class Memory:
             most = max(most, 4 * numbers + (2 + self.bf16) * size * numbers + 2 * size * len(some) * short**2)
         return float(most)
 
-    def _gathered(self, parts: list[Part], stages: int) -> tuple[float, float]:
-        """Bytes of weights at the loss, when what stands outside of the units is there, and one of them; and after the
-        backward pass of a block, when the one before it has come as well, with the gradient that is to be reduced and
-        what it is reduced in. A pipeline has all of its stage until its last backward pass."""
+    def _gathered(self, parts: list[Part], stages: int, at_once: bool) -> tuple[float, float]:
+        """Bytes of weights at the loss, when what stands outside of the units is there, and the last; and after the
+        backward pass of a block, when the one before it has come as well, with the gradient that is to be reduced (if
+        it does not count among those held whole) and what it is reduced in. A pipeline has all of its stage until its
+        last backward pass."""
         numbers = {part.name: part.numbers() for part in parts}
         trained = {part.name for part in parts if part.is_trained}
         stays = largest = gradient = everything = 0
@@ -195,7 +197,7 @@ class Memory:
                 gradient = max(gradient, sum(numbers[name] for name in here if name in trained) * _GRADIENT)
         if stages > 1:
             return float(everything), float(everything)
-        return float(stays + largest), float(stays + 2 * largest + 2 * gradient)
+        return float(stays + largest), float(stays + 2 * largest + (2 if at_once else 1) * gradient)
 
     def largest(self, sharding: Sharding, share: int, room: float) -> int:
         """Rows of the largest micro-batch that fits into ``room`` bytes, of those that divide a process's ``share`` of
