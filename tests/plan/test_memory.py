@@ -97,10 +97,11 @@ def test_the_largest_micro_batch_divides_and_fits() -> None:
 
 def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
-    two, three = (found.of(Sharding(1, 1, stages=2), 1, count) for count in (2, 3))
-    assert two.activations == three.activations  # no more are under way than there are stages
-    assert found.of(Sharding(1, 1, stages=2), 1, 1).activations < two.activations
+    half = Sharding(1, 1, stages=2)
+    one, two, three = (found._of_stage(half, 0, 1, count) for count in (1, 2, 3))
+    assert one.activations < two.activations == three.activations  # no more are under way than there are stages
     assert two.weights < found.of(Sharding(2, 1), 1, 2).weights
+    assert three.total > two.total  # with three, there are gradients when it is fullest
 
 
 def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
