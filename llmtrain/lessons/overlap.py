@@ -58,11 +58,11 @@ def look(accelerator: Accelerator, name: str, ddp: DDPConfig, exchange: Exchange
     optimizer = make_optimizer(plain, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(plain, optimizer)
     phases = Phases(accelerator, model)
-    xray = XRay(accelerator, phases, model, range(4, 10))
+    xray = XRay(accelerator, phases, model, range(4, 24))  # a median of twenty: other programs are about
     accelerator.ddp_handler.watch(model, xray.bucket)
 
     share = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
-    windows = [rows(16, step)[share] for step in range(9)]
+    windows = [rows(16, step)[share] for step in range(23)]
     train_in_phases(accelerator, model, optimizer, phases, windows, xray.between)
     found = Communication(0.0, 0.0, 0.0)
     if xray.report is not None:
