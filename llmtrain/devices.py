@@ -66,9 +66,10 @@ def bytes_per_second(text: str) -> float:
     return float(match[1]) * unit
 
 
-def check_room(accelerator: Any, model: Any) -> None:
+def check_room(accelerator: Any, model: Any, trained: bool = True) -> None:
     """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has, before
-    the first of them is there. Of the states, of which AdamW has two and Muon one a number, one is counted."""
+    the first of them is there. Of the states, of which AdamW has two and Muon one a number, one is counted. Of a model
+    that is yet to be frozen, not all is ``trained``, and weights count alone."""
     from llmtrain.shards import sharding_of
 
     sharding = sharding_of(accelerator)
@@ -76,13 +77,13 @@ def check_room(accelerator: Any, model: Any) -> None:
         return
     parts = 1 if sharding is None else sharding.shards * sharding.together
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / parts
-    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / parts
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad and trained) / parts
     room = _memory_of(accelerator.device)
-    if weights + 2 * trained > room:
-        needed, here = (weights + 2 * trained) / _GIB, room / _GIB
+    if weights + 2 * gradients > room:
+        needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
         raise UserError(
             f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
-            f"{trained / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
+            f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
             f"{here:.1f}. Share them among more processes (accelerate_configs/fsdp2.yaml): see llmtrain plan."
         )
 

@@ -153,7 +153,7 @@ def _load(
         settings.output_router_logits = False
     if config.load_in_4bit or empty:
         return model
-    check_room(accelerator, model)
+    check_room(accelerator, model, trained=not (frozen or config.freeze))
     return model.to(accelerator.device)
 
 

@@ -4,6 +4,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +314,16 @@ class Saying:
 
     def __call__(self, *_, **__) -> "Saying":
         return self
+
+
+def test_a_gpu_need_not_have_room_to_train_the_base(
+    monkeypatch: pytest.MonkeyPatch, bases: Callable[[str], Path]
+) -> None:
+    """It is loaded before it is frozen, and must not count as trained."""
+    asked = []
+    monkeypatch.setattr("llmtrain.models.pretrained.check_room", lambda *_, trained: asked.append(trained))
+    accelerator: Any = SimpleNamespace(is_fsdp2=False, device=torch.device("cpu"), mixed_precision="no")
+    for lora, freeze in ((LoraConfig(lora_r=2), None), (LoraConfig(), "embed"), (LoraConfig(), None)):
+        config = ModelConfig(model_name_or_path=str(bases("base")), block_size=16, freeze=freeze)
+        load_model(config, lora, words(), accelerator, seed=0)
+    assert asked == [False, False, True]

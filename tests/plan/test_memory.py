@@ -126,6 +126,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(monkeypatch: pytest
     monkeypatch.setattr("llmtrain.devices._memory_of", lambda _: 2.9 * 2**30)
     with pytest.raises(UserError, match=r"3\.0 GiB a process and more: 1\.0 for weights, 1\.0 for .* has 2\.9"):
         check_room(gpu, model)
+    check_room(gpu, model, trained=False)  # LoRA's base, before it is frozen
     model.requires_grad_(False)
     check_room(gpu, model)
     model.requires_grad_(True)
