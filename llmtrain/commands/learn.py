@@ -45,7 +45,7 @@ def title(name: str) -> str:
 
 def teach(name: str) -> bool:
     """Run a lesson's processes; whether it held."""
-    from llmtrain.commands.trial import kill, launcher_of
+    from llmtrain.launching import kill, launcher_of
 
     command = [*launcher_of(_processes(name), None), "-m", "llmtrain.lessons", name]
     env = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}

@@ -6,7 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.commands.trial import own_and_recipes, take_recipe
+from llmtrain.commands.recipe import own_and_recipes, take_recipe
+from llmtrain.devices import USUAL_MFU
 
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan
@@ -26,9 +27,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor", type=int, metavar="N", help="processes that cut matrices (default: a machine's)")
     parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline (default: as many, where layers allow)")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="(default: bf16 on a GPU)")
-    parser.add_argument(
-        "--mfu", type=float, default=0.4, metavar="X", help="share of the device's arithmetic (default: %(default)s)"
-    )
+    help_mfu = "share of the device's arithmetic (default: %(default)s)"
+    parser.add_argument("--mfu", type=float, default=USUAL_MFU, metavar="X", help=help_mfu)
     parser.add_argument("--calibrate", action="store_true", help="take some real steps here, instead of --mfu")
     parser.add_argument("--json", action="store_true", help="print it for a program")
 

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.commands.recipe import check_recipe
+from llmtrain.errors import UserError
+from llmtrain.launching import gpus, kill, launcher_of, read_config, why_it_failed
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
 _TOLERANCE = {
@@ -134,91 +133,11 @@ class Trial:
         return last_step(folder)
 
 
-def check_recipe(path: str) -> None:
-    if not Path(path).is_file():
-        raise UserError(f"{path} is not a file; name a recipe, such as recipes/gpt.py.")
-
-
-def launcher_of(processes: int, config_file: str | None) -> list[str]:
-    """The words before a recipe that start so many processes of it."""
-    if config_file:
-        words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
-        return [sys.executable, *words]
-    if processes > 1:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable]
-
-
-def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
-    """A recipe and its flags; a command's own options stand before them or among them (:func:`own_and_recipes`)."""
-    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
-    add_options(parser)
-    options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
-    add_options(options)
-    parser.set_defaults(options=options)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def own_and_recipes(arguments: argparse.Namespace) -> None:
-    """Leave in ``arguments.flags`` those that are the recipe's. Raises :class:`UserError` where there is no recipe."""
-    check_recipe(arguments.recipe)
-    _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)
-
-
-def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
-    """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
-    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
-    with tempfile.NamedTemporaryFile() as said:
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
-        try:
-            process.wait()
-        finally:
-            kill(process)
-        if process.returncode:
-            raise UserError(why_it_failed(Path(said.name)))
-
-
-def kill(process: subprocess.Popen) -> None:
-    """End a process and all that it started; a launcher's workers lead groups of their own."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    process.wait()
-
-
-def why_it_failed(said: Path) -> str:
-    """What a recipe wrote on stderr, in one line where there is one."""
-    text = said.read_text(errors="replace")
-    lines = re.findall(r"error: (.*)", text)
-    return lines[0] if lines else text[-2000:]
-
-
 def last_step(folder: Path) -> int:
     """Of the newest whole line of ``metrics.jsonl``; -1 where there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
         return json.loads((folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()[-1])["step"]
     return -1
-
-
-def read_config(config_file: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load(Path(config_file).read_text())
-        return config | {"num_processes": int(config["num_processes"])}
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
-
-
-def gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 class Outcome(NamedTuple):

@@ -4,8 +4,9 @@ is full and travels, how much of that is hidden behind the backward pass, and wh
 import argparse
 import itertools
 
-from llmtrain.commands.trial import gpus, launcher_of, own_and_recipes, read_config, run_to_end, take_recipe
+from llmtrain.commands.recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
+from llmtrain.launching import gpus, launcher_of, read_config, run_to_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import llmtrain
-from llmtrain.commands.trial import kill
 from llmtrain.console import rank
+from llmtrain.launching import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.training.loop import accumulate, train_step

@@ -35,10 +35,9 @@ class Kept(NamedTuple):
     most_after: float  # at the fullest moment after it, when the blocks' are gone
     blocks: int
 
-    def peak(self, blocks: int | None = None) -> tuple[float, float]:
+    def peak(self) -> tuple[float, float]:
         """Of activations, and of what belongs to the logits, at the fullest moment."""
-        more = 0 if blocks is None else (blocks - self.blocks) * self.block
-        activations, logits = self.most["activations"] + more, self.most["logits"]
+        activations, logits = self.most["activations"], self.most["logits"]
         return (activations, logits) if activations + logits >= self.most_after else (self.most_after, 0)
 
 

@@ -5,7 +5,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from llmtrain.commands.trial import gpus, launcher_of, run_to_end
+from llmtrain.launching import gpus, launcher_of, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 

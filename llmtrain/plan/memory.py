@@ -73,10 +73,7 @@ class Memory:
         self.bucket_views = getattr(settings, "ddp_gradient_as_bucket_view", True)
         hidden = hidden_matrices(subject.model) if settings.optim == "muon" else []
         self._hidden = {name for name, p in subject.model.named_parameters() if any(p is matrix for matrix in hidden)}
-        self.units = [
-            Unit(frozenset(names), multiplied, stays)
-            for names, multiplied, stays in _names_by_unit(subject.model, norms_apart=self.bf16)
-        ]
+        self.units = list(_units(subject.model, norms_apart=self.bf16))
         self._multiplied = frozenset(name for unit in self.units for name in unit.names if unit.multiplied)
 
     def of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
@@ -238,12 +235,12 @@ def _states(parts: list[Part], shards: int = 1) -> float:
     return float(numbers * _GRADIENT + sum(_GRADIENT for part in parts if part.states == 2))
 
 
-def _names_by_unit(model: Any, norms_apart: bool) -> Iterator[tuple[list[str], bool, bool]]:
+def _units(model: Any, norms_apart: bool) -> Iterator[Unit]:
     names = {p: name for name, p in model.named_parameters()}
     for unit in units_of(model, norms_apart):
         found = [names.pop(p) for module in unit.modules for p in module.parameters() if p in names]
-        yield found, unit.multiplied, unit.backward_begins
-    yield list(names.values()), False, True
+        yield Unit(frozenset(found), unit.multiplied, stays=unit.backward_begins)
+    yield Unit(frozenset(names.values()), multiplied=False, stays=True)
 
 
 @functools.cache

@@ -125,8 +125,8 @@ def step_time(
     if not spread(sharding):
         buckets = ddp_buckets(memory)
         each = [cluster.all_reduce(size, sharding.replicas) for size in buckets]
-        shares = [size / sum(buckets) for size in buckets] if buckets else []
-        return Step(busy, sum(each), _behind([backward * share for share in shares], each))
+        ready = [backward * size / sum(buckets) for size in buckets]
+        return Step(busy, sum(each), _behind(ready, each))
     parts = memory.parts(sharding.tensor)
     gathers, reductions, weights = _of_units(memory, parts, cluster, sharding)
     forward_late = _ahead([forward * weight for weight in weights], gathers)
@@ -139,7 +139,8 @@ def step_time(
     sent = 2 * accumulation * sum(gathers) + times * sum(reductions)
     exposed = accumulation * forward_late + (accumulation - times) * backward_late + times * last_late
     if sharding.tensor > 1:
-        summed = accumulation * _sums(memory, cluster, sharding, rows)
+        size = rows * memory.subject.positions * memory.subject.width * (2 if memory.bf16 else 4)
+        summed = accumulation * _sums(memory, sharding) * cluster.all_reduce(size, sharding.tensor)
         sent, exposed = sent + summed, exposed + summed
     if sharding.stages > 1:
         passed, idle = _pipeline(memory, cluster, sharding, rows, accumulation, forward + backward)
@@ -164,15 +165,14 @@ def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int)
     sent = 2 * accumulation * ring(weights, sharding.shards) + times * reduced
     hidden = rows * memory.subject.positions * memory.subject.width
     if sharding.tensor > 1:
-        sent += (
-            accumulation * _sums_of(memory, sharding) * 2 * ring(hidden * (2 if memory.bf16 else 4), sharding.tensor)
-        )
+        size = hidden * (2 if memory.bf16 else 4)
+        sent += accumulation * _sums(memory, sharding) * 2 * ring(size, sharding.tensor)
     if sharding.stages > 1:
         sent += 2 * accumulation * hidden * 4
     return sent
 
 
-def _sums_of(memory: Memory, sharding: Sharding) -> float:
+def _sums(memory: Memory, sharding: Sharding) -> float:
     """Times that processes which cut matrices wait for each other in a micro-batch: two in each direction in a block,
     and one at either end."""
     return 4 * memory.subject.blocks / sharding.stages + 2
@@ -231,13 +231,6 @@ def _of_units(
     total = sum(whole for _, _, whole in found) or 1
     gathers, reductions, wholes = zip(*reversed(found), strict=True)  # inner units, and so the last blocks, come first
     return list(gathers), list(reductions), [whole / total for whole in wholes]
-
-
-def _sums(memory: Memory, cluster: Cluster, sharding: Sharding, rows: int) -> float:
-    """Seconds that processes which cut matrices wait for each other's sums in a micro-batch."""
-    subject = memory.subject
-    size = rows * subject.positions * subject.width * (2 if memory.bf16 else 4)
-    return _sums_of(memory, sharding) * cluster.all_reduce(size, sharding.tensor)
 
 
 def _pipeline(

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from llmtrain.commands.trial import gpus
-from llmtrain.devices import DEVICES, Device, bytes_per_second, device_called
+from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
 from llmtrain.errors import UserError
+from llmtrain.launching import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.fsdp import Sharding
 from llmtrain.plan.calibration import calibrated
@@ -16,7 +16,6 @@ from llmtrain.plan.memory import Bytes, Memory, room_of
 from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimated, step_time
 from llmtrain.plan.subject import subject_of
 
-MFU = 0.4
 SCALES = (1, 8, 64, 512, 4096)
 NCCL_HOP = {"inside": 2e-6, "between": 10e-6}  # seconds from one process to another
 GLOO_HOP = {"inside": 30e-6, "between": 100e-6}
@@ -35,7 +34,7 @@ class Asked(NamedTuple):
     tensor: int | None = None
     stages: int | None = None
     mixed_precision: str | None = None
-    mfu: float = MFU
+    mfu: float = USUAL_MFU
     calibrate: bool = False
 
 

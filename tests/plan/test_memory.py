@@ -85,6 +85,9 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
     found = kept(model, 2, 7, bf16=False)
     assert found.block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
     assert found.before == 4 * 2 * 8 * 16
+    gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
+    at_end = 3 * gradient if tied else gradient + found.before  # tied: of both ends, and their sum
+    assert found.most_after == pytest.approx(at_end, abs=8)
 
 
 def test_the_largest_micro_batch_divides_and_fits() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.parallel.fsdp import Sharding
-from llmtrain.plan.memory import Memory, Part
-from llmtrain.plan.speed import Cluster, Compute, Link, _ahead, _behind, ddp_buckets, step_time
+from llmtrain.plan.memory import Memory, Part, Unit
+from llmtrain.plan.speed import Cluster, Compute, Link, _ahead, _behind, bytes_sent, ddp_buckets, step_time
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 
@@ -46,8 +46,10 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
 
 def memory_of(*sizes: int, **settings: object) -> Memory:
     parts = [Part(f"{number}", size, 1, 4, True, 2) for number, size in enumerate(sizes)]
-    subject = SimpleNamespace(settings=SimpleNamespace(**settings))
-    return SimpleNamespace(subject=subject, parts=lambda _: parts)  # type: ignore[return-value]
+    subject = SimpleNamespace(settings=SimpleNamespace(**settings), blocks=len(sizes), positions=8, width=2**14)
+    units = [Unit(frozenset([part.name]), multiplied=True, stays=False) for part in reversed(parts)]
+    found = SimpleNamespace(subject=subject, parts=lambda _: parts, units=units, bf16=False, held_whole=True)
+    return found  # type: ignore[return-value]
 
 
 def test_buckets_are_filled_from_the_last_parameter_and_the_first_is_small() -> None:
@@ -68,3 +70,39 @@ def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> N
     handled = step_time(memory, compute._replace(handling=1e-6), cluster, Sharding(4, 1), 2, 1)
     assert handled.compute - one.compute == pytest.approx(1e-6 * 2 * 3 / 4 * 2**20)
     assert one.exposed == four.exposed == pytest.approx(1.5)  # a single bucket is full when the backward pass ends
+
+
+MIB_A_SECOND = Cluster(8, Link(2**20, 0.0), SLOW, nccl=False)
+COMPUTE = Compute(0.1, 0.2, 0.05)
+
+
+def test_fsdp_gathers_twice_a_micro_batch_and_reduces_once_an_update() -> None:
+    memory, both = memory_of(2**18, 2**18), Sharding(1, 2)  # half of a MiB is sent for each unit
+    one, four = (step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, count) for count in (1, 4))
+    assert one.communication == pytest.approx(2 * 1 + 1)
+    assert four.communication == pytest.approx(4 * 2 * 1 + 1)
+    assert bytes_sent(memory, both, 2, 4) == pytest.approx(2**20 * 9)
+    forward, backward = 0.1, 0.2  # of a unit: two rows, two units
+    late = 1.0 - forward  # both are fetched at once, one after the other: the first has 0.1 of the other's 0.5 hidden
+    last = max(1.0 - backward, 2.0 - backward)  # reduced as well, each 0.5, in the last micro-batch
+    assert four.exposed == pytest.approx(4 * late + 3 * (1.0 - backward) + last)
+    memory.held_whole = False  # type: ignore[misc]
+    assert step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, 4).communication == pytest.approx(4 * 3)
+
+
+def test_processes_that_cut_matrices_wait_for_each_sum() -> None:
+    memory, sums = memory_of(2**18, 2**18), 4 * 2 + 2  # two blocks
+    size = 2 * 8 * 2**14 * 4  # a MiB: two rows of eight positions
+    found = step_time(memory, COMPUTE, MIB_A_SECOND, Sharding(1, 1, tensor=2), 2, 4)
+    assert found.communication == pytest.approx(4 * sums * size / 2**20)
+    assert found.exposed == pytest.approx(found.communication)  # nothing hides a sum
+    assert found.compute == pytest.approx((4 * 2 * 0.3 + 0.05) / 2)
+
+
+def test_a_stage_waits_while_the_pipeline_fills_and_empties() -> None:
+    memory, two = memory_of(2**18, 2**18), Sharding(1, 1, stages=2)
+    found = step_time(memory, COMPUTE, MIB_A_SECOND, two, 2, 4)
+    passed = 2 * 4 * 1.0  # a MiB in each direction, for each micro-batch
+    assert found.communication == pytest.approx(passed)
+    idle = 1 * (2 * 0.3 / 2 + 2 * 1.0)  # of one other stage: its work, and what comes and goes
+    assert found.exposed == pytest.approx(passed + idle)

@@ -1,0 +1,28 @@
+"""The command line of commands that run a recipe: their own options, and the recipe's."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from llmtrain.errors import UserError
+
+
+def check_recipe(path: str) -> None:
+    if not Path(path).is_file():
+        raise UserError(f"{path} is not a file; name a recipe, such as recipes/gpt.py.")
+
+
+def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
+    """A recipe and its flags; a command's own options stand before them or among them (:func:`own_and_recipes`)."""
+    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
+    add_options(parser)
+    options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
+    add_options(options)
+    parser.set_defaults(options=options)
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def own_and_recipes(arguments: argparse.Namespace) -> None:
+    """Leave in ``arguments.flags`` those that are the recipe's. Raises :class:`UserError` where there is no recipe."""
+    check_recipe(arguments.recipe)
+    _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)

@@ -1,0 +1,71 @@
+"""Start a recipe in processes of its own, wait for it, and end what it started."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import UserError, first_line
+
+
+def launcher_of(processes: int, config_file: str | None) -> list[str]:
+    """The words before a recipe that start so many processes of it."""
+    if config_file:
+        words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
+        return [sys.executable, *words]
+    if processes > 1:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable]
+
+
+def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
+    """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
+    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
+    with tempfile.NamedTemporaryFile() as said:
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            process.wait()
+        finally:
+            kill(process)
+        if process.returncode:
+            raise UserError(why_it_failed(Path(said.name)))
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process and all that it started; a launcher's workers lead groups of their own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()
+
+
+def why_it_failed(said: Path) -> str:
+    """What a recipe wrote on stderr, in one line where there is one."""
+    text = said.read_text(errors="replace")
+    lines = re.findall(r"error: (.*)", text)
+    return lines[0] if lines else text[-2000:]
+
+
+def read_config(config_file: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(config_file).read_text())
+        return config | {"num_processes": int(config["num_processes"])}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
