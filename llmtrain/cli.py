@@ -11,11 +11,16 @@ from llmtrain.errors import UserError
 
 COMMANDS = {
     "chat": "talk with a model that was fine-tuned on conversations",
+    "diff": "say why two runs differ: where they part, and what could be the cause",
+    "doctor": "say whether this machine, or all of a launch, can train",
     "export": "write a run's model to a folder; merge an adapter into its base",
     "generate": "write text with a trained model",
+    "init": "copy a recipe and a config into a folder to start from",
     "learn": "show distributed training on this machine, a lesson at a time",
     "plan": "say what a run would need, on hardware that it would be paid for",
-    "runs": "say how a run stands and whether its checkpoints are whole",
+    "replay": "make an update of a run again, bit for bit, and show its rows by their loss",
+    "report": "make a page of runs: curves, what differs between them, and what happened on the way",
+    "runs": "list runs with their state, losses and age, or check one and its checkpoints",
     "verify": "check that a recipe is the same run on another layout, or when it is killed",
     "xray": "show what each process of a recipe does when, and what of its communication is hidden",
 }

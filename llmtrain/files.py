@@ -81,6 +81,14 @@ def append_json_line(path: Path, content: dict[str, Any]) -> None:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
 def forget_after(path: Path, step: int) -> None:
     """Drop the lines of a JSON-lines file that belong to updates after ``step``, which will be made again."""
     if not path.exists():

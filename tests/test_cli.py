@@ -1,17 +1,21 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from llmtrain import __version__
 from llmtrain.cli import COMMANDS, main
+from tests.launching import ROOT
 
 
 def ended(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
+    status = 0
+    try:
         main(list(argv))
-    out, err = capsys.readouterr()
-    return int(exit_.value.code or 0), out, err
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)])
@@ -66,3 +70,26 @@ def test_python_m_llmtrain_is_the_command() -> None:
         [sys.executable, "-m", "llmtrain", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"llmtrain {__version__}\n"
+
+
+def test_a_recipe_and_its_config_are_copied_and_nothing_is_overwritten(tmp_path: Path, capsys) -> None:
+    status, out, err = ended(capsys, "init", str(tmp_path / "mine"), "--config", "cpu_ddp")
+    assert (status, err) == (0, "")
+    assert (tmp_path / "mine" / "gpt.py").read_text() == (ROOT / "recipes" / "gpt.py").read_text()
+    assert "num_processes: 2" in (tmp_path / "mine" / "cpu_ddp.yaml").read_text()
+    assert f"accelerate launch --config_file {tmp_path}/mine/cpu_ddp.yaml {tmp_path}/mine/gpt.py" in out
+    (tmp_path / "mine" / "cpu_ddp.yaml").unlink()
+    (tmp_path / "mine" / "gpt.py").write_text("mine")
+    status, _, err = ended(capsys, "init", str(tmp_path / "mine"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "exists already" in err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["gpt.py"]
+    assert (tmp_path / "mine" / "gpt.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", [["--recipe", "bert"], ["--config", "tpu"]])
+def test_what_is_not_shipped_is_answered_with_what_is(words: list[str], tmp_path: Path, capsys) -> None:
+    status, _, err = ended(capsys, "init", str(tmp_path / "mine"), *words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert ": there are " in err
+    assert not (tmp_path / "mine").exists()

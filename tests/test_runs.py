@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -211,7 +212,7 @@ def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> N
         (["check", "{here}"], "is neither a run's folder nor a checkpoint"),
         (["check", "{here}/file"], "is neither a run's folder nor a checkpoint"),
         (["check"], "RUN"),
-        (["mend", "{here}"], "invalid choice: 'mend'"),
+        (["mend", "{here}"], "write llmtrain runs"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, capsys) -> None:
@@ -230,3 +231,38 @@ def test_a_folder_that_cannot_be_read_is_one_line(run: Path, capsys, monkeypatch
     status, _, err = ended(capsys, "runs", "check", str(run))
     assert status == 2
     assert err == f"error: {run} could not be read: Permission denied.\n"
+
+
+def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Path, capsys) -> None:
+    old = make(tmp_path / "runs" / "old", STATUS, {})
+    new = make(tmp_path / "runs" / "sweep" / "new", STATUS | {"state": "running", "host": platform.node()}, {})
+    (new / "run.json").write_text(json.dumps({"settings": {"max_steps": {"value": 60}}}))
+    lines = [{"step": 0, "eval/loss": 9.0}, {"step": 40, "train/loss": 2.5}, {"step": 40, "eval/loss": 3.25}]
+    (new / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50, "tr')
+    for path in old.iterdir():
+        os.utime(path, (1e9, 1e9))
+    status, out, err = ended(capsys, "runs", str(tmp_path / "runs"))
+    assert (status, err) == (0, "")
+    first, second = (line.split() for line in out.splitlines()[1:])
+    assert first[:5] == [str(new), "killed", "40/60", "2.5000", "3.2500"]
+    assert second[:3] == [str(old), "preempted", "30"]
+    assert second[-1] == "d"
+    with lock(new).acquire():
+        assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
+    status, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--json")
+    found = json.loads(out)
+    assert [(run["state"], run["loss"], run["held_out"]) for run in found] == [
+        ("killed", 2.5, 3.25),
+        ("preempted", None, None),
+    ]
+
+
+def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -> None:
+    make(tmp_path / "runs" / "far", STATUS | {"state": "running", "host": "elsewhere"}, {})
+    assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
+
+
+@pytest.mark.parametrize("words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]])
+def test_what_lists_nothing_is_one_line(words: list[str], capsys) -> None:
+    status, _, err = ended(capsys, "runs", *words)
+    assert (status, err.count("\n")) == (2, 1)

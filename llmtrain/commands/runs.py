@@ -1,32 +1,81 @@
-"""Say how a run stands and whether its checkpoints are whole (status 0, else 1). Nothing is changed."""
+"""List the runs of a folder with their state, their losses and their age; or check one: how it stands, and whether its
+checkpoints are whole (status 0, else 1). Nothing is changed."""
 
 import argparse
 import contextlib
 import json
 import math
-import os
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import read_object
+from llmtrain.record.history import History, runs_in
 
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["check"], help="read all checkpoints and compare each file with its hash")
-    parser.add_argument("run_folder", metavar="RUN", help="a run's folder, its checkpoints folder or one checkpoint")
+    parser.usage = "llmtrain runs [FOLDER] [--json]\n       llmtrain runs check RUN"
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FOLDER",
+        help="what holds the runs to list (default: runs); or check, and a run, its checkpoints folder or a "
+        "checkpoint, of which each file is read and compared with its hash",
+    )
+    parser.add_argument("--json", action="store_true", help="print the list for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    path = Path(arguments.run_folder)
+    checks = arguments.words[:1] == ["check"]
+    folders = arguments.words[1:] if checks else arguments.words or ["runs"]
+    if len(folders) != 1 or (checks and arguments.json):
+        raise UserError("write llmtrain runs [FOLDER] [--json] or llmtrain runs check RUN.")
+    path = Path(folders[0])
     try:
-        sys.exit(0 if _check(path) else 1)
+        if not checks:
+            _list(path, arguments.json)
+        else:
+            sys.exit(0 if _check(path) else 1)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
+
+
+def _list(path: Path, as_json: bool) -> None:
+    """The newest first."""
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder; name the one that holds runs.")
+    runs = sorted((History.of(folder) for folder in runs_in(path)), key=History.age)
+    if as_json:
+        print(json.dumps([_facts(run) for run in runs], indent=1))
+        return
+    if not runs:
+        raise UserError(f"{path} holds no runs.")
+    width = max(3, *(len(str(run.folder)) for run in runs)) + 2
+    print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
+    for facts in map(_facts, runs):
+        step = f"{facts['step']:,}" + (f"/{facts['max_steps']:,}" if facts["max_steps"] else "")
+        losses = "".join(f"{'' if facts[key] is None else format(facts[key], '.4f'):>10}" for key in _LOSSES)
+        print(f"{facts['run']:<{width}}{facts['state']:<12}{step:>15}{losses}{_span(facts['age']):>10}")
+
+
+_LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
+
+
+def _facts(run: History) -> dict[str, Any]:
+    facts = {"run": str(run.folder), "state": run.state, "step": run.step, "max_steps": run.settings.get("max_steps")}
+    return {**facts, **{name: run.last(key) for name, key in _LOSSES.items()}, "age": round(run.age(), 1)}
+
+
+def _span(seconds: float) -> str:
+    """A span of time in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _check(path: Path) -> bool:
@@ -44,10 +93,10 @@ def _check(path: Path) -> bool:
     else:
         raise UserError(f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt.")
     home = folder.parent
-    status = _read(home / "status.json")
-    in_progress = _is_held(home / ".lock")
-    _say("run", f"{home}: {_standing(status, in_progress)}")
-    well = _check_each(found, _read(home / "run.json").get("identity_sha256"), alone)
+    history = History.found(home)
+    status, in_progress = history.status, history.in_progress
+    _say("run", f"{home}: {history.standing()}")
+    well = _check_each(found, history.record.get("identity_sha256"), alone)
     if alone:
         return well
     aside = sorted(folder.glob("damaged-*"))
@@ -66,21 +115,6 @@ def _check(path: Path) -> bool:
     return True
 
 
-def _standing(status: dict[str, Any], in_progress: bool) -> str:
-    if not status:
-        return "in progress, without a status.json that can be read" if in_progress else "no status.json can be read"
-    said = f"{status.get('state')} at step {status.get('step')}, {status.get('time')}"
-    if status.get("reason"):
-        said += f": {status['reason']}"
-    if in_progress:
-        said += "; in progress, a process holds its lock"
-    elif status.get("state") == "running":
-        host = status.get("host")
-        elsewhere = "" if host == platform.node() else f", or it runs on {host}"
-        said += f"; no process holds its lock: it was killed{elsewhere}"
-    return said
-
-
 def _check_each(found: list[Path], identity: str | None, alone: bool) -> bool:
     """Print a line for each, newest first; whether all are whole."""
     from llmtrain.record.checkpoint import find_fault
@@ -95,7 +129,7 @@ def _check_each(found: list[Path], identity: str | None, alone: bool) -> bool:
         held_out = f"{losses[path]:.4f}" if path in losses else ""
         line = f"{step:>10}{_size(path):>12}  {_time(path):<19}{held_out:>10}"
         fault = find_fault(path)
-        if fault is None and identity not in (None, _read(path / "state.json").get("identity_sha256")):
+        if fault is None and identity not in (None, read_object(path / "state.json").get("identity_sha256")):
             fault = "it belongs to another run"
         if not path.exists():  # a run in progress deletes old ones
             continue
@@ -110,36 +144,8 @@ def _check_each(found: list[Path], identity: str | None, alone: bool) -> bool:
     return well
 
 
-def _is_held(lock: Path) -> bool:
-    """Whether a process has locked it. It is not opened to be written, as :class:`filelock.FileLock` would, and the
-    shared lock that tells is given back at once."""
-    import fcntl
-
-    try:
-        handle = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            return content
-    return {}
-
-
 def _loss(path: Path) -> float | None:
-    loss = _read(path / "state.json").get("eval_loss")
+    loss = read_object(path / "state.json").get("eval_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 

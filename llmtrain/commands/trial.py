@@ -1,7 +1,6 @@
 """Short runs of a user's own recipe, in real processes, to compare with each other."""
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from llmtrain.commands.recipe import check_recipe
 from llmtrain.errors import UserError
 from llmtrain.launching import gpus, kill, launcher_of, read_config, why_it_failed
+from llmtrain.record.history import read_lines
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
 _TOLERANCE = {
@@ -135,9 +135,8 @@ class Trial:
 
 def last_step(folder: Path) -> int:
     """Of the newest whole line of ``metrics.jsonl``; -1 where there is none."""
-    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        return json.loads((folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()[-1])["step"]
-    return -1
+    lines = read_lines(folder / "metrics.jsonl")
+    return lines[-1]["step"] if lines else -1
 
 
 class Outcome(NamedTuple):
@@ -160,14 +159,14 @@ class Outcome(NamedTuple):
         from llmtrain.record.checkpoint import checkpoints, digest_of
         from llmtrain.record.tensors import read_tensors
 
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(folder / "metrics.jsonl")
         keys = ("tokens", *(f"train/{key}" for key in _TRAIN), "eval/loss", "eval/bits_per_byte")
         series = {key: {line["step"]: line[key] for line in lines if key in line} for key in keys}
         record = json.loads((folder / "run.json").read_text())
         mixed = record["starts"][0]["mixed_precision"]
         bitwise, each = (bool(record["settings"].get(key, {}).get("value")) for key in ("bitwise", "sync_each_batch"))
         weights = {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
-        ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        ledger = read_lines(folder / "rows.jsonl")
         rows = {line["step"]: line["rows"] for line in ledger}
         targets = dict(zip(rows, itertools.accumulate(sum(line["targets"]) for line in ledger), strict=True))
         digest = digest_of(checkpoints(folder / "checkpoints")[-1])

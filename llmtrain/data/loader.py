@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmtrain.data.order import key_of, permute
+from llmtrain.data.order import key_of, mix, permute
 
 if TYPE_CHECKING:
     import datasets
@@ -32,6 +32,7 @@ class Window(NamedTuple):
     batches: list[Batch]  # micro-batches
     rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
     targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
+    content: torch.Tensor  # int64 [2]: fingerprints of tokens and of labels; those of processes add up to the batch's
 
     @property
     def positions(self) -> int:
@@ -147,7 +148,17 @@ class Collate:
         pieces = {name: column.split(self.micro_batch) for name, column in columns.items()}
         batches = [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
         rows = torch.tensor([-1 if slot.row is None else slot.row for slot, _ in items])
-        return Window(batches, rows, (labels[:, 1:] != IGNORED).sum(dim=1))
+        content = [fingerprint(columns[name][rows >= 0].numpy()) for name in ("input_ids", "labels")]
+        return Window(batches, rows, (labels[:, 1:] != IGNORED).sum(dim=1), torch.tensor(content))
+
+
+def fingerprint(rows: np.ndarray) -> int:
+    """Of tokens [rows, length]: the sum of a number below 2**31 for each row, which any other token changes. So it is
+    the same for the same rows, in whatever order and on however many processes."""
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+        places = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+        sums = ((rows + 1).astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)
+        return int((mix(sums) >> np.uint64(33)).sum())
 
 
 def train_loader(

@@ -12,7 +12,7 @@ _ROUNDS = 8
 _U64 = np.uint64
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser (Steele, Lea & Flood 2014, OOPSLA): every input bit reaches every output bit."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
@@ -23,7 +23,7 @@ def key_of(*numbers: int) -> int:
     """One 64-bit key from several integers, such as (seed, epoch)."""
     state = np.zeros(1, _U64)
     for number in numbers:
-        state = _mix(state + _U64(0x9E3779B97F4A7C15) + np.array([number & (2**64 - 1)], _U64))
+        state = mix(state + _U64(0x9E3779B97F4A7C15) + np.array([number & (2**64 - 1)], _U64))
     return int(state[0])
 
 
@@ -46,7 +46,7 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
     def feistel(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
         return (left << shift) | right
 
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant

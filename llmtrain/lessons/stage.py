@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-import llmtrain
 from llmtrain.console import rank
-from llmtrain.launching import kill
+from llmtrain.launching import kill, shipped
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.training.loop import accumulate, train_step
@@ -87,12 +86,9 @@ TINY_RUN = [
 
 def begin_recipe(processes: int, *flags: str, launcher_flags: tuple[str, ...] = ()) -> subprocess.Popen:
     """recipes/gpt.py under torchrun, in a process group of its own."""
-    recipe = Path(llmtrain.__file__).parent / "recipes" / "gpt.py"
-    if not recipe.exists():  # a checkout, where it stands beside the package
-        recipe = recipe.parents[2] / "recipes" / "gpt.py"
     meeting = () if "--nnodes" in launcher_flags else ("--standalone",)
     launcher = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(processes), *launcher_flags]
-    command = [sys.executable, *launcher, str(recipe), *flags]
+    command = [sys.executable, *launcher, str(shipped("recipes") / "gpt.py"), *flags]
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class TextModel:
     """A causal LM and its tokenizer, loaded from a folder or hub name."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # a bar for reading weights would stand in the middle of the text
@@ -41,8 +42,8 @@ class TextModel:
         if Path(name).is_dir() and not holds_model(Path(name)):
             raise UserError(f"{name} holds no model (no config.json).")
         refuse_pickles(name)
+        self.tokenizer = tokenizer_of(name)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name, **DATA_ONLY)
             if is_adapter(Path(name)):
                 self.model = adapted_model(name, len(self.tokenizer)).eval()
             else:
@@ -126,6 +127,16 @@ def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) 
         kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def tokenizer_of(name: str) -> Any:
+    """Of a model folder or hub name. Raises :class:`UserError` where there is none to load."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **DATA_ONLY)
+    except Exception as error:  # each library has its own ways to refuse a folder
+        raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
 
 
 def holds_model(folder: Path) -> bool:

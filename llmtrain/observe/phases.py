@@ -104,14 +104,18 @@ class Phases:
 
     def read(self) -> dict[str, list[float]]:
         """Mean seconds of an update in each phase since the last reading, by rank; all processes call this."""
+        return self.read_with(0.0)[0]
+
+    def read_with(self, number: float) -> tuple[dict[str, list[float]], list[float]]:
+        """The same; and a number that each process has, in the same gather."""
         if self._marks:
             self.clock.wait_for(self._marks[-1][1])
         self._add_up()
-        mine = [self.seconds[phase] / max(self.updates, 1) for phase in PHASES]
+        mine = [*(self.seconds[phase] / max(self.updates, 1) for phase in PHASES), number]
         everyone = self.accelerator.gather(torch.tensor([mine], dtype=torch.float32, device=self.accelerator.device))
         self.forget()
-        columns = everyone.T.tolist()
-        return {phase: [round(s, 6) for s in column] for phase, column in zip(PHASES, columns, strict=True)}
+        *columns, numbers = everyone.T.tolist()
+        return {name: [round(s, 6) for s in column] for name, column in zip(PHASES, columns, strict=True)}, numbers
 
     def forget(self) -> None:
         """What was added up so far does not count."""

@@ -264,18 +264,34 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     """
     if same_rows(accelerator) == 1:
         return accelerator.clip_grad_norm_(model.parameters(), limit)
-    sharding = sharding_of(accelerator)
-    stage = sharding.mesh.get_local_rank("pp")
-    mine = {p: p.stages[0] == stage for p in model.parameters()}  # type: ignore[attr-defined]
-    parts = [(local(p.grad), math.prod(cuts(p).values()) * mine[p]) for p in mine if p.grad is not None]
-    squares = [torch.linalg.vector_norm(part, dtype=torch.float32).square() * count for part, count in parts]
-    share = sharding.stages / accelerator.num_processes
-    total = accelerator.reduce(torch.stack(squares).sum() * share, reduction="sum")
-    norm = total.sqrt()
+    parts = {p: local(p.grad) for p in model.parameters() if p.grad is not None}
+    norm = _norm_of_parts(accelerator, parts)
     scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula
-    for part, _ in parts:
+    for part in parts.values():
         part.mul_(scale)
     return norm
+
+
+@torch.no_grad()
+def weight_norm(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
+    """Of all weights that are trained; the same on every process, but where each makes updates alone."""
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    if is_sharded(accelerator):
+        return _norm_of_parts(accelerator, {p: local(p) for p in trained})
+    return nn.utils.get_total_norm([p.detach() for p in trained])
+
+
+def _norm_of_parts(accelerator: Accelerator, parts: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+    """Of what all processes have of these parameters, or of their gradients."""
+    sharding = sharding_of(accelerator)
+    stage = sharding.mesh.get_local_rank("pp") if sharding.stages > 1 else 0
+    squares = [
+        torch.linalg.vector_norm(part, dtype=torch.float32).square()
+        * (math.prod(cuts(p).values()) if p.stages[0] == stage else 0)  # type: ignore[attr-defined]
+        for p, part in parts.items()
+    ]
+    mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
+    return accelerator.reduce(mine.to(accelerator.device), reduction="sum").sqrt()
 
 
 def _leave_to_other_stages(model: Any, sharding: Sharding) -> tuple[set[nn.Parameter], dict[str, tuple[int, ...]]]:

@@ -1,13 +1,13 @@
 """A few real updates on this machine: by processes that compute side by side and send nothing; then, over gloo, by the
 same ones together, for what sending takes from those that compute."""
 
-import json
 import tempfile
 from pathlib import Path
 
 from llmtrain.launching import gpus, launcher_of, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
+from llmtrain.record.history import read_lines
 
 _UPDATES = 12  # the first of which a reading leaves out
 
@@ -47,5 +47,5 @@ def _updates(
         words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
         command = [*launcher_of(processes, None), recipe, *flags, *words, "--output_dir", str(run)]
         run_to_end(command, on_cpu=processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(run / "metrics.jsonl")
     return next(line["phases"] for line in reversed(lines) if "phases" in line)

@@ -81,6 +81,7 @@ def run_record(
         "mixed_precision": accelerator.mixed_precision,
         "versions": versions(),
         "git_sha": _git_sha(),
+        "code_sha256": code_digest(),
     }
     return {
         "run_id": choice["run_id"],

@@ -1,7 +1,5 @@
 """Which folder a run lives in, and what it goes on from."""
 
-import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ import filelock
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.files import read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.provenance import difference, digest
 
@@ -67,25 +66,17 @@ def is_free(folder: Path) -> bool:
 
 def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
-    record, status = _read(folder / "run.json"), _read(folder / "status.json")
+    record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
         return None
     for patience in (0.0, _WAIT_SECONDS):  # a launcher that was killed leaves processes that save and then end
         try:
             with lock(folder).acquire(timeout=patience):
-                return record if _read(folder / "status.json").get("state") != "finished" else None
+                return record if read_object(folder / "status.json").get("state") != "finished" else None
         except filelock.Timeout:
             if not patience:
                 say("run", f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another name")
     return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
 
 
 def _began_from(record: dict[str, Any]) -> str | None:

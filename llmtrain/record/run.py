@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from llmtrain.secrets import redacted
 from llmtrain.shards import fill, gathered_rows, local, of_all_stages
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl")
+_TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
 
 
 @dataclass
@@ -72,6 +74,8 @@ class RunConfig:
     push_to_hub: str | None = flag(None, "upload the finished model to this hub repository; a new one is private")
     xray_steps: str | None = flag(None, "A:B records the updates A to B, as a timeline in the run's folder xray/")
     log_rows: bool = flag(False, "write the rows of every update to rows.jsonl")
+    replay_step: int | None = flag(None, "stop after this update, save nothing, and write its rows' losses; see replay")
+    log_model: bool = flag(False, "send the finished model to Weights & Biases, as an artifact")
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class RunConfig:
         require_at_least(self, 2, "save_total_limit")
         require_at_least(self, 0, "check_replicas_steps")
         require_at_least(self, 0, "skip_nonfinite")
+        require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
@@ -124,18 +129,40 @@ class Run:
         self.step += 1
         self.tokens += tokens
 
-    def log(self, reading: dict[str, float]) -> None:
+    def log(self, reading: dict[str, Any]) -> None:
         """One line of ``metrics.jsonl``, and the same to the trackers."""
-        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading})
+        now = round(time.time(), 3)
+        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": now})
         if "eval/loss" in reading:
             self._evaluated = self.step, reading["eval/loss"]
+
+    def incident(self, kind: str, text: str) -> None:
+        """Something to know of when the run is looked at later: said now, and kept in ``incidents.jsonl``."""
+        say(kind, text)
+        self._keep_incident(kind, text)
+
+    def _keep_incident(self, kind: str, text: str) -> None:
+        line = {"step": self.step, "time": round(time.time(), 3), "kind": kind, "text": text}
+        if self.accelerator.is_main_process:
+            with contextlib.suppress(UserError):  # a full disk, which the run itself will meet
+                append_json_line(self.folder / "incidents.jsonl", line)
 
     @property
     def stop_requested(self) -> bool:
         """Whether this process wants all of them to save and stop after the step at hand."""
         if not self.stop_reason and self.deadline.is_near():
             self.stop_reason = self.deadline.why
-        return bool(self.stop_reason) or self.saver.failed
+        return bool(self.stop_reason) or self.saver.failed or self.is_replayed_next
+
+    @property
+    def is_replayed_next(self) -> bool:
+        """Whether the update at hand is the one to look at, with which the run stops."""
+        return self.config.replay_step == self.step + 1
+
+    def keep_row_losses(self, rows: list[dict[str, Any]]) -> None:
+        """Write ``replay.json``: the rows of the update at hand."""
+        if self.accelerator.is_main_process:
+            write_json(self.folder / "replay.json", {"step": self.step + 1, "rows": rows})
 
     def log_rows(self, rows: torch.Tensor, targets: torch.Tensor) -> None:
         """With ``--log_rows``, one line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and
@@ -212,7 +239,9 @@ class Run:
 
     def end(self, model: nn.Module, finished: bool) -> None:
         """The updates are over, all of them (``finished``) or because the run was asked to stop."""
-        if finished:
+        if self.config.replay_step is not None:
+            self._outcome = {"state": "preempted", "reason": f"made up to update {self.step} again, to look at it"}
+        elif finished:
             self.finish(model)
         else:
             self.preempted()
@@ -267,6 +296,8 @@ class Run:
     def _write_status(self, state: str, reason: str = "") -> None:
         if self.accelerator.is_main_process and not self._taken_over():
             self._status(state, reason).write()
+            if state != "finished":
+                self._keep_incident(state, reason)
 
     def _taken_over(self) -> bool:
         """The lock keeps two runs apart on one machine; where a file system does not keep locks, this notices."""
@@ -315,7 +346,16 @@ def open_run(
     choice = on_main(accelerator, lambda: choose_folder(config.output_dir, config.resume_from_checkpoint, identity))
     folder = Path(choice["folder"])
     saver = Saver(folder / "checkpoints", files, config.save_total_limit, config.async_save)
-    run = Run(accelerator, config, folder, identity, files, Metrics(accelerator, folder), saver, choice["incarnation"])
+    run = Run(
+        accelerator,
+        config,
+        folder,
+        identity,
+        files,
+        Metrics(accelerator, folder, config.log_model),
+        saver,
+        choice["incarnation"],
+    )
     run.deadline = Deadline.of(config.max_hours)
     if choice["checkpoint"]:
         run.resumed_from = Path(choice["checkpoint"])
@@ -325,7 +365,7 @@ def open_run(
     say("run", f"{folder} ({choice['why']})")
     with contextlib.ExitStack() as cleanup:
 
-        def claim() -> None:
+        def claim() -> dict[str, Any]:
             try:
                 cleanup.enter_context(lock(folder).acquire(blocking=False))
             except filelock.Timeout:
@@ -338,15 +378,16 @@ def open_run(
             record = run_record(accelerator, folder, identity, settings, details or {}, choice)
             write_json(folder / "run.json", record)
             run._status("running").write()
+            return {key: record["starts"][-1][key] for key in _TOLD}
 
-        on_main(accelerator, claim)
+        about = on_main(accelerator, claim)
         if accelerator.is_fsdp2:
             saver.team = Team.of_all(run._can_write(), accelerator.ddp_handler.config.ddp_timeout + 60)
         values = {name: setting["value"] for name, setting in settings.items()}
         cleanup.enter_context(stop_signals(run.ask_to_stop))
         try:
             run_name = config.run_name or folder.name
-            run.metrics.start(tracker_names(config.report_to), values, run_name, choice["run_id"])
+            run.metrics.start(tracker_names(config.report_to), values | about, run_name, choice["run_id"])
             yield run
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")
@@ -359,7 +400,8 @@ def open_run(
             run.metrics.close(exit_code=1)
             raise
         run._write_status(**run._outcome)
-        run.metrics.close(exit_code=0)
+        model = folder / "model" if run._outcome["state"] == "finished" else None
+        run.metrics.close(exit_code=0, model=model)
 
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:

@@ -30,6 +30,8 @@ T = TypeVar("T")
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
 _CLOSE_SECONDS = 60  # all trackers
+_MODEL_SECONDS = 3600  # the same, where the model is sent, too
+_BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
 _OFFLINE = {"mode": "offline", "resume": None}  # holds the whole history: synced, it replaces what is there
 _HAS_EVERYTHING = "metrics.jsonl has everything."
 
@@ -50,8 +52,8 @@ def tracker_names(report_to: list[str]) -> list[str]:
 class Metrics:
     """Writes a line of ``metrics.jsonl`` a reading; the trackers follow at their own pace. Used on every process."""
 
-    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
-        self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
+    def __init__(self, accelerator: Accelerator, folder: Path, log_model: bool = False) -> None:
+        self.accelerator, self.path, self.log_model = accelerator, folder / "metrics.jsonl", log_model
         self.mirrors: list[_Mirror] = []
 
     def start(self, names: list[str], settings: dict[str, Any], run_name: str, run_id: str) -> None:
@@ -79,7 +81,7 @@ class Metrics:
         return self.accelerator.trackers[0]
 
     def _open_wandb(self, settings: dict[str, Any], run_name: str, run_id: str) -> GeneralTracker:
-        init = _wandb_settings(self.path.parent, run_name, run_id)
+        init = _wandb_settings(self.path.parent, run_name, run_id, self._patience)
         with _command_line(redacted(sys.argv)):  # W&B sends it
             try:
                 tracker = self._open("wandb", settings, init)
@@ -90,6 +92,8 @@ class Metrics:
                 init |= _OFFLINE
                 _forget_wandb()
                 tracker = self._open("wandb", settings, init)
+        for key in _BEST_IS_LOWEST:
+            tracker.tracker.define_metric(key, summary="min")
         _say_where(tracker.tracker, init["mode"])
         return tracker
 
@@ -101,15 +105,20 @@ class Metrics:
         for mirror in self.mirrors:
             mirror.news.set()
 
-    def close(self, exit_code: int) -> None:
-        """Send what is left and finish the trackers' runs; one that does not get there in time is left behind."""
+    @property
+    def _patience(self) -> float:
+        return _MODEL_SECONDS if self.log_model else _CLOSE_SECONDS
+
+    def close(self, exit_code: int, model: Path | None = None) -> None:
+        """Send what is left, and the finished ``model`` where that was asked for, and finish the trackers' runs; one
+        that does not get there in time is left behind."""
         for mirror in self.mirrors:
-            mirror.end(exit_code)
-        until = time.monotonic() + _CLOSE_SECONDS
+            mirror.end(exit_code, model if self.log_model else None)
+        until = time.monotonic() + self._patience
         for mirror in self.mirrors:
             mirror.thread.join(max(0.0, until - time.monotonic()))
             if mirror.thread.is_alive():
-                _note(f"{mirror.tracker.name}: no answer in {_CLOSE_SECONDS} s, left behind; {_HAS_EVERYTHING}")
+                _note(f"{mirror.tracker.name}: no answer in {self._patience} s, left behind; {_HAS_EVERYTHING}")
         self.mirrors, self.accelerator.trackers = [], []
 
 
@@ -125,13 +134,14 @@ class _Mirror:
         elif path.exists():
             self.at = path.stat().st_size  # an earlier start's event files lie in the same folder
         self.news, self.ending, self.exit_code = threading.Event(), threading.Event(), 0
+        self.model: Path | None = None  # that is sent at the end
         self.news.set()
         self.thread = threading.Thread(target=self._live, name=f"llmtrain-{tracker.name}", daemon=True)
         self.thread.start()
 
-    def end(self, exit_code: int) -> None:
+    def end(self, exit_code: int, model: Path | None) -> None:
         """Have it send what is left and finish; waits for nothing."""
-        self.exit_code = exit_code
+        self.exit_code, self.model = exit_code, model
         self.ending.set()
         self.news.set()
 
@@ -143,6 +153,8 @@ class _Mirror:
         self.ending.wait()
         try:
             if self.tracker.name == "wandb":
+                if self.model is not None:
+                    _send_model(self.tracker.tracker, self.model)
                 self.tracker.tracker.finish(exit_code=self.exit_code)
                 _forget_wandb()  # which waits until its file is whole; finish does not
             else:
@@ -171,13 +183,21 @@ class _Mirror:
                     self.tracker.log(reading, step=reading["step"])
 
 
+def _send_model(run: Any, folder: Path) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(f"model-{run.id}", type="model")
+    artifact.add_dir(str(folder))
+    run.log_artifact(artifact)
+
+
 def _as_numbers(reading: dict[str, Any]) -> dict[str, float]:
     """What a tracker can plot: of values by rank the mean; and null, where JSON has no word, is not a number."""
     numbers: dict[str, float] = {}
     for key, value in reading.items():
         if isinstance(value, dict):
             numbers |= {f"{key}/{name}": statistics.mean(ranks) for name, ranks in value.items()}
-        else:
+        elif not isinstance(value, str):
             numbers[key] = math.nan if value is None else value
     return numbers
 
@@ -222,7 +242,7 @@ def _say_where(run: Any, mode: str | None) -> None:
         say("wandb", redacted(run.url))
 
 
-def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
+def _wandb_settings(folder: Path, run_name: str, run_id: str, patience: float) -> dict[str, Any]:
     import wandb
 
     mode = os.environ.get("WANDB_MODE") or (None if _logged_in() else "offline")
@@ -235,7 +255,7 @@ def _wandb_settings(folder: Path, run_name: str, run_id: str) -> dict[str, Any]:
             silent=True,
             console="off",
             init_timeout=_INIT_SECONDS,
-            finish_timeout=_CLOSE_SECONDS - 10,  # what W&B ends itself says more than what is left behind
+            finish_timeout=patience - 10,  # what W&B ends itself says more than what is left behind
             finish_timeout_raises=True,
         ),
     }

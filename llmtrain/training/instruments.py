@@ -6,8 +6,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.console import say
 from llmtrain.observe.heartbeat import Heartbeat
+from llmtrain.observe.memory import memory_held
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.progress import Progress
 from llmtrain.observe.throughput import Throughput
@@ -26,6 +26,7 @@ class Instruments:
         self.progress = Progress(accelerator.is_main_process, record.step, max_steps)
         timeout = accelerator.ddp_handler.config.ddp_timeout
         self.heartbeat = Heartbeat(accelerator, self.phases, record.folder, timeout, record.failed)
+        self.device, self.tell = accelerator.device, record.incident
         self.xray: Callable[[int], None] = lambda step: None
         if run.xray_range is not None:
             xray = XRay(accelerator, self.phases, model, run.xray_range, record.folder / "xray")
@@ -53,7 +54,8 @@ class Instruments:
         """The metrics and what was measured since the last reading; says who is late."""
         metrics |= {"train/gradient_syncs": self.syncs.count, **self.throughput.read()}
         self.progress.logged(metrics)
-        seconds = self.phases.read()
+        where, held = memory_held(self.device)
+        seconds, gib = self.phases.read_with(held / 2**30)
         if late := self.phases.late(seconds):
-            say("late", str(late))
-        return {**metrics, "phases": seconds}
+            self.tell("late", str(late))
+        return {**metrics, "phases": seconds, "memory": {where: [round(size, 4) for size in gib]}}

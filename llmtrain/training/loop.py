@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +24,7 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import DDPHandler, data_parallel_rank, data_parallel_size, settle_buckets
 from llmtrain.parallel.exchange import average
-from llmtrain.parallel.fsdp import clip_grad_norm, is_sharded
+from llmtrain.parallel.fsdp import clip_grad_norm, is_sharded, weight_norm
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.shards import gathered_rows, same_rows, sharding_of
@@ -32,6 +32,7 @@ from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.instruments import Instruments
 from llmtrain.training.optim import OptimConfig, lr_at
+from llmtrain.training.replay import row_losses
 
 Batches = Sequence[dict[str, torch.Tensor]]
 ForwardBackward = Callable[[Accelerator, nn.Module, Batches, torch.Tensor], torch.Tensor]
@@ -132,10 +133,14 @@ def train(
         _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch),
     ):
         if record.step == 0:
+            record.log({"train/weight_norm": float(weight_norm(accelerator, model))})
             evaluate_now()
         model.train()
         watch.begin(record.step)
         for window in _windows(accelerator, model, train_batches, optim, run, record, watch):
+            if record.is_replayed_next:
+                with eager_code(bool(record.compiled)):
+                    record.keep_row_losses(row_losses(accelerator, model, window, forward))
             watch.before_update(record.step)
             lr = lr_at(record.step, optim)
             for group in optimizer.param_groups:
@@ -155,12 +160,12 @@ def train(
             if run.check_replicas_steps and (saving or due(run.check_replicas_steps if alone == 1 else alone)):
                 check_replicas(accelerator, model)
             if due(run.logging_steps) or due.stop:
-                record.log(watch.read(_metrics(accelerator, update, lr)))
+                record.log(watch.read(_metrics(accelerator, model, window, update, lr)))
             watch.between_updates(record.step)
             with watch.throughput.paused():
                 if due.finished or (due(run.eval_steps) and not due.stop):
                     evaluate_now()
-                if saving:
+                if saving and run.replay_step is None:
                     watch.phases.at("a save")
                     record.save(model, optimizer)
             if due.stop:
@@ -235,7 +240,7 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
             f"{what}. Lower --learning_rate, or allow some with --skip_nonfinite. The newest checkpoint is untouched."
         )
     record.skipped += 1
-    say("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
+    record.incident("skipped", f"{what} ({record.skipped} of --skip_nonfinite {run.skip_nonfinite})")
 
 
 class _Due(NamedTuple):
@@ -276,10 +281,17 @@ def _mean_norm(accelerator: Accelerator, phases: Phases, norm: torch.Tensor) -> 
     return mean
 
 
-def _metrics(accelerator: Accelerator, update: Update, lr: float) -> dict[str, float]:
+def _metrics(accelerator: Accelerator, model: nn.Module, window: Window, update: Update, lr: float) -> dict[str, Any]:
+    """Of an update; ``batch`` tells whether that of another run had the same tokens, and the same labels."""
     nll = accelerator.reduce(update.nll, reduction="sum") / same_rows(accelerator)
-    loss = float(nll / update.tokens.clamp(min=1))
-    return {"train/loss": loss, "train/grad_norm": update.grad_norm, "train/learning_rate": lr}
+    content = accelerator.reduce(window.content, reduction="sum") // same_rows(accelerator)
+    return {
+        "train/loss": float(nll / update.tokens.clamp(min=1)),
+        "train/grad_norm": update.grad_norm,
+        "train/weight_norm": float(weight_norm(accelerator, model)),
+        "train/learning_rate": lr,
+        "batch": "-".join(f"{part:x}" for part in content.tolist()),
+    }
 
 
 def _how_to_accumulate(

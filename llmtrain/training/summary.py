@@ -9,6 +9,7 @@ from llmtrain.console import note
 from llmtrain.errors import first_line
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.observe.curve import loss_curve
+from llmtrain.record.history import read_lines
 
 
 def show_result(folder: Path, question: list[int] | None = None, sampling: Sampling | None = None) -> None:
@@ -21,7 +22,7 @@ def show_result(folder: Path, question: list[int] | None = None, sampling: Sampl
 
 
 def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
-    print(loss_curve(folder))
+    print(loss_curve(read_lines(folder / "metrics.jsonl")))
     model = TextModel(str(folder / "model"))
     if question is not None:
         print("\n--- a question that it was not trained on " + "-" * 40)

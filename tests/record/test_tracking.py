@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from llmtrain.record import tracking
 from llmtrain.record.tracking import Metrics
 from tests.launching import BIN, PYTHON, run
-from tests.wandb_file import read_history
+from tests.wandb_file import read_history, read_records
 
 
 class Tracker:
@@ -26,10 +26,14 @@ class Tracker:
         self.tracker, self.starting_step = self, 0
         self.told: list[dict[str, float]] = []
         self.finished = threading.Event()
+        self.id, self.sent = "abcd1234", []
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.behave(step)
         self.told.append(values)
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.sent.append((artifact.name, artifact.type, sorted(artifact.manifest.entries)))
 
     def finish(self, exit_code: int = 0) -> None:
         self.exit_code = exit_code
@@ -151,6 +155,39 @@ def test_a_tracker_that_goes_on_with_a_run_is_sent_what_it_lacks(opened, tmp_pat
     assert [line["step"] for line in wandb.told] == [2, 3, 4]
     assert wandb.told[-1]["a"] != wandb.told[-1]["a"]
     assert [line["step"] for line in tensorboard.told] == [4]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_finished_model_is_sent_where_that_was_asked_for(asked: bool, opened, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text(name)
+    wandb = Tracker("wandb", nothing)
+    metrics = opened(wandb=wandb)
+    metrics.log_model = asked
+    metrics.close(exit_code=0, model=tmp_path / "model")
+    assert wandb.sent == ([("model-abcd1234", "model", ["config.json", "model.safetensors"])] if asked else [])
+    assert wandb.finished.is_set()
+
+
+def test_the_best_loss_group_and_tags_stand_in_what_wandb_is_told(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_RUN_GROUP", "a sweep")
+    monkeypatch.setenv("WANDB_TAGS", "small,first")
+    metrics = Metrics(accelerator, tmp_path)
+    metrics.start(["wandb"], {"seed": 3, "git_sha": "0" * 39 + "1"}, "run", "abcd1234")
+    for step, loss in enumerate((3.0, 2.0, 2.5)):
+        metrics.write({"step": step, "eval/loss": loss})
+    metrics.close(exit_code=0)
+    (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*-abcd1234.wandb")
+    records = read_records(file)
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.run_group, [*run.tags]) == ("a sweep", ["small", "first"])
+    told = [item for record in records for item in (*record.config.update, *record.summary.update)]
+    values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in told}
+    assert values["git_sha"] == "0" * 39 + "1"
+    assert values["eval/loss"] == {"min": 2}
 
 
 def test_half_a_line_is_not_sent(opened, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

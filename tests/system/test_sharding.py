@@ -22,6 +22,7 @@ from tests.launching import (
     TINY,
     accelerate,
     long_form,
+    metrics,
     read_json,
     run,
     series,
@@ -217,6 +218,10 @@ def assert_went_on(folder: Path, reference: Path, first: int) -> float:
     assert ledger == expected[first - 1 :]
     losses, others = series(folder, "train/loss"), series(reference, "train/loss")
     assert losses == pytest.approx({step: loss for step, loss in others.items() if step >= first}, rel=1e-5)
+    weights, expected = (series(path, "train/weight_norm") for path in (folder, reference))
+    assert weights == pytest.approx({step: expected[step] for step in weights}, rel=1e-5)
+    read, batches = ({line["step"]: line.get("batch") for line in metrics(path)} for path in (folder, reference))
+    assert read == {step: batches[step] for step in read}
     last = folder / "checkpoints" / "step-00000060"
     assert find_fault(last) is None
     for model in (last / "model", folder / "model"):

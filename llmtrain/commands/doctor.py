@@ -1,0 +1,101 @@
+"""Say whether this machine, or several together, can train: versions, devices, the launcher's config, the run's folder,
+servers; and between machines who has come, how fast they send, whose clock and versions differ. For several, start it
+on each with its --machine_rank; or under the launcher: accelerate launch --config_file FILE -m llmtrain doctor. Status
+1 where something is bad."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.errors import UserError
+from llmtrain.launching import read_config
+
+if TYPE_CHECKING:
+    from llmtrain.doctor.here import Finding
+
+_SIGNS = {"good": ("ok", "32"), "doubtful": ("look", "33"), "bad": ("BAD", "31")}  # with their terminal colours
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output_dir", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
+    parser.add_argument("--config_file", metavar="FILE", help="accelerate config that says the four below")
+    parser.add_argument("--num_machines", type=int, metavar="N", help="that are to train together")
+    parser.add_argument("--machine_rank", type=int, metavar="R", help="of this one; the first is 0")
+    parser.add_argument("--main_process_ip", metavar="ADDRESS", help="of the first")
+    parser.add_argument("--main_process_port", type=int, metavar="PORT", help="of the first (default: 29500)")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="for other processes (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print it for a program")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.doctor import here, together
+
+    _act_as_launcher(arguments)
+    output_dir, rank = Path(arguments.output_dir), int(os.environ.get("RANK", "0"))
+    mine = here.findings(output_dir)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(_tell(mine, arguments.json))
+    several = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine += here.address() if several else []
+    met, all_came = together.meet(arguments.wait)
+    status = 1
+    if all_came:
+        found = together.findings(output_dir)
+        everyone = together.gathered((together.here(), mine))
+        status = _tell([*_by_machine(everyone), *met, *found], arguments.json) if rank == 0 else 0
+        together.part()
+    elif met:
+        _tell(mine + met, arguments.json)
+    os._exit(status)  # gloo's threads sometimes abort a process that is done
+
+
+def _act_as_launcher(arguments: argparse.Namespace) -> None:
+    """Set what a launcher of one process a machine would, where several machines are asked for and there is none: a
+    launcher itself waits for a quarter of an hour, without a word, for a machine that does not come."""
+    config = read_config(arguments.config_file) if arguments.config_file else {}
+    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    said = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    machines, rank, address, port = ((config | said).get(name) for name in names)
+    if "WORLD_SIZE" in os.environ or (machines or 1) == 1:
+        return
+    if rank is None or address is None:
+        raise UserError(
+            "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
+        )
+    if not 0 <= int(rank) < int(machines):
+        raise UserError(f"--machine_rank {rank}: of {machines} machines it is from 0 to {int(machines) - 1}.")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
+
+
+def _by_machine(everyone: list) -> list["Finding"]:
+    """What the first process of each machine found; what all found alike once."""
+    firsts = {place.machine: (place, found) for place, found in reversed(everyone)}
+    machines = [firsts[number] for number in sorted(firsts)]
+    result = []
+    for place, found in machines:
+        for one in found:
+            holders = [other for other, theirs in machines if one in theirs]
+            if len(holders) == len(machines):
+                if place is machines[0][0]:
+                    result.append(one)
+            else:
+                result.append(one._replace(said=f"{place.host} (machine {place.machine}): {one.said}"))
+    return result
+
+
+def _tell(found: list["Finding"], as_json: bool) -> int:
+    """Print it; the status to end with."""
+    if as_json:
+        print(json.dumps([one._asdict() for one in found], indent=1))
+    else:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        for one in found:
+            sign, code = _SIGNS[one.level]
+            sign = f"\x1b[{code}m{sign:<5}\x1b[0m" if colour else f"{sign:<5}"
+            print(f"{sign} {one.subject:<11} {one.said}{f' - {one.remedy}' if one.remedy else ''}")
+    sys.stdout.flush()
+    return int(any(one.level == "bad" for one in found))

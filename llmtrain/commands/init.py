@@ -1,0 +1,41 @@
+"""Copy a recipe, and an accelerate config that fits this machine, into a folder of your own to start from. Nothing is
+overwritten."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from llmtrain.errors import UserError
+from llmtrain.launching import gpus, shipped
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
+    parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default) or finetune")
+    parser.add_argument("--config", metavar="NAME", help="such as multi_gpu or cpu_ddp (default: by the GPUs here)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    config = arguments.config or {0: "cpu", 1: "single_gpu"}.get(gpus(), "multi_gpu")
+    sources = [_called("recipe", arguments.recipe), _called("config", config)]
+    folder = Path(arguments.folder)
+    targets = [folder / source.name for source in sources]
+    if taken := [target for target in targets if target.exists()]:
+        raise UserError(f"{taken[0]} exists already; name another folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, target in zip(sources, targets, strict=True):
+            shutil.copyfile(source, target)
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} could not be written: {error.strerror}.") from None
+    recipe, config_file = targets
+    print(f"recipe    {recipe}\nconfig    {config_file}")
+    print(f"start     accelerate launch --config_file {config_file} {recipe}")
+
+
+def _called(kind: str, name: str) -> Path:
+    folder, ending = {"recipe": ("recipes", ".py"), "config": ("accelerate_configs", ".yaml")}[kind]
+    there = sorted(path.stem for path in shipped(folder).glob(f"*{ending}") if path.stem != "__init__")
+    if name.removesuffix(ending) not in there:
+        raise UserError(f"--{kind} {name}: there are {', '.join(there)}.")
+    return shipped(folder) / f"{name.removesuffix(ending)}{ending}"

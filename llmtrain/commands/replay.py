@@ -1,0 +1,109 @@
+"""Make one update of a run again, bit for bit, from the checkpoint before it, and show its rows by their loss. The
+run's own folder is not touched."""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import UserError
+from llmtrain.launching import launcher_of, run_to_end
+
+_WIDTH = 80  # characters of a row's text
+_COMPARED = {
+    "batch": "tokens and labels",
+    "train/loss": "loss",
+    "train/grad_norm": "gradient norm",
+    "train/weight_norm": "weights after it",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="a run's folder")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="the update; the first of a run is 1")
+    parser.add_argument("--rows", type=int, default=10, metavar="N", help="that are shown (default: %(default)s)")
+    parser.add_argument("--config_file", metavar="FILE", help="accelerate config of the run, where it was sharded")
+    parser.add_argument("--json", action="store_true", help="print all rows, for a program")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.record.history import History, read_lines
+
+    history, step = History.of(Path(arguments.run_folder)), arguments.step
+    if not 1 <= step <= history.step:
+        raise UserError(f"--step {step}: this run has made updates 1 to {history.step}.")
+    start = next((start for start in reversed(history.starts) if start.get("step", 0) < step), None)
+    if start is None or not start.get("command"):
+        raise UserError(f"{history.folder}/run.json does not say how the run was started.")
+    source, from_step = _before(history.folder, step)
+    with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
+        again, began = Path(scratch) / "run", time.monotonic()
+        more = ["--replay_step", str(step), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(again)]
+        _launch(start, arguments.config_file, [*more, "--resume_from_checkpoint", source])
+        seconds = time.monotonic() - began
+        rows = json.loads((again / "replay.json").read_text())["rows"]
+        now = next(line for line in read_lines(again / "metrics.jsonl") if _is_of(line, step))
+    then = next((line for line in history.readings if _is_of(line, step)), None)
+    differing = [] if then is None else [key for key in _COMPARED if key in then and then[key] != now[key]]
+    rows.sort(key=lambda row: -row["loss"])
+    decode = _decoder(history.folder)
+    for row in rows:
+        row["text"] = decode(row.pop("tokens"))
+    if arguments.json:
+        same = None if then is None else not differing
+        print(json.dumps({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
+        return
+    print(f"update    {step}, made again from step {from_step} in {seconds:.1f} s")
+    if then is None:
+        print("compared  with nothing: the run has no reading of it (--logging_steps)")
+    elif differing:
+        print("differs   " + "; ".join(f"{_COMPARED[key]}: {then[key]} then, {now[key]} now" for key in differing))
+    else:
+        print(f"the same  {', '.join(_COMPARED.values())}: to the last bit")
+    print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
+    for row in rows[: arguments.rows]:
+        text = json.dumps(row["text"], ensure_ascii=False)[:_WIDTH]
+        print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
+
+
+def _decoder(folder: Path) -> Callable[[list[int]], str]:
+    from llmtrain.models.generation import model_folder, tokenizer_of
+
+    try:
+        return tokenizer_of(model_folder(str(folder))).decode
+    except UserError:  # no checkpoint has been made yet
+        return lambda tokens: " ".join(map(str, tokens))
+
+
+def _is_of(line: dict[str, Any], step: int) -> bool:
+    return line["step"] == step and "train/loss" in line
+
+
+def _before(folder: Path, step: int) -> tuple[str, int]:
+    """What ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step."""
+    from llmtrain.record.checkpoint import checkpoints, find_fault
+
+    for path in reversed(checkpoints(folder / "checkpoints")):
+        at = int(path.name.removeprefix("step-"))
+        if at < step and find_fault(path) is None:
+            return str(path.absolute()), at
+    return "never", 0
+
+
+def _launch(start: dict[str, Any], config_file: str | None, more: list[str]) -> None:
+    recipe, *flags = start["command"]
+    if not Path(recipe).is_file():
+        raise UserError(f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started.")
+    if start.get("sharded") and config_file is None:
+        raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")
+    if "--push_to_hub" in flags:
+        place = flags.index("--push_to_hub")
+        del flags[place : place + 2]
+    variables = {"ACCELERATE_MIXED_PRECISION": start["mixed_precision"], "OMP_NUM_THREADS": str(start["threads"])}
+    command = [*launcher_of(start["processes"], config_file), recipe, *flags, *more]
+    on_cpu = start["device"] == "cpu" and config_file is None
+    run_to_end(command, on_cpu, **{name: os.environ.get(name, value) for name, value in variables.items()})

@@ -1,0 +1,33 @@
+"""Make one HTML page of one or more runs: curves, phases, memory, what differs, checkpoints, and what happened on the
+way. It is one file, and opens without a network."""
+
+import argparse
+import json
+from pathlib import Path
+
+from llmtrain.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where the page goes (default: report.html in the run, or here for several)"
+    )
+    parser.add_argument("--json", action="store_true", help="print what the page says, for a program, and make none")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.record.history import History
+    from llmtrain.report.page import data, html
+
+    runs = [History.of(Path(name)) for name in arguments.runs]
+    if arguments.json:
+        print(json.dumps(data(runs), indent=1))
+        return
+    here = runs[0].folder if len(runs) == 1 else Path()
+    page = Path(arguments.output) if arguments.output else here / "report.html"
+    try:
+        page.write_text(html(runs), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{page} could not be written: {error.strerror}.") from None
+    print(f"report    {page}")

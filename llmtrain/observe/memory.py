@@ -1,0 +1,13 @@
+"""Memory that a process holds while it trains."""
+
+import psutil
+import torch
+
+
+def memory_held(device: torch.device) -> tuple[str, int]:
+    """Where, and how many bytes: of a GPU the most since this was last asked, else what the host holds for it now."""
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return "gpu", most
+    return "host", psutil.Process().memory_info().rss

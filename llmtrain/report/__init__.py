@@ -1,0 +1,1 @@
+"""What runs left, as a page to look at."""

@@ -1,0 +1,41 @@
+"""The rows of one update, each with its loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from llmtrain.data.loader import Window
+from llmtrain.shards import gathered_rows
+
+_TOKENS = 64  # of a row that are shown
+
+
+@torch.no_grad()
+def row_losses(
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    forward: Callable[..., torch.Tensor] | None = None,
+) -> list[dict[str, Any]]:
+    """Of every row of the global batch, as the model stands before the update: ``row``, ``targets`` (tokens of it that
+    are trained), ``loss`` (their mean, nats) and ``tokens`` (the first). All processes call this; it draws no random
+    numbers that the update would have drawn."""
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    compute = forward or accelerator.unwrap_model(model, keep_torch_compile=False)
+    with torch.random.fork_rng(devices):
+        mine = [
+            compute(**{name: column[place : place + 1] for name, column in batch.items()})
+            for batch in window.batches
+            for place in range(len(batch["labels"]))
+        ]
+    ids = torch.cat([batch["input_ids"] for batch in window.batches])[:, :_TOKENS].contiguous()
+    sums = torch.stack([nll.float().reshape(()) for nll in mine])
+    columns = [gathered_rows(accelerator, column).tolist() for column in (window.rows, window.targets, sums, ids)]
+    return [
+        {"row": row, "targets": targets, "loss": nll / max(targets, 1), "tokens": tokens}
+        for row, targets, nll, tokens in zip(*columns, strict=True)
+        if row >= 0
+    ]

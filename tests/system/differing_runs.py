@@ -1,0 +1,90 @@
+"""Run by test_diff.py: many small runs of recipes/gpt.py in one process, each with flags of its own or a known bug.
+
+python differing_runs.py RUNS, a JSON list of {"flags": [...], "plant": NAME or null, "cache": FOLDER}
+"""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+import gpt
+
+from llmtrain.data import loader, text
+from llmtrain.models import gpt as model
+from llmtrain.parallel import fsdp
+from llmtrain.training import loop, optim
+from tests.system import controls
+
+
+def not_clipped(accelerator: Any, model: Any, limit: float) -> torch.Tensor:
+    return fsdp.clip_grad_norm(accelerator, model, 1e9)
+
+
+def mean_of_means(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for batch in batches:
+        nll = model(**batch)
+        accelerator.backward(nll / loop.count_targets(batch["labels"]).clamp(min=1) / len(batches))
+        total += nll.detach()
+    return total
+
+
+class BothEnds(text._Encoder):
+    """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.end = self.end * 2
+
+
+class LastLabel(loader.Collate):
+    """Trains on all but the first half of a row."""
+
+    def __call__(self, items: Any) -> Any:
+        masked = []
+        for slot, row in items:
+            labels = row["labels"].copy()
+            labels[: len(labels) // 2] = -100
+            masked.append((slot, {**row, "labels": labels}))
+        return super().__call__(masked)
+
+
+def with_masked_labels(*arguments: Any) -> Any:
+    batches = loader.train_loader(*arguments)
+    collate = LastLabel(batches.collate_fn.micro_batch)
+    return torch.utils.data.DataLoader(batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate)
+
+
+PLANT: dict[str, tuple[Any, str, Any]] = {
+    "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
+    "a mean of means": (loop, "accumulate", mean_of_means),
+    "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
+    "a token twice": (text, "_Encoder", BothEnds),
+    "masked labels": (gpt, "train_loader", with_masked_labels),
+    "a schedule one late": (loop, "lr_at", lambda step, config: optim.lr_at(max(step - 1, 0), config)),
+    "no clipping": (loop, "clip_grad_norm", not_clipped),
+}
+
+
+def main() -> None:
+    gpt.show_result = lambda folder: None  # type: ignore[attr-defined]
+    for run in json.loads(Path(sys.argv[1]).read_text()):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        loader._order.cache_clear()
+        os.environ["LLMTRAIN_CACHE"] = run["cache"]
+        with controls.patched(*PLANT[run["plant"]]) if run["plant"] else contextlib.nullcontext():
+            gpt.main(run["flags"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""`llmtrain doctor` finds what is planted, and names the machine."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmtrain.doctor import here
+from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, run, wait
+from tests.machines import ADDRESS, FIRST, SECOND, UnavailableError, command, on_machine, two_machines
+from tests.test_cli import ended
+
+
+@pytest.fixture(autouse=True)
+def _no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def alone(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    status, out, err = ended(capsys, "doctor", "--json", *words)
+    assert not err
+    found: dict[str, list[dict[str, str]]] = {}
+    for one in json.loads(out):
+        found.setdefault(one["subject"], []).append(one)
+    return status, found
+
+
+def test_a_machine_that_can_train_has_nothing_bad(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, found = alone(capsys, "--output_dir", str(tmp_path / "runs"))
+    assert status == 0
+    assert {"versions", "launch", "devices", "precision", "memory", "run folder", "wandb", "hub"} == found.keys()
+    assert not [one for ones in found.values() for one in ones if one["level"] == "bad"]
+    assert "torch 2." in found["versions"][0]["said"]
+    assert [*tmp_path.iterdir()] == []
+    status, out, _ = ended(capsys, "doctor", "--output_dir", str(tmp_path))
+    assert all(line.startswith(("ok ", "look ")) for line in out.splitlines())
+
+
+def test_a_version_that_is_too_old_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    true = here.importlib.metadata.version
+    monkeypatch.setattr(here.importlib.metadata, "version", lambda name: "1.0" if name == "accelerate" else true(name))
+    monkeypatch.setattr(here.importlib.metadata, "requires", lambda _: ["accelerate>=1.15", "peft>=9; extra == 'lora'"])
+    status, found = alone(capsys)
+    assert status == 1
+    assert "accelerate is 1.0, and >=1.15 is needed" in found["versions"][0]["said"]
+    assert "peft" not in found["versions"][0]["said"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="needs a folder nobody can write")
+def test_a_folder_that_cannot_be_written_is_bad(capsys: pytest.CaptureFixture) -> None:
+    status, found = alone(capsys, "--output_dir", "/proc/sys/runs")
+    assert status == 1
+    assert found["run folder"][0]["level"] == "bad"
+
+
+def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    status, found = alone(capsys)
+    assert status == 0
+    assert (found["wandb"][0]["level"], found["hub"][0]["level"]) == ("doubtful", "good")
+    assert "does not answer" in found["wandb"][0]["said"]
+
+
+def told(done: Ended) -> str:
+    return "".join(line + "\n" for line in done.out.splitlines() if line[:4] in ("ok  ", "look", "BAD "))
+
+
+def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_path: Path) -> None:
+    words = [*accelerate("cpu_ddp", "--mixed_precision", "no"), "-m", "llmtrain", "doctor"]
+    done = run([*words, "--output_dir", str(tmp_path)]).assert_ok()
+    said = told(done)
+    assert said.count("versions") == 1
+    assert "2 process(es)" in said
+    assert "mixed_precision no (command line)" in said
+    assert "num_processes 2 (config file)" in said
+    assert "2 processes over gloo" in said
+    assert "MB/s" in said
+    assert "is seen by all" in said
+    assert "BAD" not in said
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    try:
+        with two_machines() as names:
+            yield names
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def on_both(machines: list[str], *words: str, env: dict[str, str] | None = None) -> list[Ended]:
+    """The command on each machine; ``env`` is the second's."""
+    processes = []
+    for rank, name in enumerate(machines):
+        where = [
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            str(rank),
+            "--main_process_ip",
+            ADDRESS[FIRST],
+            "--wait",
+            "10",
+        ]
+        variables = {"GLOO_SOCKET_IFNAME": "cable0", **((env or {}) if rank else {})}
+        processes.append(begin(on_machine(name, [*PYTHON, "-m", "llmtrain", "doctor", *where, *words]), env=variables))
+    return [wait(process) for process in processes]
+
+
+def test_two_machines_that_can_train_are_told_so_once(machines: list[str], tmp_path: Path) -> None:
+    first, second = on_both(machines, "--output_dir", str(tmp_path))
+    said = told(first.assert_ok())
+    assert "BAD" not in said
+    assert said.count("versions") == 1
+    assert "2 processes over gloo" in said
+    assert told(second.assert_ok()) == ""
+
+
+def test_a_machine_with_another_version_and_another_folder_is_named(machines: list[str], tmp_path: Path) -> None:
+    """Of a package that stands before the true one on the path of the second machine."""
+    other = tmp_path / "site" / "wandb-0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.1\n")
+    first, _ = on_both(machines, "--output_dir", str(tmp_path), env={"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"})
+    assert first.status == 1
+    bad = [line for line in told(first).splitlines() if line.startswith("BAD") and "wandb: " in line]
+    assert any("(machine 1) has 0.1; the others have" in line for line in bad), told(first)
+
+
+def test_a_machine_whose_way_is_closed_is_named_on_both_sides(machines: list[str], tmp_path: Path) -> None:
+    route = ("blackhole", f"{ADDRESS[FIRST]}/32")
+    command("ip", "-n", SECOND, "route", "add", *route)
+    try:
+        first, second = on_both(machines, "--output_dir", str(tmp_path))
+    finally:
+        command("ip", "-n", SECOND, "route", "delete", *route)
+    assert (first.status, second.status) == (1, 1)
+    assert "rank 1 (machine 1) has not come to 10.231.0.1:29500 in 10 s" in told(first)
+    assert "does not reach 10.231.0.1:29500" in told(second)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--num_machines", "2"], "--main_process_ip"), (["--num_machines", "2", "--machine_rank", "2"], "from 0 to 1")],
+)
+def test_machines_that_are_not_told_apart_are_one_line(words: list[str], says: str, capsys) -> None:
+    more = ["--main_process_ip", "10.0.0.1"] if "--machine_rank" in words else []
+    status, out, err = ended(capsys, "doctor", *words, *more)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert says in err
