@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError
 from llmtrain.launching import read_config
@@ -58,15 +58,16 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.config_file) if arguments.config_file else {}
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     said = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    machines, rank, address, port = ((config | said).get(name) for name in names)
-    if "WORLD_SIZE" in os.environ or (machines or 1) == 1:
+    found: dict[str, Any] = {**config, **said}
+    machines, rank, address, port = (found.get(name) for name in names)
+    if "WORLD_SIZE" in os.environ or machines in (None, 1):
         return
     if rank is None or address is None:
         raise UserError(
             "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
         )
-    if not 0 <= int(rank) < int(machines):
-        raise UserError(f"--machine_rank {rank}: of {machines} machines it is from 0 to {int(machines) - 1}.")
+    if rank not in range(machines):
+        raise UserError(f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 

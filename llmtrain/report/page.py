@@ -66,6 +66,7 @@ def html(runs: Sequence[History]) -> str:
     from plotly.offline import get_plotlyjs
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {}  # whose keys keep their order
     environment.filters["moment"] = _moment
     environment.filters["shown"] = _shown
     drawn, processes = charts(runs), bars(runs)
@@ -150,7 +151,8 @@ def differing(runs: Sequence[History]) -> dict[str, list[str]]:
         of_start = {key: start.get(key) for key in ("processes", "sharded", "device", "mixed_precision", "git_sha")}
         versions = {f"version of {name}": value for name, value in (start.get("versions") or {}).items()}
         made_of = {key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")}
-        sides.append({**run.settings, **of_start, **versions, **made_of})
+        settings = {name: value for name, value in run.settings.items() if name not in ("output_dir", "run_name")}
+        sides.append({**settings, **of_start, **versions, **made_of})
     keys = list(dict.fromkeys(key for side in sides for key in side))
     rows = {key: [side.get(key, _ABSENT) for side in sides] for key in keys}
     return {key: [str(value) for value in row] for key, row in rows.items() if any(v != row[0] for v in row)}

@@ -180,5 +180,9 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
     done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     drawn = re.findall(r'id="(chart-\d|bars)"[^>]*><div class="plot-container', done.stdout)
     assert drawn == [f"chart-{number}" for number in range(len(charts([History.of(run)])))] + ["bars"]
+    legend = re.findall(r'class="legendtext"[^>]*data-unformatted="([^"]*)"', done.stdout)
+    assert [name.split(":")[0] for name in legend[-len(PHASES) :]] == list(PHASES)
+    bar = re.findall(r'class="trace bars".*?fill: rgb\((\d+, \d+, \d+)\)', done.stdout, flags=re.S)
+    assert bar[list(PHASES).index("forward")] == "76, 120, 168"
     curve = re.findall(r'class="js-line"[^>]*stroke: rgb\((\d+), (\d+), (\d+)\)', done.stdout)
     assert ("10", "102", "194") in curve if scheme == "light" else ("92", "171", "255") in curve
