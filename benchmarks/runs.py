@@ -10,10 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 GPT_RECIPE, FINETUNE_RECIPE = "recipes/gpt.py", "recipes/finetune.py"
+
+
+def half() -> str:
+    """The precision where bfloat16 is wanted: a CPU that has no instructions for it takes a hundred times as long."""
+    supported = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bf16" if supported else "no"
+
+
+NAMES = {"bf16": "bf16", "no": "float32"}
 
 
 @contextmanager

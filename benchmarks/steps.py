@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, peer, recipe, scratch
+from benchmarks.runs import GPT_RECIPE, NAMES, half, peer, recipe, scratch
 from llmtrain import say
 
 _FLAGS = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--global_batch_size")
 SHAPES = {  # layers, heads, width, block, batch; vocabulary; precision; updates; target
     "4 x 128, block 64, batch 12, float32": ((4, 4, 128, 64, 12), "byte", 257, "no", 300, ">= 1.15"),
-    "6 x 384, block 256, batch 8, bf16": ((6, 6, 384, 256, 8), "bpe:4096", 4096, "bf16", 40, ">= 1.2"),
+    f"6 x 384, block 256, batch 8, {NAMES[half()]}": ((6, 6, 384, 256, 8), "bpe:4096", 4096, half(), 40, ">= 1.2"),
 }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, newest, peer, run, scratch
+from benchmarks.runs import GPT_RECIPE, half, newest, peer, run, scratch
 from llmtrain import say
 from llmtrain.data.builtin import python_docs
 
@@ -68,7 +68,7 @@ def nanogpt(folder: Path, checkout: Path, settings: list[str], losses: list[floa
 def run_recipe(folder: Path, text: Path, *more: str) -> None:
     data = ["--dataset", str(text), "--tokenizer", "char", "--eval_fraction", "0.1"]
     place = ["--report_to", "none", "--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never"]
-    environment = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": "bf16"}
+    environment = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
     run([sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place, *more], **environment)
 
 

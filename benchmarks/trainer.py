@@ -15,11 +15,11 @@ import datasets
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, launcher, newest, peer, recipe, run, scratch
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, NAMES, half, launcher, newest, peer, recipe, run, scratch
 from llmtrain import DataConfig, prepare
 
 BLOCK, BATCH, UPDATES = 256, 8, 40
-BEST = {"optim": "adamw_torch_fused", "bf16": True}  # of what helps on a CPU; compiled or not, as is faster
+BEST = {"optim": "adamw_torch_fused", "bf16": half() == "bf16"}  # of what helps on a CPU; compiled or not, as is faster
 FLAGS = ["--block_size", str(BLOCK), "--global_batch_size", str(BATCH), "--per_device_train_batch_size", str(BATCH)]
 TEXT = ["--dataset", "builtin:python-docs", "--eval_fraction", "0"]
 LLAMA = LlamaConfig(
@@ -77,7 +77,7 @@ def main() -> None:
             {
                 "ours": partial(recipe, FINETUNE_RECIPE, folder / "run", *flags),
                 "defaults": partial(peer, *trainer),
-                "ours, bf16": partial(recipe, FINETUNE_RECIPE, folder / "run", *flags, precision="bf16"),
+                "ours, half": partial(recipe, FINETUNE_RECIPE, folder / "run", *flags, precision=half()),
                 "best": partial(peer, *trainer, "--flags", json.dumps(BEST)),
                 "best, compiled": partial(peer, *trainer, "--flags", json.dumps(BEST | {"torch_compile": True})),
             },
@@ -95,7 +95,8 @@ def main() -> None:
         )
     work, start = "Llama, 4 layers x 256, block 256", "launch to first update, data cached,"
     best = max("best", "best, compiled", key=lambda name: speed[name].value)
-    against = f"Trainer, {', '.join(BEST)}{best.removeprefix('best')}"
+    flags = [name for name, value in BEST.items() if value]
+    against = f"Trainer, {', '.join(flags)}{best.removeprefix('best')}"
     report(
         "trainer",
         [
@@ -107,7 +108,9 @@ def main() -> None:
                 "tokens/s",
                 ">= 1.3",
             ),
-            Row(f"{work}, bf16", against, speed["ours, bf16"].value, speed[best].value, "tokens/s", ">= 1.05"),
+            Row(
+                f"{work}, {NAMES[half()]}", against, speed["ours, half"].value, speed[best].value, "tokens/s", ">= 1.05"
+            ),
             *(
                 Row(f"{start} {kind}", "Trainer", launched[ours].value, launched[theirs].value, "seconds", "<= 0.85")
                 for kind, ours, theirs in (("Llama", "ours", "theirs"), ("GPT", "our gpt", "their gpt"))
