@@ -45,7 +45,7 @@ verify: $(READY)
 
 # Every lesson, compared with what docs/ddp.md shows: about two minutes on two cores.
 learn: $(READY)
-	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/system/test_migrate.py
+	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/test_pages.py tests/system/test_migrate.py
 .PHONY: learn
 
 # Long campaigns, each the long form of tests that `make test` runs; they end with a scoreboard.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt import GPTConfig as GPTConfig
     from llmtrain.models.lora import LoraConfig as LoraConfig
+    from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.pretrained import ModelConfig as ModelConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.observe.preview import preview as preview
@@ -79,6 +80,7 @@ _HOMES = {
     "shard": "parallel.fsdp",
     "show_result": "training.summary",
     "start_accelerator": "start",
+    "summed_nll": "models.loss",
     "train": "training.loop",
     "train_loader": "data.loader",
 }

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.mixture import Mixture, parts_of
-from llmtrain.data.sources import Source, open_source
+from llmtrain.data.sources import Made, Source, open_source
 from llmtrain.data.table import Written
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
@@ -111,13 +112,18 @@ class Corpus(Protocol):
 
 
 def prepare(
-    config: DataConfig, block_size: int, chat: ChatConfig | None = None, trust_remote_code: bool = False
+    config: DataConfig,
+    block_size: int,
+    chat: ChatConfig | None = None,
+    trust_remote_code: bool = False,
+    records: Callable[[], Iterable[str | dict[str, Any]]] | None = None,
 ) -> PreparedData:
     """Find the prepared rows of this data, tokenizer and block size, or make them.
 
     Every process calls this before the process group exists; one makes the rows while the others wait for its lock.
-    With ``chat``, data that are conversations are prepared as such. Raises :class:`UserError` for bad input, and then
-    leaves nothing behind.
+    With ``chat``, data that are conversations are prepared as such. Where a recipe has data of its own, ``records``
+    yields them, texts or conversations with their fields, always the same ones in the same order; nobody else's are
+    read then. Raises :class:`UserError` for bad input, and then leaves nothing behind.
     """
     spec = config.tokenizer
     assert spec is not None, "a recipe says which tokenizer is meant where nobody named one"
@@ -125,9 +131,13 @@ def prepare(
         tok.vocabulary_size(spec)  # a wrong size is told before any text is read
     if config.mixture:
         parts_of(config.mixture)  # a share too small as well
-    sources = [open_source(name, config) for name in config.dataset]
+    if records is not None:
+        if given(config, "dataset"):
+            raise UserError("--dataset: this recipe has data of its own; leave it out.")
+        config.dataset = [Made(records).name]
+    sources: list[Source] = [Made(records)] if records else [open_source(name, config) for name in config.dataset]
     formats = _formats_of(sources, chat)
-    given, chat = chat, chat if formats[0] != "text" else None
+    asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     vocabulary = pretrained.get_vocab() if pretrained is not None else {}
     if pretrained is not None and chat:
@@ -165,7 +175,7 @@ def prepare(
         prepared.new_tokens = sorted(id for token, id in pretrained.get_vocab().items() if token not in vocabulary)
     if config.mixture:
         prepared.mixture = Mixture(facts.source_rows, config.mixture)
-    _describe(facts, formats, given, found)
+    _describe(facts, formats, asked, found)
     return prepared
 
 

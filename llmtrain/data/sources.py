@@ -1,4 +1,4 @@
-"""Where text comes from: files, the running Python's own documentation, or a dataset of the Hugging Face hub.
+"""Where text comes from: files, the running Python's own documentation, a dataset of the Hugging Face hub, a function.
 
 A source yields records in a fixed order, each with its place for whoever must mend it, and can name its content cheaply
 (``fingerprint``), so that a prepared data set is found again without reading it twice.
@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -158,6 +158,34 @@ class Hub:
             dataset = dataset.select_columns([field])
         for i, fields in enumerate(dataset):
             yield Record(f"{self.name}, row {i}", fields)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a function yields: texts, or records with fields."""
+
+    make: Callable[[], Iterable[str | dict[str, Any]]]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.make, "__name__", "records")
+
+    def fingerprint(self) -> str:
+        """Of the content: whoever changes the function, or what it reads, need not think of a cache."""
+        total = hashlib.sha256()
+        for record in self.make():
+            total.update(json.dumps(record, default=repr).encode() + b"\n")
+        return total.hexdigest()
+
+    def records(self, field: str | None = None) -> Iterator[Record]:
+        for number, record in enumerate(self.make()):
+            place = f"{self.name}(), record {number}"
+            fields = {field or "text": record} if isinstance(record, str) else record
+            if not isinstance(fields, dict):
+                raise UserError(f"{place} is {json.dumps(record, default=repr)[:40]}, neither text nor fields.")
+            if field not in (None, *fields):
+                raise UserError(_no_field(place, str(field), list(fields)))
+            yield Record(place, fields)
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:

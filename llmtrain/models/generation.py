@@ -108,7 +108,7 @@ class TextModel:
                 fresh, cache = ids, None
             out = self.model(torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            token = _draw(out.logits[0, -1].float().cpu(), sampling, generator)
+            token = draw(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.ends:
                 break
             ids, fresh = [*ids, token], [token]
@@ -119,7 +119,8 @@ class TextModel:
                 shown = text
 
 
-def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next token, by its ``logits`` [V]."""
     if sampling.temperature < 1e-6:
         return int(logits.argmax())
     logits = logits / sampling.temperature

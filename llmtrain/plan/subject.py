@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from llmtrain import start
 from llmtrain.config import parse
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.paper import PaperAccelerator, Taken
 
 
@@ -47,7 +47,10 @@ class Subject(NamedTuple):
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     """Of a recipe with these flags. It prepares its data, whose vocabulary is a size of the model, and gets as far as
     where its model would be spread over processes. Raises :class:`UserError` where it does not."""
-    found = runpy.run_path(recipe, run_name="llmtrain.recipe")
+    try:
+        found = runpy.run_path(recipe, run_name="llmtrain.recipe")
+    except Exception as error:  # it is somebody's program, or none
+        raise UserError(f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}") from None
     main, defaults = found.get("main"), found.get("DEFAULTS")
     if main is None or defaults is None:
         raise UserError(f"{recipe} has no main(argv) and DEFAULTS, by which a plan knows it; see recipes/gpt.py.")

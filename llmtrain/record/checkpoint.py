@@ -43,6 +43,8 @@ _SPARE_BYTES = 1 << 24  # for everything that is no tensor
 class ModelWriter(Protocol):
     """How a model becomes a folder, and is restored."""
 
+    tokenizer: Any
+
     @property
     def weights(self) -> str:
         """The name of the file that holds the weights, where it is one."""

@@ -21,6 +21,7 @@ class History(NamedTuple):
     status: dict[str, Any]  # status.json
     readings: list[dict[str, Any]]  # metrics.jsonl
     incidents: list[dict[str, Any]]  # incidents.jsonl
+    samples: list[dict[str, Any]]  # samples.jsonl
     in_progress: bool  # a process holds its lock
 
     @classmethod
@@ -39,6 +40,7 @@ class History(NamedTuple):
             read_object(folder / "status.json"),
             read_lines(folder / "metrics.jsonl"),
             read_lines(folder / "incidents.jsonl"),
+            read_lines(folder / "samples.jsonl"),
             _is_held(folder / ".lock"),
         )
 

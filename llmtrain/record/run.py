@@ -35,7 +35,7 @@ from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
 from llmtrain.shards import fill, gathered_rows, local, of_all_stages
 
-_LEDGERS = ("metrics.jsonl", "rows.jsonl")
+_LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 _TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
 
 
@@ -48,6 +48,8 @@ class RunConfig:
     seed: int = flag(0, "of weights, data order and dropout")
     logging_steps: int = flag(10, "updates between two readings of the training loss")
     eval_steps: int = flag(100, "updates between two evaluations; there is one before the first update and at the end")
+    sample_steps: int = flag(0, "updates between two looks at what the model writes, kept in samples.jsonl; 0: never")
+    sample_prompts: list[str] = flag(["The"], "what it is to continue, or to answer where it has a chat template")
     save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
     save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
     async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
@@ -81,7 +83,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
         require_at_least(self, 2, "save_total_limit")
-        require_at_least(self, 0, "check_replicas_steps")
+        require_at_least(self, 0, "check_replicas_steps", "sample_steps")
         require_at_least(self, 0, "skip_nonfinite")
         require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
@@ -163,6 +165,12 @@ class Run:
         """Write ``replay.json``: the rows of the update at hand."""
         if self.accelerator.is_main_process:
             write_json(self.folder / "replay.json", {"step": self.step + 1, "rows": rows})
+
+    def keep_samples(self, texts: list[str]) -> None:
+        """A line of ``samples.jsonl`` for each prompt."""
+        for prompt, text in zip(self.config.sample_prompts, texts, strict=True):
+            if self.accelerator.is_main_process:
+                append_json_line(self.folder / "samples.jsonl", {"step": self.step, "prompt": prompt, "text": text})
 
     def log_rows(self, rows: torch.Tensor, targets: torch.Tensor) -> None:
         """With ``--log_rows``, one line of ``rows.jsonl``: of each slot of the last update its row, -1 where empty, and

@@ -22,6 +22,7 @@ from accelerate.tracking import GeneralTracker, filter_trackers
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import append_json_line
+from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
 
 TRACKERS = ("wandb", "tensorboard")
@@ -153,6 +154,7 @@ class _Mirror:
         self.ending.wait()
         try:
             if self.tracker.name == "wandb":
+                _send_samples(self.tracker.tracker, self.path.with_name("samples.jsonl"))
                 if self.model is not None:
                     _send_model(self.tracker.tracker, self.model)
                 self.tracker.tracker.finish(exit_code=self.exit_code)
@@ -181,6 +183,16 @@ class _Mirror:
                 reading = _as_numbers(json.loads(line))
                 if reading["step"] >= self.first_step:
                     self.tracker.log(reading, step=reading["step"])
+
+
+def _send_samples(run: Any, path: Path) -> None:
+    """What the model wrote, as a table."""
+    import wandb
+
+    lines = read_lines(path)
+    if lines:
+        columns: list[str | int] = ["step", "prompt", "text"]
+        run.log({"samples": wandb.Table(columns, [[line.get(str(name)) for name in columns] for line in lines])})
 
 
 def _send_model(run: Any, folder: Path) -> None:

@@ -13,6 +13,7 @@ from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, bars, charts, most_memory, names_of
 
 _PAGE = Path(__file__).with_name("page.html")
+_LOOKS = 8  # at what a run wrote
 _ABSENT = "\N{EN DASH}"
 
 
@@ -83,6 +84,7 @@ def html(runs: Sequence[History]) -> str:
         differing=differing(runs),
         incidents=incidents(runs),
         checkpoints=saved(runs),
+        samples=[(number, line) for number, run in enumerate(runs) for line in _spread(run.samples)],
         now=time.time(),
         plotly=get_plotlyjs(),
     )
@@ -194,6 +196,16 @@ def saved(runs: Sequence[History]) -> list[Saved]:
         best = min(measured, key=lambda one: one.held_out or 0.0, default=None)
         found += [one._replace(is_best=one is best) for one in here]
     return found
+
+
+def _spread(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of at most so many updates, the first and the last among them."""
+    steps = sorted({line["step"] for line in samples})
+    places = (
+        {round(place * (len(steps) - 1) / (_LOOKS - 1)) for place in range(_LOOKS)} if len(steps) > _LOOKS else None
+    )
+    shown = {steps[place] for place in places} if places is not None else {*steps}
+    return [line for line in samples if line["step"] in shown and {"prompt", "text"} <= line.keys()]
 
 
 def data(runs: Sequence[History]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +12,9 @@ from llmtrain.data.loader import Window
 from llmtrain.models.loss import count_targets
 from llmtrain.shards import reshard, same_rows
 
+# What a recipe measures of its own on a held-out batch, with the plain model: by name a sum, and what to divide it by.
+Metric = Callable[[Any, dict[str, torch.Tensor]], dict[str, tuple[torch.Tensor, torch.Tensor]]]
+
 
 @torch.no_grad()
 def evaluate(
@@ -19,26 +23,34 @@ def evaluate(
     windows: Iterable[Window],
     text_bytes: int,
     forward: Callable[..., torch.Tensor] | None = None,
+    metric: Metric | None = None,
 ) -> dict[str, float]:
     """Mean negative log-likelihood in nats per token, over all processes.
 
     Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
-    different tokenizers can be compared.
+    different tokenizers can be compared. What a ``metric`` finds is added up alike: ``eval/NAME`` is sum by count.
     """
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64)  # nll in nats, targets
+    plain = accelerator.unwrap_model(model)
+    sums: dict[str, torch.Tensor] = {}  # by name [2]: a sum, and what it is divided by
     for window in windows:
         for batch in window.batches:
-            total[0] += (forward or model)(**batch).item()
-            total[1] += count_targets(batch["labels"]).item()
+            found = metric(plain, batch) if metric is not None else {}
+            found = {"": ((forward or model)(**batch), count_targets(batch["labels"])), **found}
+            for name, pair in found.items():
+                values = torch.tensor([float(number) for number in pair], dtype=torch.float64)
+                sums[name] = sums[name] + values if name in sums else values
     reshard(model)
     model.train()
+    total = torch.stack([*sums.values()])
     if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
         total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / same_rows(accelerator)
-    nll, tokens = total.tolist()
+    (nll, tokens), *others = total.tolist()
     loss = nll / max(tokens, 1)
+    more = zip([*sums][1:], others, strict=True)
     return {
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, 700.0)),
         "eval/bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
+        **{f"eval/{name}": value / max(count, 1) for name, (value, count) in more},
     }

@@ -14,10 +14,12 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.data.loader import Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
+from llmtrain.models.generation import Sampling
 from llmtrain.models.loss import count_targets
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.replicas import check_replicas
@@ -29,13 +31,17 @@ from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.run import Run, RunConfig
 from llmtrain.shards import gathered_rows, same_rows, sharding_of
 from llmtrain.training.compiling import choose, eager_code
-from llmtrain.training.evaluate import evaluate
+from llmtrain.training.evaluate import Metric, evaluate
 from llmtrain.training.instruments import Instruments
 from llmtrain.training.optim import OptimConfig, lr_at
 from llmtrain.training.replay import row_losses
+from llmtrain.training.samples import sample
 
 Batches = Sequence[dict[str, torch.Tensor]]
 ForwardBackward = Callable[[Accelerator, nn.Module, Batches, torch.Tensor], torch.Tensor]
+
+
+_SAMPLE_TOKENS = 64
 
 
 class Update(NamedTuple):
@@ -116,8 +122,10 @@ def train(
     run: RunConfig,
     record: Run,
     eval_bytes: int = 0,
+    metric: Metric | None = None,
 ) -> None:
-    """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way."""
+    """Train from ``record.step`` to ``optim.max_steps``, evaluating, logging and saving on the way. A ``metric`` of the
+    recipe's own is taken in every evaluation."""
     check_can_train(accelerator, model)
     _check_where_it_goes_on(record, optim)
     alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
@@ -127,7 +135,8 @@ def train(
     gradients = watch.phases.before_optimizer(gradients)
     agree = functools.partial(_mean_norm, accelerator, watch.phases) if alone > 1 else None
 
-    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch, forward)
+    measured = forward, metric
+    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch, *measured)
     with (
         watch.heartbeat.beating(),
         _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch),
@@ -165,6 +174,8 @@ def train(
             with watch.throughput.paused():
                 if due.finished or (due(run.eval_steps) and not due.stop):
                     evaluate_now()
+                if run.sample_steps and due(run.sample_steps):
+                    _sample(accelerator, model, run, record, watch)
                 if saving and run.replay_step is None:
                     watch.phases.at("a save")
                     record.save(model, optimizer)
@@ -182,16 +193,24 @@ def _evaluate(
     record: Run,
     watch: Instruments,
     forward: Callable[..., torch.Tensor] | None,
+    metric: Metric | None,
 ) -> None:
     if eval_batches is None:
         return
     began = time.monotonic()
     with eager_code(bool(record.compiled)):
         batches = watch.heartbeat.through(eval_batches, "an evaluation")
-        results = evaluate(accelerator, model, batches, eval_bytes, forward)
+        results = evaluate(accelerator, model, batches, eval_bytes, forward, metric)
     record.deadline.reserve("evaluation", time.monotonic() - began)
     record.log(results)
     watch.progress.evaluated(record.step, results)
+
+
+def _sample(accelerator: Accelerator, model: nn.Module, run: RunConfig, record: Run, watch: Instruments) -> None:
+    watch.phases.at("a sample")
+    with eager_code(bool(record.compiled)):
+        how = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=run.seed)
+        record.keep_samples(sample(accelerator, model, record.files.tokenizer, run.sample_prompts, how))
 
 
 def _windows(
@@ -300,6 +319,7 @@ def _how_to_accumulate(
     """How they are accumulated; says the price of reducing once where the model is sharded: between its micro-batches
     the gradient is not."""
     if is_sharded(accelerator) and sharding_of(accelerator).stages > 1:
+        require(not run.sample_steps, "--sample_steps: the stages of a pipeline write no text; leave it out.")
         return Pipeline(accelerator, model)
     if run.bitwise:
         return BitwiseGradients(model, before_exchange=lambda: phases.at("exchange"))

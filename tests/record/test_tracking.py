@@ -179,6 +179,7 @@ def test_the_best_loss_group_and_tags_stand_in_what_wandb_is_told(
     metrics.start(["wandb"], {"seed": 3, "git_sha": "0" * 39 + "1"}, "run", "abcd1234")
     for step, loss in enumerate((3.0, 2.0, 2.5)):
         metrics.write({"step": step, "eval/loss": loss})
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "The", "text": "The kernel"}\n')
     metrics.close(exit_code=0)
     (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*-abcd1234.wandb")
     records = read_records(file)
@@ -188,6 +189,8 @@ def test_the_best_loss_group_and_tags_stand_in_what_wandb_is_told(
     values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in told}
     assert values["git_sha"] == "0" * 39 + "1"
     assert values["eval/loss"] == {"min": 2}
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json")
+    assert json.loads(table.read_text())["data"] == [[1, "The", "The kernel"]]
 
 
 def test_half_a_line_is_not_sent(opened, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -142,6 +142,14 @@ def test_what_a_run_says_is_text_on_the_page_and_not_markup(run: Path, tmp_path:
     assert page.count("<script>") == 2
 
 
+def test_what_it_wrote_is_shown_as_it_improved(run: Path) -> None:
+    lines = [{"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in range(0, 1000, 10)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of(run)]))
+    assert len(shown) == 8
+    assert (shown[0], shown[-1]) == ("0", "990")
+
+
 def test_the_command_makes_one_file_that_loads_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
     status, out, err = ended(capsys, "report", str(run))
     assert (status, err) == (0, "")

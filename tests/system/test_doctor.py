@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.doctor import here
-from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, run, wait
+from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, UnavailableError, command, on_machine, two_machines
 from tests.test_cli import ended
 
@@ -112,6 +112,7 @@ def on_both(machines: list[str], *words: str, env: dict[str, str] | None = None)
     return [wait(process) for process in processes]
 
 
+@long_form
 def test_two_machines_that_can_train_are_told_so_once(machines: list[str], tmp_path: Path) -> None:
     first, second = on_both(machines, "--output_dir", str(tmp_path))
     said = told(first.assert_ok())
@@ -132,6 +133,7 @@ def test_a_machine_with_another_version_and_another_folder_is_named(machines: li
     assert any("(machine 1) has 0.1; the others have" in line for line in bad), told(first)
 
 
+@long_form
 def test_a_machine_whose_way_is_closed_is_named_on_both_sides(machines: list[str], tmp_path: Path) -> None:
     route = ("blackhole", f"{ADDRESS[FIRST]}/32")
     command("ip", "-n", SECOND, "route", "add", *route)

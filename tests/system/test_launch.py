@@ -77,11 +77,13 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert record["settings"]["n_layer"] == {"value": 2, "from": "command line"}
     assert record["settings"]["dropout"] == {"value": 0.0, "from": "recipe"}
     assert record["identity"]["global_batch_size"] == 8
-    first = metrics(plain_run)[0]
-    assert set(first) == {"step", "tokens", "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
-    assert set(metrics(plain_run)[1]) == {
-        *("step", "tokens", "train/loss", "train/grad_norm", "train/learning_rate"),
-        *("train/tokens_per_second", "train/gradient_syncs", "train/mfu", "phases"),
+    before, first, second, *_ = metrics(plain_run)
+    always = {"step", "tokens", "time"}
+    assert set(before) == {*always, "train/weight_norm"}
+    assert set(first) == {*always, "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    assert set(second) == {
+        *(*always, "train/loss", "train/grad_norm", "train/weight_norm", "train/learning_rate", "batch"),
+        *("train/tokens_per_second", "train/gradient_syncs", "train/mfu", "phases", "memory"),
     }
     assert not list(plain_run.rglob(".tmp-*"))
     assert not [path for path in plain_run.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]

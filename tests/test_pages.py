@@ -1,0 +1,45 @@
+"""docs/runs.md shows what its commands print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT, Ended, run
+from tests.test_lessons import ALL, WRITE
+
+PAGE = ROOT / "docs" / "runs.md"
+
+
+def comparable(text: str) -> list[str]:
+    """Without numbers, and what a machine has of its own; of a row's text nothing."""
+    lines = [re.sub(r'"(?:[^"\\]|\\.)*"?$', "TEXT", line) for line in text.splitlines()]
+    return [" ".join(re.sub(r"[\d.,]+(e-\d+)?", "#", line).split()) for line in lines]
+
+
+@pytest.mark.skipif(not ALL, reason="make learn runs it")
+def test_the_page_about_runs_shows_what_its_commands_print(tmp_path: Path) -> None:
+    page = PAGE.read_text()
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "small.yaml").write_text(settings)
+    (made,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
+
+    def printed(command: str) -> Ended:
+        return run(["bash", "-ec", f"cd {tmp_path}; {command}"], environment)
+
+    printed(made).assert_ok()
+    for block in re.finditer(r"```\n\$ (.*)\n((?:.*\n)*?)```\n", page):
+        done = printed(block[1])
+        assert done.status == (1 if " diff " in block[1] else 0), done.err
+        if WRITE:
+            PAGE.write_text(PAGE.read_text().replace(block[0], f"```\n$ {block[1]}\n{done.out}```\n"))
+        elif block[1] != "llmtrain doctor":
+            assert comparable(done.out) == comparable(block[2])
+        else:
+            assert [line.split()[1] for line in done.out.splitlines()] == [
+                line.split()[1] for line in block[2].splitlines()
+            ]

@@ -1,0 +1,27 @@
+"""Samples are the same whenever they are taken of the same weights, and leave no trace in the run."""
+
+import torch
+from accelerate import Accelerator
+
+from llmtrain import GPT, GPTConfig
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.models.generation import Sampling
+from llmtrain.training.samples import sample
+
+
+def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(accelerator: Accelerator) -> None:
+    texts = ["the kernel waits for the bucket"]
+    tokenizer = as_pretrained(train_tokenizer("char", texts, lambda: iter(texts)), 8)
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5), len(tokenizer), seed=1)
+    model.train()
+    state, how = torch.get_rng_state(), Sampling(max_new_tokens=20, seed=0)
+    first = sample(accelerator, model, tokenizer, ["the k", ""], how)
+    assert sample(accelerator, model, tokenizer, ["the k", ""], how) == first
+    assert len(first) == 2
+    assert all(first)
+    assert {*"".join(first)} <= {*"the kernel waits for the bucket"}
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        model.transformer.wte.weight.add_(torch.randn_like(model.transformer.wte.weight))
+    assert sample(accelerator, model, tokenizer, ["the k", ""], how) != first
