@@ -27,7 +27,7 @@ from tests.launching import ROOT, TINY
 
 _HANG_SECONDS = 60
 GPT, FINETUNE = (runpy.run_path(str(ROOT / "recipes" / name))["main"] for name in ("gpt.py", "finetune.py"))
-NASTY = [
+NASTY = [  # nothing that stands for much of a disk
     "",
     " ",
     "0",
@@ -43,7 +43,6 @@ NASTY = [
     "1,2",
     "é",
     "a b",
-    "../..",
     "\x07",
 ]
 NASTY += [
@@ -53,8 +52,6 @@ NASTY += [
     "$(reboot)",
     "--",
     "-",
-    "~",
-    "/",
     "/dev/null",
     "/proc/self/mem",
     "\N{PILE OF POO}",
