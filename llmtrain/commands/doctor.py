@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.launching import read_config
 
 if TYPE_CHECKING:
@@ -43,10 +43,14 @@ def run(arguments: argparse.Namespace) -> None:
     met, all_came = together.meet(arguments.wait)
     status = 1
     if all_came:
-        found = together.findings(output_dir)
-        everyone = together.gathered((together.here(), mine))
-        status = _tell([*_by_machine(everyone), *met, *found], arguments.json) if rank == 0 else 0
-        together.part()
+        try:
+            found = together.findings(output_dir)
+            everyone = together.gathered((together.here(), mine))
+            status = _tell([*_by_machine(everyone), *met, *found], arguments.json) if rank == 0 else 0
+            together.part()
+        except RuntimeError as error:  # somebody has gone in the middle of it
+            lost = here.Finding(here.BAD, "meeting", f"another process was lost: {first_line(error)}")
+            status = _tell([*mine, *met, lost], arguments.json)
     elif met:
         _tell(mine + met, arguments.json)
     os._exit(status)  # gloo's threads sometimes abort a process that is done

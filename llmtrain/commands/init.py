@@ -2,7 +2,7 @@
 overwritten."""
 
 import argparse
-import shutil
+import re
 from pathlib import Path
 
 from llmtrain.errors import UserError
@@ -25,7 +25,10 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):
-            shutil.copyfile(source, target)
+            text = source.read_text()
+            if arguments.config is None and gpus() > 1:
+                text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus()}", text)
+            target.write_text(text)
     except OSError as error:
         raise UserError(f"{error.filename or folder} could not be written: {error.strerror}.") from None
     recipe, config_file = targets

@@ -1,17 +1,21 @@
-"""Make one update of a run again, bit for bit, from the checkpoint before it, and show its rows by their loss. The
-run's own folder is not touched."""
+"""Make one update of a run again from the checkpoint before it, bit for bit on a CPU or with --bitwise, and show its
+rows by their loss. It starts the recipe that the run was started with; the run's own folder is not touched."""
 
 import argparse
 import json
-import os
+import math
+import re
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError
 from llmtrain.launching import launcher_of, run_to_end
+
+if TYPE_CHECKING:
+    from llmtrain.record.history import History
 
 _WIDTH = 80  # characters of a row's text
 _COMPARED = {
@@ -34,24 +38,28 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.record.history import History, read_lines
 
     history, step = History.of(Path(arguments.run_folder)), arguments.step
-    if not 1 <= step <= history.step:
+    last = history.step + (history.state != "finished")  # the update that ended it may be the one to look at
+    if not 1 <= step <= last:
         raise UserError(f"--step {step}: this run has made updates 1 to {history.step}.")
     start = next((start for start in reversed(history.starts) if start.get("step", 0) < step), None)
     if start is None or not start.get("command"):
         raise UserError(f"{history.folder}/run.json does not say how the run was started.")
-    source, from_step = _before(history.folder, step)
+    source, from_step = _before(history, step)
     with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
         again, began = Path(scratch) / "run", time.monotonic()
         more = ["--replay_step", str(step), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(again)]
-        _launch(start, arguments.config_file, [*more, "--resume_from_checkpoint", source])
+        _launch(history.folder, start, arguments.config_file, [*more, "--resume_from_checkpoint", source])
         seconds = time.monotonic() - began
+        if not (again / "replay.json").exists():
+            raise UserError(f"the recipe ended before update {step}; start it by hand with --replay_step {step}.")
         rows = json.loads((again / "replay.json").read_text())["rows"]
         now = next(line for line in read_lines(again / "metrics.jsonl") if _is_of(line, step))
     then = next((line for line in history.readings if _is_of(line, step)), None)
     differing = [] if then is None else [key for key in _COMPARED if key in then and then[key] != now[key]]
-    rows.sort(key=lambda row: -row["loss"])
+    rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
     decode = _decoder(history.folder)
     for row in rows:
+        row["loss"] = row["loss"] if math.isfinite(row["loss"]) or not arguments.json else None
         row["text"] = decode(row.pop("tokens"))
     if arguments.json:
         same = None if then is None else not differing
@@ -83,27 +91,33 @@ def _is_of(line: dict[str, Any], step: int) -> bool:
     return line["step"] == step and "train/loss" in line
 
 
-def _before(folder: Path, step: int) -> tuple[str, int]:
-    """What ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step."""
+def _before(history: "History", step: int) -> tuple[str, int]:
+    """What ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step; that
+    with which the run itself began counts, too."""
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
-    for path in reversed(checkpoints(folder / "checkpoints")):
-        at = int(path.name.removeprefix("step-"))
-        if at < step and find_fault(path) is None:
+    origin = history.starts[0].get("from")
+    for path in [*reversed(checkpoints(history.folder / "checkpoints")), *([Path(origin)] if origin else [])]:
+        at = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else step
+        if at < step and path.is_dir() and find_fault(path) is None:
             return str(path.absolute()), at
+    if origin:
+        raise UserError(f"no checkpoint before update {step} is left: the run began with {origin}.")
     return "never", 0
 
 
-def _launch(start: dict[str, Any], config_file: str | None, more: list[str]) -> None:
+def _launch(folder: Path, start: dict[str, Any], config_file: str | None, more: list[str]) -> None:
     recipe, *flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started.")
-    if start.get("sharded") and config_file is None:
+    if Path(recipe).resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it."
+        )
+    shares = re.match(r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or "")  # replicas, shards, cuts of matrices
+    if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
         raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")
-    if "--push_to_hub" in flags:
-        place = flags.index("--push_to_hub")
-        del flags[place : place + 2]
     variables = {"ACCELERATE_MIXED_PRECISION": start["mixed_precision"], "OMP_NUM_THREADS": str(start["threads"])}
     command = [*launcher_of(start["processes"], config_file), recipe, *flags, *more]
     on_cpu = start["device"] == "cpu" and config_file is None
-    run_to_end(command, on_cpu, **{name: os.environ.get(name, value) for name, value in variables.items()})
+    run_to_end(command, on_cpu, **variables)

@@ -44,7 +44,7 @@ def _versions() -> Iterator[Finding]:
     here = versions()
     said = ", ".join(f"{name} {here[name]}" for name in ("python", "llmtrain", "torch", "accelerate", "transformers"))
     wrong = []
-    for line in importlib.metadata.requires("llmtrain") or [] if here["llmtrain"] != "absent" else []:
+    for line in _required():
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
@@ -58,6 +58,13 @@ def _versions() -> Iterator[Finding]:
         yield Finding(BAD, "versions", f"{said}; {'; '.join(wrong)}", "pip install --upgrade llmtrain")
     else:
         yield Finding(GOOD, "versions", said)
+
+
+def _required() -> list[str]:
+    try:
+        return importlib.metadata.requires("llmtrain") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path, and not installed
+        return []
 
 
 def _launch() -> Iterator[Finding]:

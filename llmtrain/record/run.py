@@ -89,6 +89,9 @@ class RunConfig:
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
+        if self.replay_step is not None:  # nothing else that a run was asked for is wanted again
+            self.max_hours = self.push_to_hub = self.xray_steps = None
+            self.sample_steps, self.log_model = 0, False
         _ = self.xray_range
         tracker_names(self.report_to)
 
@@ -364,7 +367,7 @@ def open_run(
         saver,
         choice["incarnation"],
     )
-    run.deadline = Deadline.of(config.max_hours)
+    run.deadline = Deadline.of(config.max_hours) if config.replay_step is None else Deadline()
     if choice["checkpoint"]:
         run.resumed_from = Path(choice["checkpoint"])
         run.step, run.tokens = choice["step"], choice["tokens"]

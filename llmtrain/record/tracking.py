@@ -31,7 +31,7 @@ T = TypeVar("T")
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
 _CLOSE_SECONDS = 60  # all trackers
-_MODEL_SECONDS = 3600  # the same, where the model is sent, too
+_MODEL_SECONDS = 1500  # the same, where the model is sent, too: less than processes wait for each other
 _BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
 _OFFLINE = {"mode": "offline", "resume": None}  # holds the whole history: synced, it replaces what is there
 _HAS_EVERYTHING = "metrics.jsonl has everything."
@@ -82,7 +82,7 @@ class Metrics:
         return self.accelerator.trackers[0]
 
     def _open_wandb(self, settings: dict[str, Any], run_name: str, run_id: str) -> GeneralTracker:
-        init = _wandb_settings(self.path.parent, run_name, run_id, self._patience)
+        init = _wandb_settings(self.path.parent, run_name, run_id, _MODEL_SECONDS if self.log_model else _CLOSE_SECONDS)
         with _command_line(redacted(sys.argv)):  # W&B sends it
             try:
                 tracker = self._open("wandb", settings, init)
@@ -106,20 +106,18 @@ class Metrics:
         for mirror in self.mirrors:
             mirror.news.set()
 
-    @property
-    def _patience(self) -> float:
-        return _MODEL_SECONDS if self.log_model else _CLOSE_SECONDS
-
     def close(self, exit_code: int, model: Path | None = None) -> None:
         """Send what is left, and the finished ``model`` where that was asked for, and finish the trackers' runs; one
         that does not get there in time is left behind."""
+        model = model if self.log_model else None
+        patience = _CLOSE_SECONDS if model is None else _MODEL_SECONDS
         for mirror in self.mirrors:
-            mirror.end(exit_code, model if self.log_model else None)
-        until = time.monotonic() + self._patience
+            mirror.end(exit_code, model)
+        until = time.monotonic() + patience
         for mirror in self.mirrors:
             mirror.thread.join(max(0.0, until - time.monotonic()))
             if mirror.thread.is_alive():
-                _note(f"{mirror.tracker.name}: no answer in {self._patience} s, left behind; {_HAS_EVERYTHING}")
+                _note(f"{mirror.tracker.name}: no answer in {patience} s, left behind; {_HAS_EVERYTHING}")
         self.mirrors, self.accelerator.trackers = [], []
 
 
@@ -154,15 +152,21 @@ class _Mirror:
         self.ending.wait()
         try:
             if self.tracker.name == "wandb":
-                _send_samples(self.tracker.tracker, self.path.with_name("samples.jsonl"))
-                if self.model is not None:
-                    _send_model(self.tracker.tracker, self.model)
+                self._send_what_was_made()
                 self.tracker.tracker.finish(exit_code=self.exit_code)
                 _forget_wandb()  # which waits until its file is whole; finish does not
             else:
                 self.tracker.finish()
         except Exception as error:
             _note(f"closing {self.tracker.name}: {first_line(error)}; {_HAS_EVERYTHING}")
+
+    def _send_what_was_made(self) -> None:
+        try:
+            _send_samples(self.tracker.tracker, self.path.with_name("samples.jsonl"))
+            if self.model is not None:
+                _send_model(self.tracker.tracker, self.model)
+        except Exception as error:  # the rest is still to be finished
+            _note(f"{self.tracker.name}: {first_line(error)}; the run's folder has everything.")
 
     def _follow(self) -> None:
         last = False

@@ -44,11 +44,14 @@ class Comparison(NamedTuple):
 
 
 def _series(key: str) -> Read:
-    return lambda run: run.series(key)
+    """What is not finite, for which JSON has no word, is a value, too."""
+    return lambda run: {
+        line["step"]: math.nan if line[key] is None else line[key] for line in run.readings if key in line
+    }
 
 
 def _at_start(key: str) -> Read:
-    return lambda run: {step: value for step, value in run.series(key).items() if step == 0}
+    return lambda run: {step: value for step, value in _series(key)(run).items() if step == 0}
 
 
 def _rows(run: History) -> dict[int, Any]:
@@ -116,8 +119,11 @@ CHAIN = {
 # What rounding may do to a loss where a run is spread otherwise, relative to it; it grows from update to update.
 _ROUNDING = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 _GROWTH = 30  # times, from one reading to the next: what is faster is no rounding
-_LAYOUT = ("processes", "sharded", "device", "threads", "versions")
-_LAYOUT_SETTINGS = ("per_device_train_batch_size", "pipeline_stages", "torch_compile", "gradient_checkpointing")
+_LAYOUT = ("processes", "sharded", "device", "threads", "versions", "host")
+_LAYOUT_SETTINGS = (
+    *("per_device_train_batch_size", "pipeline_stages", "torch_compile", "gradient_checkpointing"),
+    *("bitwise", "ddp_bucket_cap_mb", "ddp_first_bucket_mb", "ddp_static_graph"),
+)
 
 
 def compare(one: History, other: History) -> Comparison:
@@ -174,7 +180,7 @@ def _paired(one: dict[int, Any], other: dict[int, Any]) -> dict[int, tuple[Any, 
 
 
 def _apart(one: float, other: float) -> float:
-    if one == other:
+    if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     return abs(one - other) / max(abs(one), abs(other)) if math.isfinite(one - other) else math.inf
 

@@ -190,7 +190,10 @@ def saved(runs: Sequence[History]) -> list[Saved]:
             manifest, state = read_object(path / MANIFEST), read_object(path / "state.json")
             sizes = [entry.get("bytes", 0) for entry in manifest.values()]
             step = state.get("step", int(path.name.removeprefix("step-")))
-            written = (path / MANIFEST).stat().st_mtime if manifest else path.stat().st_mtime
+            try:
+                written = (path / MANIFEST if manifest else path).stat().st_mtime
+            except OSError:  # a run in progress deletes old ones
+                continue
             here.append(Saved(number, step, written, sum(sizes), state.get("eval_loss"), False))
         measured = [one for one in here if one.held_out is not None]
         best = min(measured, key=lambda one: one.held_out or 0.0, default=None)

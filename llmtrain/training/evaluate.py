@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.data.loader import Window
+from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
 from llmtrain.shards import reshard, same_rows
 
@@ -37,20 +38,25 @@ def evaluate(
         for batch in window.batches:
             found = metric(plain, batch) if metric is not None else {}
             found = {"": ((forward or model)(**batch), count_targets(batch["labels"])), **found}
+            if sums and sums.keys() != found.keys():
+                raise UserError(
+                    f"a metric must have the same names for every batch, not {sorted(sums)} and {sorted(found)}."
+                )
             for name, pair in found.items():
                 values = torch.tensor([float(number) for number in pair], dtype=torch.float64)
                 sums[name] = sums[name] + values if name in sums else values
     reshard(model)
     model.train()
-    total = torch.stack([*sums.values()])
+    names = sorted(sums)  # the first of which is the loss's, ""
+    total = torch.stack([sums[name] for name in names])
     if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
         total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / same_rows(accelerator)
     (nll, tokens), *others = total.tolist()
     loss = nll / max(tokens, 1)
-    more = zip([*sums][1:], others, strict=True)
+    more = zip(names[1:], others, strict=True)
     return {
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, 700.0)),
         "eval/bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
-        **{f"eval/{name}": value / max(count, 1) for name, (value, count) in more},
+        **{f"eval/{name}": value / (count or 1) for name, (value, count) in more},
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,7 @@ def train(
     recipe's own is taken in every evaluation."""
     check_can_train(accelerator, model)
     _check_where_it_goes_on(record, optim)
+    _check_looks(accelerator, model, run, metric)
     alone = accelerator.ddp_handler.config.sync_every  # updates that each process makes by itself, to the average
     watch = Instruments(accelerator, model, run, record, optim.max_steps)
     gradients = _how_to_accumulate(accelerator, model, train_batches, run, watch.phases)
@@ -147,9 +149,7 @@ def train(
         model.train()
         watch.begin(record.step)
         for window in _windows(accelerator, model, train_batches, optim, run, record, watch):
-            if record.is_replayed_next:
-                with eager_code(bool(record.compiled)):
-                    record.keep_row_losses(row_losses(accelerator, model, window, forward))
+            _keep_rows(accelerator, model, window, record, forward)
             watch.before_update(record.step)
             lr = lr_at(record.step, optim)
             for group in optimizer.param_groups:
@@ -174,8 +174,7 @@ def train(
             with watch.throughput.paused():
                 if due.finished or (due(run.eval_steps) and not due.stop):
                     evaluate_now()
-                if run.sample_steps and due(run.sample_steps):
-                    _sample(accelerator, model, run, record, watch)
+                _sample(accelerator, model, run, record, watch, due)
                 if saving and run.replay_step is None:
                     watch.phases.at("a save")
                     record.save(model, optimizer)
@@ -206,7 +205,24 @@ def _evaluate(
     watch.progress.evaluated(record.step, results)
 
 
-def _sample(accelerator: Accelerator, model: nn.Module, run: RunConfig, record: Run, watch: Instruments) -> None:
+def _keep_rows(
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    record: Run,
+    forward: Callable[..., torch.Tensor] | None,
+) -> None:
+    """Where this is the update to be looked at."""
+    if record.is_replayed_next:
+        with eager_code(bool(record.compiled)):
+            record.keep_row_losses(row_losses(accelerator, model, window, forward))
+
+
+def _sample(
+    accelerator: Accelerator, model: nn.Module, run: RunConfig, record: Run, watch: Instruments, due: "_Due"
+) -> None:
+    if not run.sample_steps or not due(run.sample_steps):
+        return
     watch.phases.at("a sample")
     with eager_code(bool(record.compiled)):
         how = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=run.seed)
@@ -250,7 +266,9 @@ def _choose_code(
 def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run: RunConfig, record: Run) -> None:
     """Where the update was not made: raise :class:`UserError` on every rank, or count it if some may be skipped."""
     scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 0.0
-    if math.isfinite(update.grad_norm) or scale >= 1:  # fp16 finds its scale by such updates, but never below 1
+    if (
+        math.isfinite(update.grad_norm) or record.is_replayed_next or scale >= 1
+    ):  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in gathered_rows(accelerator, window.rows).tolist() if row >= 0]
     what = f"update {record.step + 1} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
@@ -319,7 +337,6 @@ def _how_to_accumulate(
     """How they are accumulated; says the price of reducing once where the model is sharded: between its micro-batches
     the gradient is not."""
     if is_sharded(accelerator) and sharding_of(accelerator).stages > 1:
-        require(not run.sample_steps, "--sample_steps: the stages of a pipeline write no text; leave it out.")
         return Pipeline(accelerator, model)
     if run.bitwise:
         return BitwiseGradients(model, before_exchange=lambda: phases.at("exchange"))
@@ -358,6 +375,9 @@ def _check_where_it_goes_on(record: Run, optim: OptimConfig) -> None:
     """Where a named checkpoint goes on under other settings, say them, and what becomes of the learning rate."""
     if record.step > optim.max_steps:
         raise UserError(f"--max_steps {optim.max_steps}: this run goes on from step {record.step}, which is past it.")
+    looked_at = record.config.replay_step
+    if looked_at is not None and not record.step < looked_at <= optim.max_steps:
+        raise UserError(f"--replay_step {looked_at}: there are updates {record.step + 1} to {optim.max_steps} to make.")
     wanted = record.config.xray_range
     if wanted is not None and wanted[-1] > optim.max_steps:
         raise UserError(f"--xray_steps {record.config.xray_steps}: the last update is --max_steps {optim.max_steps}.")
@@ -380,3 +400,18 @@ def check_can_train(accelerator: Accelerator, model: nn.Module) -> None:
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
         )
+    if is_sharded(accelerator) and not all(hasattr(parameter, "stages") for parameter in model.parameters()):
+        raise UserError("this recipe does not shard its model: call llmtrain.shard() before prepare, or use DDP.")
+
+
+def _check_looks(accelerator: Accelerator, model: nn.Module, run: RunConfig, metric: Metric | None) -> None:
+    """Raise :class:`UserError` where what is to be looked at on the way cannot be."""
+    piped = is_sharded(accelerator) and sharding_of(accelerator).stages > 1
+    require(not (piped and run.sample_steps), "--sample_steps: the stages of a pipeline write no text; leave it out.")
+    require(not (piped and metric), "a metric of one's own sees the model, of which a stage of a pipeline has a part.")
+    labels = inspect.signature(accelerator.unwrap_model(model).forward).parameters.get("labels")
+    writes = labels is None or labels.default is not labels.empty
+    require(
+        writes or not run.sample_steps,
+        "--sample_steps: this model gives a loss alone; give labels of its forward a default of None, for logits.",
+    )

@@ -13,6 +13,7 @@ import pytest
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import bars, charts, thinned
+from llmtrain.report.difference import compare
 from llmtrain.report.page import differing, facts, html, incidents
 from tests.test_cli import ended
 
@@ -194,3 +195,15 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
     assert bar[list(PHASES).index("forward")] == "76, 120, 168"
     curve = re.findall(r'class="js-line"[^>]*stroke: rgb\((\d+), (\d+), (\d+)\)', done.stdout)
     assert ("10", "102", "194") in curve if scheme == "light" else ("92", "171", "255") in curve
+
+
+def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_not(run: Path, tmp_path: Path) -> None:
+    lines = [reading(step, step) for step in (1, 2, 3)]
+    starts = [{"time": at(0), "step": 0, "device": "cpu"}]
+    fine = History.of(make(tmp_path / "fine", lines, starts))
+    lines[1] |= {"train/grad_norm": None}
+    bad = History.of(make(tmp_path / "bad", lines, starts))
+    found = compare(fine, bad).first
+    assert found is not None
+    assert (found.link, found.step) == ("norm", 2)
+    assert compare(bad, bad).first is None

@@ -217,7 +217,7 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     folder = tmp_path / "run"
     process = begin([*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
-        wait_for_readings(process, folder, 2)
+        wait_for_readings(process, folder, 3)
         process.send_signal(signal.SIGTERM)
         time.sleep(3.5)  # repeats within 3 s are the launcher's
         assert process.poll() is None, "the first one waits for the step"

@@ -98,8 +98,21 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
     assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
 
 
-def test_a_few_real_updates_correct_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2", "--calibrate")
+def test_a_few_real_updates_correct_a_plan(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        capsys,
+        GPT,
+        *TINY,
+        "--dataset",
+        str(text_file),
+        "--processes",
+        "2",
+        "--device",
+        "cpu",
+        "--per_machine",
+        "2",
+        "--calibrate",
+    )
     guessed = planned(capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2")
     for measured_way, way in zip(found["ways"], guessed["ways"], strict=True):
         assert measured_way["bytes"] == way["bytes"]
