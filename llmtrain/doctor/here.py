@@ -126,13 +126,16 @@ def _memory() -> Iterator[Finding]:
         yield Finding(DOUBTFUL, "memory", f"/dev/shm has {size / 2**20:.0f} MiB, too little for NCCL", remedy)
 
 
+def standing(folder: Path) -> Path:
+    """What is there of a folder that may be yet to be made."""
+    return next(place for place in [folder, *folder.parents, Path()] if place.exists())
+
+
 def _folder(output_dir: Path) -> Iterator[Finding]:
     """Whether a run could be kept there: written, forced to the disk, renamed, locked; and how much."""
     import filelock
 
-    place = output_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = standing(output_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as scratch:
             folder = Path(scratch)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding
+from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding, standing
 from llmtrain.errors import first_line
 from llmtrain.record.provenance import versions
 
@@ -169,9 +169,7 @@ def _links() -> list[Finding]:
 
 def _shared(output_dir: Path) -> list[Finding]:
     """Whether other machines see a run's folder, as rank 0 writes it."""
-    place = output_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = standing(output_dir)
     name = [f".doctor-{os.getpid()}-{time.time_ns()}"]
     dist.broadcast_object_list(name)
     token = place / name[0]

@@ -16,6 +16,7 @@ from llmtrain.data.loader import (
     Slot,
     SlotRows,
     eval_loader,
+    fingerprint,
     slots_of,
     train_loader,
 )
@@ -234,3 +235,16 @@ def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
 
 def test_a_dropout_key_is_the_same_on_every_machine_and_in_every_version():
     assert keys(1, 0, [0, 1]) == [6017775124710473527, 1534736266818221247]
+
+
+def test_a_fingerprint_is_that_of_the_rows_in_any_order_and_of_no_others() -> None:
+    rows = np.random.default_rng(0).integers(-100, 50_000, size=(6, 17))
+    whole = fingerprint(rows)
+    assert fingerprint(rows[::-1]) == fingerprint(rows[:2]) + fingerprint(rows[2:]) == whole
+    exchanged = rows.copy()
+    exchanged[0, 3], exchanged[1, 3] = rows[1, 3], rows[0, 3]  # each place has the same tokens as before
+    assert exchanged[0, 3] != exchanged[1, 3]
+    assert fingerprint(exchanged) != whole
+    shifted = np.concatenate([rows[:, 1:], rows[:, :1]], axis=1)
+    assert fingerprint(shifted) != whole
+    assert fingerprint(rows[:0]) == 0

@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llmtrain.doctor import here
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
-from tests.machines import ADDRESS, FIRST, SECOND, UnavailableError, command, on_machine, two_machines
+from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 from tests.test_cli import ended
 
 
@@ -82,15 +81,6 @@ def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_pa
     assert "MB/s" in said
     assert "is seen by all" in said
     assert "BAD" not in said
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[str]]:
-    try:
-        with two_machines() as names:
-            yield names
-    except UnavailableError as error:
-        pytest.skip(str(error))
 
 
 def on_both(machines: list[str], *words: str, env: dict[str, str] | None = None) -> list[Ended]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,7 @@ from tests.launching import (
     wait,
     wait_for_readings,
 )
-from tests.machines import ADDRESS, FIRST, SECOND, UnavailableError, command, on_machine, two_machines
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[str]]:
-    try:
-        with two_machines() as names:
-            yield names
-    except UnavailableError as error:
-        pytest.skip(str(error))
+from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 
 
 def start_on(machines: list[str], flags: list[str], config: str = "multi_node") -> list[subprocess.Popen]:

@@ -1,0 +1,16 @@
+"""What tests of several machines stand on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.machines import UnavailableError, two_machines
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    try:
+        with two_machines() as names:
+            yield names
+    except UnavailableError as error:
+        pytest.skip(str(error))
