@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from task import BATCH, LEARNING_RATE, UPDATES, base_model, rows, tell
+from task import BATCH, LEARNING_RATE, UPDATES, base_model, leave, rows, tell
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -39,4 +39,6 @@ for step in range(UPDATES):
     if rank == 0:
         tell(step, whole.item() / processes)
 
+dist.barrier()
 dist.destroy_process_group()
+leave()

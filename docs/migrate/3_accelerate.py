@@ -5,7 +5,7 @@ accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/3_a
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from task import BATCH, LEARNING_RATE, UPDATES, base_model, rows, tell
+from task import BATCH, LEARNING_RATE, UPDATES, base_model, leave, rows, tell
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -32,4 +32,6 @@ for step, batch in enumerate(batches):
         tell(step, whole)
 
 assert step + 1 == UPDATES
+accelerator.wait_for_everyone()
 accelerator.end_training()
+leave()

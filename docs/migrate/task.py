@@ -1,5 +1,7 @@
 """What all four steps share: a model that is there already, and rows of text to train it on."""
 
+import os
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -40,3 +42,9 @@ def base_model(folder: str = "runs/migrate-base") -> str:
 def tell(step: int, loss: float) -> None:
     if (step + 1) % 5 == 0:
         print(f"update {step + 1:>2}  loss {loss:.4f}", flush=True)
+
+
+def leave() -> None:
+    """End here and now: left to itself, a process now and then dies of its gloo threads after its work is done."""
+    sys.stdout.flush()
+    os._exit(0)

@@ -19,6 +19,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
 from llmtrain.shards import fill, local
+from llmtrain.start import launch
 from tests.record.test_checkpoint import Files
 
 SHAPES = {"wide": (7, 5), "narrow": (3,), "one": (1, 4), "even": (8, 2)}  # also parts that are uneven, or empty
@@ -84,9 +85,7 @@ def main() -> None:
     found["one disk"] = gives_back(save(alone, 4), 4.0)
     found["files on one disk"] = sorted(path.name for path in (root / "elsewhere").rglob("*.safetensors"))
     (root / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)
