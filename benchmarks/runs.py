@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from llmtrain.start import cpu_has_bfloat16
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -20,8 +22,7 @@ GPT_RECIPE, FINETUNE_RECIPE = "recipes/gpt.py", "recipes/finetune.py"
 
 def half() -> str:
     """The precision where bfloat16 is wanted: a CPU that has no instructions for it takes a hundred times as long."""
-    supported = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bf16" if supported else "no"
+    return "bf16" if torch.cuda.is_available() or cpu_has_bfloat16() else "no"
 
 
 NAMES = {"bf16": "bf16", "no": "float32"}

@@ -179,6 +179,8 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stage
     over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
     how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
+    if cpu and how == "bf16" and not cpu_has_bfloat16():
+        said = ", which this CPU emulates: --mixed_precision no is many times as fast"
     say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
     return accelerator
 
@@ -196,6 +198,12 @@ def _use_cpu(launcher: Launcher) -> bool:
             "(--num_processes), or use accelerate_configs/cpu_ddp.yaml."
         )
     return False
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether products in it have instructions here; else they take up to a hundred times as long."""
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return known is not None and bool(known())
 
 
 def _count(n: int, word: str) -> str:

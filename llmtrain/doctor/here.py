@@ -18,7 +18,7 @@ import torch
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import sync_file, sync_folder
 from llmtrain.record.provenance import versions
-from llmtrain.start import Launcher, check_launch
+from llmtrain.start import Launcher, check_launch, cpu_has_bfloat16
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 _PATIENCE = 5.0  # seconds, of a server elsewhere
@@ -112,8 +112,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi")
     else:
         yield Finding(GOOD, "devices", f"no GPU, {cores} CPU cores")
-    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    said = "float32 and bfloat16" if known is not None and known() else "float32; bfloat16 is emulated here, and slow"
+    said = "float32 and bfloat16" if cpu_has_bfloat16() else "float32; bfloat16 is emulated here, and slow"
     yield Finding(GOOD, "precision", said)
 
 

@@ -1,6 +1,9 @@
 """Tokens a second count what is trained; the share of the peak counts what is computed."""
 
+import itertools
+
 import pytest
+import torch
 from accelerate import Accelerator
 
 from llmtrain import GPT, GPTConfig
@@ -23,3 +26,13 @@ def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(monkeypatch: 
         "train/mfu": pytest.approx(160 / 8 * model.flops_per_token() / 1000),
     }
     assert (counted.tokens, counted.positions) == (0, 0)
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(0.005, 192), (0.0005, 768)])
+def test_the_peak_is_of_a_product_that_takes_no_long_time(
+    seconds: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock) * seconds)
+    peak = throughput.measured_peak(torch.device("cpu"), torch.float32)
+    assert peak == pytest.approx(2 * size**3 / seconds)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.start import cpu_has_bfloat16
 from tests.launching import GPT, PYTHON, TINY, accelerate, metrics, read_json, run, series, torchrun
 from tests.wandb_file import read_history
 
@@ -100,6 +101,7 @@ def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tm
         assert start["mixed_precision"] == "bf16"
         if start["device"] == "cpu":
             assert "over gloo (no GPU here)" in ended.out
+            assert cpu_has_bfloat16() or "which this CPU emulates: --mixed_precision no" in ended.out
     else:
         assert start["processes"] == 1
 
