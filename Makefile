@@ -43,9 +43,9 @@ verify: $(READY)
 	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
 .PHONY: verify
 
-# Every lesson, compared with what docs/ddp.md shows: about two minutes on two cores.
+# Every lesson, compared with what docs/ddp.md shows, and every command of README and docs: minutes on two cores.
 learn: $(READY)
-	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/test_pages.py tests/system/test_migrate.py
+	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/test_pages.py tests/test_blocks.py tests/system/test_migrate.py
 .PHONY: learn
 
 # Long campaigns, each the long form of tests that `make test` runs; they end with a scoreboard.

@@ -4,10 +4,11 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 from llmtrain._version import __version__
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, explained
 
 COMMANDS = {
     "chat": "talk with a model that was fine-tuned on conversations",
@@ -24,6 +25,7 @@ COMMANDS = {
     "verify": "check that a recipe is the same run on another layout, or when it is killed",
     "xray": "show what each process of a recipe does when, and what of its communication is hidden",
 }
+_DEBUG = "show where in the program, or in a recipe that it starts, an error arose"
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
 
 
@@ -33,23 +35,31 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; a :class:`UserError` is one line on stderr and status 2."""
+    """Run one command; a :class:`UserError`, or what else a person can mend, is one line on stderr and status 2."""
+    debug = "--debug" in (sys.argv if argv is None else argv)
     try:
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
+        parser.add_argument("--debug", action="store_true", help=_DEBUG)
         commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
         for name, summary in COMMANDS.items():
             module = importlib.import_module(f"llmtrain.commands.{name}")
             command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
+            command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
         arguments = parser.parse_args(argv)
         arguments.run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `llmtrain generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        line = explained(error)
+        if line is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)

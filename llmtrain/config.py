@@ -55,6 +55,7 @@ def parse(*defaults: Any, argv: list[str] | None = None, description: str | None
     parser = _Parser(defaults, description)
     layers = [("command line", parser.given(argv))]
     config_file = layers[0][1].pop("config", None)
+    layers[0][1].pop("debug", None)  # launch() looks for it itself, as it is to help with this function's errors too
     if config_file is not None:
         layers.insert(0, (config_file, parser.given(_argv_from_yaml(config_file, parser), source=config_file)))
 
@@ -129,6 +130,7 @@ class _Parser(HfArgumentParser):
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
+        self.add_argument("--debug", action="store_true", help="show where in the program an error arose")
         values = {
             field.name: getattr(default, field.name) for default in defaults for field in dataclasses.fields(default)
         }
@@ -178,7 +180,7 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         return []
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"--config {path} must be `flag: value` lines.")
-    names = [option[2:] for option in parser.flags if option not in ("--config", "--help")]
+    names = [option[2:] for option in parser.flags if option not in ("--config", "--debug", "--help")]
     argv, seen = [], set()
     for key_node, value in tree.value:
         key = str(key_node.value)

@@ -1,5 +1,9 @@
 """What went wrong, for the person who can mend it."""
 
+import errno
+import re
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Something the user can mend: one line that says what, where, and what to do instead.
@@ -10,7 +14,80 @@ class UserError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))  # one line, whatever the parts held
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it; IPython asks for this name."""
+        return [f"error: {self}"]
+
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, without its essay."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a device, or of the host: PyTorch's allocator for CPUs raises a plain RuntimeError."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    of_host = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return bool(kinds & {"OutOfMemoryError", "MemoryError"}) or of_host or "can't allocate memory" in str(error)
+
+
+def explained(error: BaseException) -> str | None:
+    """The line for an error of another library whose cause lies outside of the program: a disk, a right, memory, a
+    port, another machine. ``None`` for any other, of which the traceback is wanted."""
+    return next(filter(None, map(_explained, _chain(error))), None)
+
+
+def _explained(error: BaseException) -> str | None:
+    said = first_line(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return (
+            f"out of memory ({said}): make the model or --per_device_train_batch_size smaller, or shard it with "
+            "accelerate_configs/fsdp2.yaml; llmtrain plan says what it needs."
+        )
+    if isinstance(error, OSError) and error.errno in _REMEDIES and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; {_REMEDIES[error.errno]}."
+    if {"DistNetworkError", "DistStoreError"} & {kind.__name__ for kind in type(error).__mro__}:
+        if "EADDRINUSE" in said or "already in use" in said:
+            port = re.search(r"port: (\d+)", said)
+            which = f"port {port[1]}" if port else "the port of the first process"
+            return f"{which} is in use; name another: MASTER_PORT, accelerate's --main_process_port, or --master-port."
+        return f"the processes lost each other ({said}); llmtrain doctor, on each machine, says which way is closed."
+    return None
+
+
+_NO_ROOM = "make room, or name another folder; what was saved before is whole"
+_NO_RIGHT = "name a file or folder that this user may use"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _NO_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_RIGHT),
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+}
+
+
+def hub_said(error: BaseException) -> str:
+    """Why the Hugging Face hub, or a folder in its place, gave or took nothing, and what to do where it is known."""
+    names = {kind.__name__ for one in _chain(error, contexts=True) for kind in type(one).__mro__}
+    remedy = next((remedy for known, remedy in _HUB.items() if known in names), None)
+    return first_line(error) if remedy is None else f"{first_line(error).rstrip('.')}: {remedy}"
+
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_UNREACHED = "the hub cannot be reached; a local folder needs none"
+_HUB = {  # by the names of huggingface_hub's errors, and of those of what it stands on
+    "GatedRepoError": f"accept its terms on its page, and {_LOG_IN}",
+    "RepositoryNotFoundError": f"is the name right? Where it is private, {_LOG_IN}",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it has not been fetched before",
+    **dict.fromkeys(("LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TimeoutException"), _UNREACHED),
+}
+
+
+def _chain(error: BaseException | None, contexts: bool = False) -> Iterator[BaseException]:
+    """An error and what it was raised from; with ``contexts`` also what was being handled when it was raised."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        hidden = error.__suppress_context__ or not contexts
+        error = error.__cause__ or (None if hidden else error.__context__)

@@ -71,12 +71,24 @@ def read_hashed(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """A number that is not finite, which JSON has no word for, becomes null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(content), indent=indent)
+
+
 def append_json_line(path: Path, content: dict[str, Any]) -> None:
-    """One more line; a number that is not finite, which JSON has no word for, becomes null."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    """One more line, as :func:`json_text` has it."""
     try:
         with path.open("a") as file:
-            file.write(json.dumps(plain) + "\n")
+            file.write(json_text(content) + "\n")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 

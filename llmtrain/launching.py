@@ -55,8 +55,10 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def why_it_failed(said: Path) -> str:
-    """What a recipe wrote on stderr, in one line where there is one."""
+    """What a recipe wrote on stderr, in one line where there is one; with ``--debug`` all of it is shown before."""
     text = said.read_text(errors="replace")
+    if "--debug" in sys.argv:
+        print(text, file=sys.stderr)
     lines = re.findall(r"error: (.*)", text)
     return lines[0] if lines else text[-2000:]
 

@@ -20,10 +20,11 @@ import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate import __version__ as accelerate_version
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, explained
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.fsdp import Sharding, is_sharded, let_cpus_shard
 
@@ -143,6 +144,9 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stage
     """
     if paper is not None:
         return paper
+    if "WORLD_SIZE" not in os.environ:  # an earlier run of this process, in a notebook say, is over
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
     ddp = ddp or DDPConfig()
     check_launch()
     launcher = Launcher.find()
@@ -216,12 +220,19 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
     """
     asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    if asked in _SHARED:
+        asked = None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = int(asked) if asked else share
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not asked:
+        _SHARED.add(str(threads))
     return threads
+
+
+_SHARED: set[str] = set()  # what earlier runs of this process wrote into the environment, where nobody asked
 
 
 def _precision(launcher: Launcher, cpu: bool) -> str:
@@ -302,8 +313,8 @@ def launch(main: Callable[[], None]) -> NoReturn:
     """Run a recipe's ``main`` as this process's whole life: the one way out.
 
     A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
-    sometimes abort a process that is already done. :class:`UserError` becomes one line on stderr and status 2, said
-    once over all ranks.
+    sometimes abort a process that is already done. :class:`UserError`, and what else a person can mend, becomes one
+    line on stderr and status 2, said once over all ranks; with ``--debug`` its traceback stands above it.
     """
     status = 0
     if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
@@ -317,18 +328,19 @@ def launch(main: Callable[[], None]) -> NoReturn:
         check_launch()
         main()
         leave_group()
-    except UserError as error:
-        _complain_once(str(error))
-        status = 2
     except KeyboardInterrupt:
         status = 130
     except SystemExit as error:  # --help
         if isinstance(error.code, str):
             complain(error.code)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+    except BaseException as error:
+        line = explained(error)
+        if line is None or "--debug" in sys.argv:
+            traceback.print_exc()
+        if line is not None:
+            _complain_once(line)
+        status = 1 if line is None else 2
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()

@@ -1,3 +1,6 @@
+import errno
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +9,8 @@ import pytest
 
 from llmtrain import __version__
 from llmtrain.cli import COMMANDS, main
+from llmtrain.files import json_text
+from llmtrain.lessons import LESSONS
 from tests.launching import ROOT
 
 
@@ -93,3 +98,41 @@ def test_what_is_not_shipped_is_answered_with_what_is(words: list[str], tmp_path
     assert (status, err.count("\n")) == (2, 1)
     assert ": there are " in err
     assert not (tmp_path / "mine").exists()
+
+
+def test_debug_shows_where_an_error_arose(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, out, err = ended(capsys, "--debug", "runs", str(tmp_path / "nowhere"))
+    assert (status, out) == (2, "")
+    assert "in _list" in err
+    assert err.splitlines()[-1] == f"error: {tmp_path}/nowhere is no folder; name the one that holds runs."
+
+
+def test_a_disk_that_refuses_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "merged")
+
+    monkeypatch.setattr("shutil.copytree", refuse)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    status, _, err = ended(capsys, "export", str(tmp_path / "model"), "--to", str(tmp_path / "to"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "No space left on device; make room" in err
+
+
+def test_every_command_prints_json(capsys: pytest.CaptureFixture) -> None:
+    for name in COMMANDS:
+        assert "--json" in ended(capsys, name, "--help")[1], name
+
+
+def test_json_of_what_is_written_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = json.loads(ended(capsys, "init", str(tmp_path / "mine"), "--config", "cpu_ddp", "--json")[1])
+    assert Path(found["recipe"]).is_file()
+    assert found["start"] == ["accelerate", "launch", "--config_file", found["config"], found["recipe"]]
+    lessons = json.loads(ended(capsys, "learn", "--json")[1])
+    assert [one["lesson"] for one in lessons] == list(LESSONS)
+    assert all(one["title"] for one in lessons)
+
+
+def test_json_has_a_word_for_what_is_not_finite() -> None:
+    text = json_text({"loss": math.inf, "rows": [(math.nan, 1.5)], "same": False})
+    assert json.loads(text) == {"loss": None, "rows": [[None, 1.5]], "same": False}

@@ -284,7 +284,7 @@ def test_a_value_of_the_wrong_kind_is_an_error_that_names_its_flag(argv):
         (OptimConfig, "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
         (RunConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
         (RunConfig, "logging_steps", ["0"], ["1"]),
-        (RunConfig, "eval_steps", ["0"], ["1"]),
+        (RunConfig, "eval_steps", ["-1"], ["0"]),
         (RunConfig, "save_steps", ["0"], ["1"]),
         (RunConfig, "save_total_limit", ["1"], ["2"]),
         (RunConfig, "output_dir", ["", " "], ["x"]),

@@ -1,6 +1,7 @@
 """The house: which room may know which, and what an import costs."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,11 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", llmtrain.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(llmtrain, name) is not None
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    found = getattr(llmtrain, name)
+    said = found if isinstance(found, str) else inspect.getdoc(found)
+    assert said
+    assert not said.startswith(f"{name}("), "a dataclass that says nothing of itself"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -61,6 +61,19 @@ def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_take
     assert f"{size / 1024:.1f} KiB" in lines[30]
 
 
+def test_json_says_what_the_lines_say(run: Path, capsys) -> None:
+    DAMAGE["a truncated file"](run / "checkpoints/step-00000030")
+    _, _, lines = check(capsys, run)
+    status, out, _ = ended(capsys, "runs", "check", str(run), "--json")
+    found = json.loads(out)
+    assert (status, found["well"]) == (1, False)
+    assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
+    assert found["checkpoints"][0]["fault"] in lines[30]
+    assert [one["taken"] for one in found["checkpoints"]] == [False, True, False]
+    assert [one["held_out"] for one in found["checkpoints"]] == [LOSSES[step] for step in (30, 20, 10)]
+    assert "asked to stop by SIGTERM" in found["standing"]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(damage: str, run: Path, capsys) -> None:
     DAMAGE[damage](run / "checkpoints/step-00000030")
@@ -224,7 +237,7 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path
 
 
 def test_a_folder_that_cannot_be_read_is_one_line(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Path) -> bool:
+    def denied(path: Path, _: bool) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(runs, "_check", denied)

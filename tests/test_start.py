@@ -60,7 +60,10 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
+    monkeypatch.setattr(start, "_SHARED", set())
     assert start._share_threads(Launcher([], {}, {})) == 2
+    for bitwise, threads in ((True, 1), (False, 2)):  # other runs of one process, which find what the last one wrote
+        assert start._share_threads(Launcher([], {}, dict(start.os.environ)), bitwise) == threads
     assert start._share_threads(Launcher([], {}, {"OMP_NUM_THREADS": "3"})) == 3
     assert start._share_threads(Launcher([], {"num_cpu_threads_per_process": 5}, {})) == 5
     assert start.torch.get_num_threads() == 5

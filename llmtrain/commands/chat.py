@@ -2,14 +2,17 @@
 empty line or the end of the input."""
 
 import argparse
+import json
 import sys
 
 from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
+from llmtrain.console import note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--json", action="store_true", help="print each answer as a line for a program")
     add_sampling_arguments(parser)
 
 
@@ -21,26 +24,27 @@ def run(arguments: argparse.Namespace) -> None:
     model.check_chats()
     told = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(told)
-    while line := _next_line(again=len(messages) > len(told)):
+    while line := _next_line(len(messages) > len(told), silently=arguments.json):
         messages.append({"role": "user", "content": line})
         dropped, prompt = model.fitting_prompt(messages, len(told), sampling.max_new_tokens)
         if dropped:
-            print(f"(the first {dropped} messages no longer fit into what the model can look at)")
+            note(f"the first {dropped} messages no longer fit into what the model can look at")
             del messages[len(told) : len(told) + dropped]
         if len(prompt) >= model.context:
-            print(f"(these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less)")
+            note(f"these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less")
             messages.pop()
             continue
         answer = ""
         for piece in model.stream(prompt, sampling):
-            print(piece, end="", flush=True)
+            if not arguments.json:
+                print(piece, end="", flush=True)
             answer += piece
-        print(flush=True)
         messages.append({"role": "assistant", "content": answer})
+        print(json.dumps(messages[-1]) if arguments.json else "", flush=True)
 
 
-def _next_line(again: bool) -> str:
+def _next_line(again: bool, silently: bool) -> str:
     """What the person says; nothing where there is no more. A pipe is read silently."""
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() and not silently:
         print("\n> " if again else "> ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")

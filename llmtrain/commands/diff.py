@@ -2,9 +2,10 @@
 the cause (status 1); or that they are the same run, but for rounding where they were spread otherwise (status 0)."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
+
+from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         first = found.first._asdict() if found.first else None
         partings = [parting._asdict() for parting in found.all]
-        print(json.dumps(found._asdict() | {"first": first, "all": partings}, indent=1))
+        print(json_text(found._asdict() | {"first": first, "all": partings}, indent=1))
     else:
         print("\n".join(lines((arguments.one, arguments.other), found)))
     sys.exit(0 if found.first is None and found.readings else 1)

@@ -4,13 +4,13 @@ on each with its --machine_rank; or under the launcher: accelerate launch --conf
 1 where something is bad."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import json_text
 from llmtrain.launching import read_config
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _by_machine(everyone: list) -> list["Finding"]:
 def _tell(found: list["Finding"], as_json: bool) -> int:
     """Print it; the status to end with."""
     if as_json:
-        print(json.dumps([one._asdict() for one in found], indent=1))
+        print(json_text([one._asdict() for one in found], indent=1))
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         for one in found:

@@ -1,6 +1,7 @@
 """Write text with a trained model, streaming."""
 
 import argparse
+import json
 
 from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
 
@@ -8,6 +9,7 @@ from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")
+    parser.add_argument("--json", action="store_true", help="print the prompt and what follows, for a program")
     add_sampling_arguments(parser)
 
 
@@ -16,6 +18,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     sampling = sampling_of(arguments)
     model = TextModel(model_folder(arguments.model))
+    if arguments.json:
+        text = "".join(model.stream(arguments.prompt, sampling))
+        print(json.dumps({"prompt": arguments.prompt, "text": text}))
+        return
     print(arguments.prompt, end="", flush=True)
     for piece in model.stream(arguments.prompt, sampling):
         print(piece, end="", flush=True)

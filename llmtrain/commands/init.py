@@ -2,7 +2,9 @@
 overwritten."""
 
 import argparse
+import json
 import re
+import shlex
 from pathlib import Path
 
 from llmtrain.errors import UserError
@@ -13,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
     parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default) or finetune")
     parser.add_argument("--config", metavar="NAME", help="such as multi_gpu or cpu_ddp (default: by the GPUs here)")
+    parser.add_argument("--json", action="store_true", help="print what was written for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -32,8 +35,12 @@ def run(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"{error.filename or folder} could not be written: {error.strerror}.") from None
     recipe, config_file = targets
+    command = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
+    if arguments.json:
+        print(json.dumps({"recipe": str(recipe), "config": str(config_file), "start": command}))
+        return
     print(f"recipe    {recipe}\nconfig    {config_file}")
-    print(f"start     accelerate launch --config_file {config_file} {recipe}")
+    print(f"start     {shlex.join(command)}")
 
 
 def _called(kind: str, name: str) -> Path:

@@ -2,12 +2,12 @@
 hours, for each way to spread the model over the processes. Nothing is trained, and no weight is in memory."""
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.commands.recipe import own_and_recipes, take_recipe
 from llmtrain.devices import USUAL_MFU
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     asked = Asked(**{name: value for name, value in vars(arguments).items() if name in Asked._fields})
     found = plan(asked)
     if arguments.json:
-        print(json.dumps(plain(found), indent=1))
+        print(json_text(plain(found), indent=1))
     else:
         _print(arguments, found)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.launching import launcher_of, run_to_end
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["text"] = decode(row.pop("tokens"))
     if arguments.json:
         same = None if then is None else not differing
-        print(json.dumps({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
+        print(json_text({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
         return
     print(f"update    {step}, made again from step {from_step} in {seconds:.1f} s")
     if then is None:

@@ -2,10 +2,10 @@
 way. It is one file, and opens without a network."""
 
 import argparse
-import json
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     runs = [History.of(Path(name)) for name in arguments.runs]
     if arguments.json:
-        print(json.dumps(data(runs), indent=1))
+        print(json_text(data(runs), indent=1))
         return
     here = runs[0].folder if len(runs) == 1 else Path()
     page = Path(arguments.output) if arguments.output else here / "report.html"

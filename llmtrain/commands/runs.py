@@ -3,22 +3,22 @@ checkpoints are whole (status 0, else 1). Nothing is changed."""
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import read_object
+from llmtrain.files import json_text, read_object
 from llmtrain.record.history import History, runs_in
 
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "llmtrain runs [FOLDER] [--json]\n       llmtrain runs check RUN"
+    parser.usage = "llmtrain runs [FOLDER] [--json]\n       llmtrain runs check RUN [--json]"
     parser.add_argument(
         "words",
         nargs="*",
@@ -26,20 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what holds the runs to list (default: runs); or check, and a run, its checkpoints folder or a "
         "checkpoint, of which each file is read and compared with its hash",
     )
-    parser.add_argument("--json", action="store_true", help="print the list for a program")
+    parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
     checks = arguments.words[:1] == ["check"]
     folders = arguments.words[1:] if checks else arguments.words or ["runs"]
-    if len(folders) != 1 or (checks and arguments.json):
-        raise UserError("write llmtrain runs [FOLDER] [--json] or llmtrain runs check RUN.")
+    if len(folders) != 1:
+        raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
     path = Path(folders[0])
     try:
         if not checks:
             _list(path, arguments.json)
         else:
-            sys.exit(0 if _check(path) else 1)
+            sys.exit(0 if _check(path, arguments.json) else 1)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
 
@@ -50,7 +50,7 @@ def _list(path: Path, as_json: bool) -> None:
         raise UserError(f"{path} is no folder; name the one that holds runs.")
     runs = sorted((History.of(folder) for folder in runs_in(path)), key=History.age)
     if as_json:
-        print(json.dumps([_facts(run) for run in runs], indent=1))
+        print(json_text([_facts(run) for run in runs], indent=1))
         return
     if not runs:
         raise UserError(f"{path} holds no runs.")
@@ -78,7 +78,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _check(path: Path) -> bool:
+def _check(path: Path, as_json: bool) -> bool:
     """Print what there is to say; whether all is well."""
     from llmtrain.record.checkpoint import MANIFEST, checkpoints
 
@@ -95,53 +95,63 @@ def _check(path: Path) -> bool:
     home = folder.parent
     history = History.found(home)
     status, in_progress = history.status, history.in_progress
-    _say("run", f"{home}: {history.standing()}")
-    well = _check_each(found, history.record.get("identity_sha256"), alone)
-    if alone:
+    aside = [] if alone else sorted(folder.glob("damaged-*"))
+    leftovers = [] if alone else sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])
+    state, step = status.get("state"), status.get("step")
+    # said to run at a step when it is saved
+    lost = not found and bool(aside or state in _WITH_CHECKPOINT or (state == "running" and step))
+    checked = _checked(found, history.record.get("identity_sha256"), alone)
+    if as_json:
+        each = list(checked)
+        well = not lost and not any(one["fault"] for one in each)
+        left = {"set_aside": [other.name for other in aside], "leftovers": [other.name for other in leftovers]}
+        whole = {"run": str(home), "standing": history.standing(), "well": well, "checkpoints": each, **left}
+        print(json_text(whole, indent=1))
         return well
-    aside = sorted(folder.glob("damaged-*"))
+    _say("run", f"{home}: {history.standing()}")
+    well = not lost
+    if found:
+        print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
+    for one in checked:
+        held_out = "" if one["held_out"] is None else f"{one['held_out']:.4f}"
+        says = [one["fault"] or "whole"]
+        says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one["best"]
+        line = f"{one['step']:>10}{_size(one['bytes']):>12}  {one['written']:<19}{held_out:>10}"
+        print(f"{line}  {'; '.join(says)}", flush=True)
+        well = well and one["fault"] is None
     for other in aside:
         _say("set aside", f"{other.name}: a resume found it damaged")
-    for other in sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")]):
+    for other in leftovers:
         what = "is being written or deleted" if in_progress else "left half-written; the next start deletes it"
         _say("leftover", f"{other.name} {what}")
-    if found:
-        return well
-    state, step = status.get("state"), status.get("step")
-    if aside or state in _WITH_CHECKPOINT or (state == "running" and step):  # said to run at a step when it is saved
-        _say("none", f"no checkpoint is left in {folder}")
-        return False
-    _say("none", "no checkpoint has been made yet")
-    return True
+    if not found:
+        _say("none", f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet")
+    return well
 
 
-def _check_each(found: list[Path], identity: str | None, alone: bool) -> bool:
-    """Print a line for each, newest first; whether all are whole."""
+def _checked(found: list[Path], identity: str | None, alone: bool) -> Iterator[dict[str, Any]]:
+    """Each checkpoint, the newest first, as soon as it has been read."""
     from llmtrain.record.checkpoint import find_fault
 
     losses = {path: loss for path in found if (loss := _loss(path)) is not None}
     best = min(losses, key=lambda path: losses[path], default=None)
-    well, taken = True, None
-    if found:
-        print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
+    taken = None
     for path in reversed(found):
-        step = path.name.removeprefix("step-").lstrip("0") or "0"
-        held_out = f"{losses[path]:.4f}" if path in losses else ""
-        line = f"{step:>10}{_size(path):>12}  {_time(path):<19}{held_out:>10}"
+        number = path.name.removeprefix("step-")
+        facts: dict[str, Any] = {
+            "step": int(number) if number.isdecimal() else number,
+            "bytes": _bytes(path),
+            "written": _time(path),
+            "held_out": losses.get(path),
+        }
         fault = find_fault(path)
         if fault is None and identity not in (None, read_object(path / "state.json").get("identity_sha256")):
             fault = "it belongs to another run"
         if not path.exists():  # a run in progress deletes old ones
             continue
-        well = well and fault is None
-        says = [fault or "whole"]
         if not alone and fault is None and taken is None:
             taken = path
-            says.append("a resume takes this one")
-        if not alone and path == best:
-            says.append("best held-out loss")
-        print(f"{line}  {'; '.join(says)}", flush=True)
-    return well
+        yield {**facts, "fault": fault, "taken": path == taken, "best": not alone and path == best}
 
 
 def _loss(path: Path) -> float | None:
@@ -149,10 +159,13 @@ def _loss(path: Path) -> float | None:
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def _size(path: Path) -> str:
-    size = 0.0
+def _bytes(path: Path) -> int:
     with contextlib.suppress(OSError):
-        size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+        return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    return 0
+
+
+def _size(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

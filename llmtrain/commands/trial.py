@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmtrain.commands.recipe import check_recipe
 from llmtrain.errors import UserError
 from llmtrain.launching import gpus, kill, launcher_of, read_config, why_it_failed
 from llmtrain.record.history import read_lines
@@ -72,7 +71,6 @@ class Trial:
     """Starts the recipe as often as it takes, always with the same flags but for the layout and the folder."""
 
     def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
-        check_recipe(arguments.recipe)
         self.arguments, self.steps = arguments, steps
         self.config = read_config(arguments.config_file) if arguments.config_file else {}
         self.layouts = [Asked.parse(part) for part in (arguments.layouts or str(self._at_hand())).split(",")]
@@ -182,12 +180,8 @@ class Outcome(NamedTuple):
                 ]
         return []
 
-    def print_headings(self) -> None:
-        print(f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}")
-        print(f"{self.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{self.digest[:7]:>8}")
-
-    def compare(self, other: "Outcome", same_bits: bool) -> list[str]:
-        """Print a line of the table; return what is wrong with ``other``."""
+    def compare(self, other: "Outcome", same_bits: bool) -> "Comparison":
+        """What ``other`` has in common with this one, and what is wrong with it."""
         loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
         same_rows = self.rows == other.rows
         deviations = {key: _deviation(self.series[key], other.series[key]) for key in self.series}
@@ -196,10 +190,6 @@ class Outcome(NamedTuple):
         weights = (moved / sum(float(weight.square().sum()) for weight in self.weights.values())) ** 0.5
         loss = max(deviations[key] for key in ("train/loss", "eval/loss", "eval/bits_per_byte"))
         norm = deviations["train/grad_norm"]
-        print(
-            f"{other.name:<18}{'same' if same_rows else 'OTHER':>8}{loss:>11.1e}{norm:>11.1e}{weights:>11.1e}"
-            f"{other.digest[:7]:>8}"
-        )
         wrong = []
         if not same_rows:
             step = min(step for step in self.rows if self.rows.get(step) != other.rows.get(step))
@@ -217,7 +207,31 @@ class Outcome(NamedTuple):
             wrong.append(f"{other.name}: gradients are reduced {syncs} times an update, where once is enough")
         if same_bits and self.digest != other.digest:
             wrong.append(f"{other.name}: other bits of weights or optimizer")
-        return wrong
+        return Comparison(other.name, same_rows, loss, norm, weights, other.digest, wrong)
+
+
+class Comparison(NamedTuple):
+    """A run beside the first: the largest relative deviations of any step."""
+
+    layout: str
+    same_rows: bool
+    loss: float
+    grad_norm: float
+    weights: float
+    digest: str
+    wrong: list[str]
+
+
+def table(reference: Outcome, others: list[Comparison]) -> list[str]:
+    lines = [
+        f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}",
+        f"{reference.name:<18}{'':>8}{'':>11}{'':>11}{'':>11}{reference.digest[:7]:>8}",
+    ]
+    for one in others:
+        rows = "same" if one.same_rows else "OTHER"
+        numbers = f"{one.loss:>11.1e}{one.grad_norm:>11.1e}{one.weights:>11.1e}"
+        lines.append(f"{one.layout:<18}{rows:>8}{numbers}{one.digest[:7]:>8}")
+    return lines
 
 
 def _deviation(one: dict[int, float], other: dict[int, float]) -> float:

@@ -6,9 +6,12 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from llmtrain.commands.trial import Asked, Trial, last_step
+from llmtrain.commands.recipe import own_and_recipes, take_recipe
+from llmtrain.commands.trial import Asked, Comparison, Outcome, Trial, last_step, table
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["layout", "resume"],
         help="layout: one process against others; resume: a run that is killed against one that is not",
     )
-    parser.add_argument("recipe", help="the recipe's file; flags that follow are the recipe's")
+    take_recipe(parser, _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="P[xAxM],...",
@@ -30,19 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--float64", action="store_true", help="compute in float64, where rounding cannot hide a wrong factor"
     )
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print what was found for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    own_and_recipes(arguments)
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
-        failures = {"layout": _layout, "resume": _resume}[arguments.what](arguments, Path(scratch))
-    for fault in failures:
-        print(fault)
-    print("FAILED: not the same run" if failures else "passed: the same run")
+        found = {"layout": _layout, "resume": _resume}[arguments.what](arguments, Path(scratch))
+    failures = found.failed + [fault for other in found.others for fault in other.wrong]
+    if arguments.json:
+        first = {"layout": found.reference.name, "digest": found.reference.digest}
+        others = [other._asdict() for other in found.others]
+        facts = {"same": not failures, "reference": first, "others": others, "failures": failures}
+        facts["history"] = found.history
+        print(json_text(facts, indent=1))
+    else:
+        for line in [*found.history, *table(found.reference, found.others), *failures]:
+            print(line)
+        print("FAILED: not the same run" if failures else "passed: the same run")
     sys.exit(1 if failures else 0)
 
 
-def _layout(arguments: argparse.Namespace, scratch: Path) -> list[str]:
+class _Found(NamedTuple):
+    reference: Outcome
+    others: list[Comparison]
+    failed: list[str]  # what is wrong beside what a comparison shows
+    history: list[str]
+
+
+def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
     steps = arguments.steps or 5
     trial = Trial(arguments, steps, save_steps=steps)
     layouts = trial.layouts
@@ -59,11 +81,10 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> list[str]:
             others.append(trial.run(layout, scratch / f"{i}"))
         except UserError as error:  # it works on the first layout and not on this one
             failures.append(str(error))
-    reference.print_headings()
-    return failures + [fault for other in others for fault in reference.compare(other, reference.bitwise)]
+    return _Found(reference, [reference.compare(other, reference.bitwise) for other in others], failures, [])
 
 
-def _resume(arguments: argparse.Namespace, scratch: Path) -> list[str]:
+def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     steps = arguments.steps or 20
     if steps < 4:
         raise UserError(f"--steps {steps} are too few to be killed among and go on; use 4 or more.")
@@ -81,8 +102,8 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> list[str]:
         killed_at = trial.kill_after(trial.begin(layout, folder), folder, step)
         history.append(f"{layout}, killed after update {killed_at}")
     resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
-    print("; ".join([*history, f"{starts[-1]} to the end, update {steps}"]))
-    straight.print_headings()
+    history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
     began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
-    return lost + straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)
+    compared = straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)
+    return _Found(straight, [compared], lost, history)

@@ -23,6 +23,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="those to show; the first are not like others (%(default)s)",
     )
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the recipe is launched with")
+    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -41,6 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     command = [*launcher_of(processes, arguments.config_file), arguments.recipe, *arguments.flags, *words]
     run_to_end(command, on_cpu=not arguments.config_file and processes > gpus())
     found = folder / "xray"
+    if arguments.json:
+        print((found / "summary.json").read_text())
+        return
     print((found / "table.txt").read_text())
     print(f"{found}/timeline.html shows it; {found}/trace.json is for ui.perfetto.dev or chrome://tracing")
 

@@ -8,6 +8,8 @@ from llmtrain.config import flag, require, require_at_least
 
 @dataclass
 class DataConfig:
+    """Texts, their tokenizer, and how many rows of them make an update. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "data"
 
     dataset: list[str] = flag(

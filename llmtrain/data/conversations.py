@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChatConfig:
+    """How records become conversations, and what of them is trained. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "conversations"
 
     format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
 from llmtrain.data.config import DataConfig
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, hub_said
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 
@@ -144,7 +144,7 @@ class Hub:
             return datasets.load_dataset(self.name, self.config_name, split="train")
         except Exception as error:  # the hub has many ways to say no
             raise UserError(
-                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {first_line(error)}"
+                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {hub_said(error)}"
             ) from None
 
     def fingerprint(self) -> str:

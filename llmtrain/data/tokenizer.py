@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, hub_said
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +89,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
-            f"failed: {first_line(error)}"
+            f"failed: {hub_said(error)}"
         ) from None
     if not tokenizer.is_fast:
         raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, hub_said
 from llmtrain.models.lora import adapted_model, is_adapter
 from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
 
@@ -51,7 +51,7 @@ class TextModel:
         except UserError:
             raise
         except Exception as error:  # each library has its own ways to refuse a folder
-            raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
+            raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
         if torch.cuda.is_available():
             self.model = self.model.to("cuda")
         self.context = getattr(self.model.config, "max_position_embeddings", None) or 2**31
@@ -137,7 +137,7 @@ def tokenizer_of(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, **DATA_ONLY)
     except Exception as error:  # each library has its own ways to refuse a folder
-        raise UserError(f"{name}: no model could be loaded: {first_line(error)}") from None
+        raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
 
 
 def holds_model(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import flag, require, require_at_least
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
 from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
@@ -25,6 +25,8 @@ _INIT_STD = 0.02
 
 @dataclass
 class GPTConfig:
+    """The size of a GPT. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "model"
 
     n_layer: int = flag(4, "transformer blocks")
@@ -254,7 +256,7 @@ class GPT(nn.Module):
         try:
             config = AutoConfig.from_pretrained(name, **DATA_ONLY)
         except (OSError, ValueError) as error:
-            raise UserError(f"{name} is no model folder or hub name: {first_line(error)}") from None
+            raise UserError(f"{name} is no model folder or hub name: {hub_said(error)}") from None
         expected = {
             "model_type": "gpt2",
             "activation_function": "gelu_new",

@@ -25,6 +25,8 @@ _ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone c
 
 @dataclass
 class LoraConfig:
+    """The adapter that is trained in place of a model (Hu et al. 2021, arXiv:2106.09685). Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "LoRA"
 
     lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")

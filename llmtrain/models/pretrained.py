@@ -15,7 +15,7 @@ import yaml
 from llmtrain.config import did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.devices import check_room
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
@@ -37,6 +37,8 @@ _SMALL = {
 
 @dataclass
 class ModelConfig:
+    """Which model of Hugging Face's is trained, from which weights, and what of it. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "model"
 
     model_name_or_path: str | None = flag(None, "the folder or hub name of a causal LM to start from")
@@ -222,7 +224,7 @@ def _planned(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrain
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--model_name_or_path {name}: {first_line(error)}") from None
+        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
     with contextlib.suppress(OSError):  # it has none of its own
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model
@@ -258,7 +260,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # each library has its own ways to refuse a folder
-        raise UserError(f"--model_name_or_path {name}: {first_line(error)}") from None
+        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
     model, found = loaded
     absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
     require(not getattr(model, "_hf_peft_config_loaded", False), f"--model_name_or_path {name} is an adapter.")
@@ -288,7 +290,7 @@ def _from_config(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", empt
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--from_config {config.from_config}: {first_line(error)}") from None
+        raise UserError(f"--from_config {config.from_config}: {hub_said(error)}") from None
 
 
 def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PretrainedConfig":

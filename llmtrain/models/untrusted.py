@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, hub_said
 from llmtrain.files import read_hashed
 
 # For every `from_pretrained`; without the first, transformers asks on the terminal whether to run what it found.
@@ -37,7 +37,7 @@ def local_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
     except Exception as error:  # of the network, the hub, the cache
-        raise UserError(f"{name} is no folder, and could not be had from the hub: {first_line(error)}") from None
+        raise UserError(f"{name} is no folder, and could not be had from the hub: {hub_said(error)}") from None
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -48,5 +48,8 @@ def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of the network, the hub, the cache
+        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
     return {"name": name, "commit": getattr(config, "_commit_hash", None)}

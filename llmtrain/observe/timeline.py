@@ -181,14 +181,43 @@ def as_lines(report: Report) -> list[str]:
     return [*lines, _collectives(report), *_bytes(report), _cost(report)]
 
 
-def _bucket_line(report: Report, number: int) -> str:
-    """Times of rank 0, since its update began."""
+def as_facts(report: Report) -> dict[str, Any]:
+    """The table's numbers: seconds and bytes of an update, in the mean."""
+    facts = {"updates": report.updates, "processes": report.processes, "seconds": report.seconds()}
+    if not report.sent:
+        return {**facts, "buckets": [], "recording_seconds": report.cost}
+    buckets = [
+        {"bucket": number, **bucket._asdict(), **_bucket_times(report, number)}
+        for number, bucket in sorted(report.buckets.items())
+    ]
+    moved, (last, lag) = report.communication(), report.last_to_come()
+    return {
+        **facts,
+        "buckets": buckets,
+        "collectives": report.rounds(),
+        **{f"{name}_seconds": seconds for name, seconds in moved._asdict().items()},
+        "hidden_share": moved.hidden_share,
+        "last_rank": last,
+        "last_rank_after_seconds": lag,
+        "sent_bytes": report.sent_bytes,
+        "ring_bytes": report.ring_bytes,
+        "counted_bytes": report.counted_bytes / len(report.updates),
+        "recording_seconds": report.cost,
+    }
+
+
+def _bucket_times(report: Report, number: int) -> dict[str, float]:
+    """Seconds of rank 0, since its update began, in the mean."""
     began = {update: min(s.began for s in spans) for (update, rank), spans in report.timelines() if rank == 0}
     mine = [one for one in report.sent if one.rank == 0 and one.bucket == number]
-    ready, starts, ends = (
-        1000 * statistics.mean(getattr(one, name) - began[one.update] for one in mine)
-        for name in ("ready", "began", "ended")
-    )
+    return {name: statistics.mean(getattr(one, name) - began[one.update] for one in mine) for name in _BUCKET_TIMES}
+
+
+_BUCKET_TIMES = ("ready", "began", "ended")
+
+
+def _bucket_line(report: Report, number: int) -> str:
+    ready, starts, ends = (1000 * seconds for seconds in _bucket_times(report, number).values())
     size, names = report.buckets[number]
     some = f"{names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else names[0]
     return f"{number:<8}{size / 2**20:>8.2f}{ready:>10.2f}{starts:>10.2f}{ends:>10.2f}  {some}"

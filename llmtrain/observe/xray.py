@@ -15,8 +15,9 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from llmtrain.console import say
+from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, Phases
-from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_html, as_lines, as_trace
+from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
 
 _ROUNDS = 9  # in which the machines' clocks are compared
 
@@ -120,10 +121,11 @@ class XRay:
 
 
 def write(report: Report, folder: Path) -> None:
-    """The table, the trace and the page."""
+    """The table, for people and for programs, the trace and the page."""
     folder.mkdir(exist_ok=True)
     title = f"x-ray of {folder.parent}: updates {report.updates[0]} to {report.updates[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
+    (folder / "summary.json").write_text(json_text(as_facts(report), indent=1))
     (folder / "trace.json").write_text(json.dumps(as_trace(report)))
     (folder / "timeline.html").write_text(as_html(report, title))
     say("x-ray", f"{folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing")

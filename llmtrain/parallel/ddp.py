@@ -20,6 +20,8 @@ from llmtrain.shards import same_rows
 
 @dataclass
 class DDPConfig:
+    """How DDP's processes exchange gradients, and how long they wait for each other. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "distributed data parallel"
 
     ddp_bucket_cap_mb: float | None = flag(None, "MiB of gradients that are sent at once (25 where left out)")

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from llmtrain.config import flag, require_at_least
 from llmtrain.parallel.ddp import data_parallel_size
@@ -22,6 +21,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class PipelineConfig:
+    """Whether the model is cut into stages that pass activations on. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "pipeline parallelism"
 
     pipeline_stages: int = flag(1, "parts into which the model's layers are cut, each on a process of its own")
@@ -89,6 +90,9 @@ class Pipeline:
         return nll
 
     def _schedule(self, count: int, shape: torch.Size) -> Any:
+        # brings torch's compiler with it, which `--help` and a mistyped flag must not wait for
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
         if (count, shape) not in self._schedules:
             rows, length = shape
             hidden = torch.empty(rows, length - 1, self._width, device="meta", requires_grad=True)

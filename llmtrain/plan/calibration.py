@@ -41,7 +41,7 @@ def _updates(
 ) -> dict[str, list[float]]:
     """Mean seconds of an update in each phase, by rank."""
     forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"} | forced
-    forced |= {"report_to": "none"}
+    forced |= {"report_to": "none", "eval_steps": 0}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
         run = Path(folder) / "run"
         words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]

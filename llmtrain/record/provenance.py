@@ -72,7 +72,7 @@ def run_record(
         "from": choice["checkpoint"],
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # by the launcher (--max_restarts)
         "job": os.environ.get("SLURM_JOB_ID"),
-        "command": redacted(sys.argv),
+        "command": [] if "ipykernel" in sys.modules else redacted(sys.argv),  # which a notebook's is not
         "host": platform.node(),
         "processes": accelerator.num_processes,
         "sharded": _sharded(accelerator),

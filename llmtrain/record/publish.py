@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llmtrain.console import note, say
-from llmtrain.errors import first_line
+from llmtrain.errors import hub_said
 
 
 def publish(folder: Path, repository: str | None) -> None:
@@ -19,4 +19,4 @@ def publish(folder: Path, repository: str | None) -> None:
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="A model trained with llmtrain")
         say("uploaded", f"{folder} to {repository}")
     except Exception as error:  # no login, no network, no such name: each with an error of its own
-        note(f"uploading to {repository} failed: {first_line(error)}; later: hf upload {repository} {folder}")
+        note(f"uploading to {repository} failed: {hub_said(error)}; later: hf upload {repository} {folder}")

@@ -41,13 +41,17 @@ _TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_prec
 
 @dataclass
 class RunConfig:
+    """A run's folder, what is looked at on the way, how often, and what is kept. Each field is a flag."""
+
     _argument_group_name: ClassVar[str] = "run"
 
     output_dir: str = flag("runs/run", "the run's folder; where it is taken by another run, the next free name")
     run_name: str | None = flag(None, "name shown by trackers; the folder's name where left out")
     seed: int = flag(0, "of weights, data order and dropout")
     logging_steps: int = flag(10, "updates between two readings of the training loss")
-    eval_steps: int = flag(100, "updates between two evaluations; there is one before the first update and at the end")
+    eval_steps: int = flag(
+        100, "updates between two evaluations, beside one before the first update and one at the end; 0: never"
+    )
     sample_steps: int = flag(0, "updates between two looks at what the model writes, kept in samples.jsonl; 0: never")
     sample_prompts: list[str] = flag(["The"], "what it is to continue, or to answer where it has a chat template")
     save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
@@ -81,9 +85,9 @@ class RunConfig:
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "logging_steps", "eval_steps", "save_steps")
+        require_at_least(self, 1, "logging_steps", "save_steps")
         require_at_least(self, 2, "save_total_limit")
-        require_at_least(self, 0, "check_replicas_steps", "sample_steps")
+        require_at_least(self, 0, "check_replicas_steps", "eval_steps", "sample_steps")
         require_at_least(self, 0, "skip_nonfinite")
         require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
@@ -91,7 +95,7 @@ class RunConfig:
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
         if self.replay_step is not None:  # nothing else that a run was asked for is wanted again
             self.max_hours = self.push_to_hub = self.xray_steps = None
-            self.sample_steps, self.log_model = 0, False
+            self.sample_steps, self.eval_steps, self.log_model = 0, 0, False
         _ = self.xray_range
         tracker_names(self.report_to)
 

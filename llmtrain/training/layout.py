@@ -12,6 +12,8 @@ from llmtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
+    """How a global batch is computed: ``processes`` x ``accumulation`` micro-batches x ``micro_batch`` rows."""
+
     processes: int
     accumulation: int
     micro_batch: int

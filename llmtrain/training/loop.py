@@ -19,7 +19,7 @@ from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.data.loader import Window
 from llmtrain.data.order import key_of
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.models.loss import count_targets
 from llmtrain.observe.phases import Phases
@@ -138,7 +138,8 @@ def train(
     agree = functools.partial(_mean_norm, accelerator, watch.phases) if alone > 1 else None
 
     measured = forward, metric
-    evaluate_now = functools.partial(_evaluate, accelerator, model, eval_batches, eval_bytes, record, watch, *measured)
+    held_out = eval_batches if run.eval_steps else None
+    evaluate_now = functools.partial(_evaluate, accelerator, model, held_out, eval_bytes, record, watch, *measured)
     with (
         watch.heartbeat.beating(),
         _memory_explained(train_batches, is_sharded(accelerator) and not run.sync_each_batch),
@@ -221,7 +222,7 @@ def _keep_rows(
 def _sample(
     accelerator: Accelerator, model: nn.Module, run: RunConfig, record: Run, watch: Instruments, due: "_Due"
 ) -> None:
-    if not run.sample_steps or not due(run.sample_steps):
+    if not due(run.sample_steps):
         return
     watch.phases.at("a sample")
     with eager_code(bool(record.compiled)):
@@ -293,9 +294,9 @@ class _Due(NamedTuple):
         return self.finished or self.stop or self.step % self.alone == 0
 
     def __call__(self, every: int) -> bool:
-        """Whether a multiple of ``every`` was reached since this could last be done."""
+        """Whether a multiple of ``every`` was reached since this could last be done; never of 0."""
         before = (self.step - 1) // self.alone * self.alone
-        return self.finished or (self.together and self.step // every > before // every)
+        return every > 0 and (self.finished or (self.together and self.step // every > before // every))
 
 
 def _meet(phases: Phases, model: nn.Module, optimizer: AcceleratedOptimizer, with_state: bool) -> None:
@@ -357,8 +358,8 @@ def _memory_explained(train_batches: DataLoaderShard, holds_gradients: bool) -> 
     """Say how to do with less memory, where there was too little: the global batch need not change."""
     try:
         yield
-    except RuntimeError as error:  # which torch.OutOfMemoryError is; a CPU's allocator raises a plain one
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         rows = train_batches.collate_fn.micro_batch
         smaller = (

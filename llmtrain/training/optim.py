@@ -15,6 +15,8 @@ _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 
 
 @dataclass
 class OptimConfig:
+    """How long a run updates its weights, how fast, and by which rule. Each field is a flag of the recipe."""
+
     _argument_group_name: ClassVar[str] = "optimization"
 
     optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")

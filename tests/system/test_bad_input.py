@@ -1,6 +1,7 @@
 """What a person gets wrong is one line that says what to do, and leaves nothing behind."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,22 @@ def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(text_f
     assert "2 processes were asked for and accelerate started one" in ended.err
     assert f"accelerate launch --multi_gpu --num_processes 2 {GPT}" in ended.err
     assert not out.exists()
+
+
+def test_a_port_that_is_taken_is_named(text_file: Path, tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        port = str(held.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = run([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")], env)
+    assert ended.status == 2
+    assert_one_line(ended.err, f"port {port} is in use; name another")
+    assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_where_an_error_arose(tmp_path: Path) -> None:
+    ended = run([*PYTHON, GPT, "--debug", "--n_layers", "3", "--output_dir", str(tmp_path / "run")])
+    assert ended.status == 2
+    assert "in parse" in ended.err
+    assert ended.err.splitlines()[-1].startswith("error: unknown flag --n_layers")

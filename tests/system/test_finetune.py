@@ -88,6 +88,15 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
     assert len(answers) == 2
     assert answers[0] == tokenizer.decode(answer, skip_special_tokens=True)
 
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\nb\n"))
+    main(["chat", str(base), "--temperature", "0", "--max_new_tokens", "12", "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"role": "assistant", "content": answer} for answer in answers]
+    main(["generate", str(base), "--prompt", "ab", "--max_new_tokens", "3", "--json"])
+    written = json.loads(capsys.readouterr().out)
+    main(["generate", str(base), "--prompt", "ab", "--max_new_tokens", "3"])
+    assert written["prompt"] + written["text"] + "\n" == capsys.readouterr().out
+
 
 @long_form
 def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:

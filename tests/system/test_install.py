@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, TINY, run, write_text
 
 
 def environment_with_torch(folder: Path, version: str) -> Path:
@@ -50,7 +50,7 @@ def install(python: Path, source: Path) -> subprocess.CompletedProcess:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's files, so that an editable install does not touch the checkout."""
     folder = tmp_path_factory.mktemp("source") / "llmtrain"
-    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "*.egg-info", "__pycache__", ".*_cache")
+    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=left_out)
     return folder
 
@@ -73,3 +73,32 @@ def test_a_torch_that_is_too_old_would_not_be_kept(source: Path, tmp_path: Path)
     done = install(python, source)
     assert done.returncode != 0
     assert "torch>=2.11" in done.stdout + done.stderr
+
+
+def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("llmtrain-*.whl")
+    venv.create(tmp_path / "env", symlinks=True)
+    binaries = tmp_path / "env" / "bin"
+    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    (site / "everything_else.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install", "--no-index", "--no-deps"]
+    pip.append("--ignore-installed")
+    subprocess.run([*pip, "--quiet", str(wheel)], check=True, timeout=60)
+    here = tmp_path / "empty"
+    here.mkdir()
+    write_text(here / "small.txt")
+    flags = " ".join([*TINY, "--dataset", "small.txt"])
+    steps = (
+        "llmtrain init mine --recipe gpt --config cpu",
+        f"python -m accelerate.commands.launch --config_file mine/cpu.yaml mine/gpt.py {flags}",
+        "llmtrain runs",
+        "llmtrain report runs/gpt",
+        f"python -c 'import llmtrain.recipes.finetune as f; assert f.__file__.startswith(\"{site}\")'",
+    )
+    for step in steps:
+        ended = run(["bash", "-ec", f"cd {here}; {step}"], {"PYTHONPATH": "", "PATH": f"{binaries}:/usr/bin:/bin"})
+        ended.assert_ok()
+    assert (here / "runs" / "gpt" / "report.html").is_file()

@@ -108,8 +108,9 @@ def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tm
 
 def test_a_plain_launch_without_any_config(text_file: Path, tmp_path: Path) -> None:
     flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    run([*accelerate("x")[:2], "--num_processes", "1", GPT, *flags]).assert_ok()
+    run([*accelerate("x")[:2], "--num_processes", "1", GPT, *flags, "--eval_steps", "0"]).assert_ok()
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
+    assert not series(tmp_path / "run", "eval/loss"), "and nothing is held against what is held out"
 
 
 def test_one_line_of_the_file_is_one_reading(plain_run: Path) -> None:

@@ -1,5 +1,6 @@
 """The proof that a run is the same on any layout, and that the proof can fail."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("others", ["2", pytest.param("2,4,8", marks=long_form)])
 def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text_file: Path) -> None:
     flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--layouts", others, "--steps", "3", GPT, *flags], timeout=600).assert_ok()
-    table = [line.split() for line in ended.out.splitlines()]
-    assert table[-1][0] == "passed:"
-    digests = {line[-1] for line in table[1:-1]}
-    assert len(digests) == 1
+    ended = run([*VERIFY, "--layouts", others, "--steps", "3", "--json", GPT, *flags], timeout=600).assert_ok()
+    found = json.loads(ended.out)
+    assert (found["same"], found["failures"]) == (True, [])
+    assert [other["layout"] for other in found["others"]][-1] == f"{others[-1]} processes"
+    assert len({found["reference"]["digest"], *(other["digest"] for other in found["others"])}) == 1
+    assert all(other["same_rows"] and other["weights"] == 0 for other in found["others"])
 
 
 @long_form

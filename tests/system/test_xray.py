@@ -35,6 +35,12 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert counted is not None
     assert float(counted[1]) > 0.9, "what DDP sends is what the kernel saw"
     assert (tmp_path / "run" / "xray" / "timeline.html").stat().st_size > 2000
+    summary = json.loads((tmp_path / "run" / "xray" / "summary.json").read_text())
+    assert (summary["processes"], summary["updates"]) == (2, [3, 4, 5])
+    assert summary["collectives"] == [[*[0] * (micro_batches - 1), len(buckets)]] * 3
+    assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
+    assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]
+    assert all(0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"])
 
 
 SLOW = """

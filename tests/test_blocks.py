@@ -1,0 +1,100 @@
+"""`make learn` runs every command of README and docs with a small model, but for those that another test runs, and
+those of tools that are not here."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT, run, write_chats, write_text
+from tests.test_lessons import ALL
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL = {
+    **{"n_layer": "2", "n_head": "2", "n_embd": "32", "block_size": "64", "tokenizer": "byte", "dataset": "small.txt"},
+    **{"max_steps": "8", "logging_steps": "2", "report_to": "none", "global_batch_size": "8"},
+}
+SMALL_FINETUNE = {
+    "config_overrides": "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8",
+    **{"block_size": "128", "tokenizer": "byte", "dataset": "chats.jsonl", "max_steps": "4", "report_to": "none"},
+}
+SMALL_BASE = {name: SMALL_FINETUNE[name] for name in ("block_size", "max_steps", "report_to")}
+ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands there
+    "pip install": ("system/test_install.py", '"--editable"'),
+    "single_gpu.yaml": ("system/test_launch.py", '"single_gpu"'),
+    "multi_gpu.yaml": ("system/test_launch.py", '"multi_gpu"'),
+    "fsdp2.yaml": ("system/test_sharding.py", 'accelerate("fsdp2"'),
+    "fsdp2_tp.yaml": ("system/test_sharding.py", 'accelerate("fsdp2_tp"'),
+    "tensor_parallel.yaml": ("system/test_sharding.py", 'accelerate("tensor_parallel"'),
+    "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
+    "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
+    "llmtrain export": ("system/test_finetune.py", '"export"'),
+    "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
+    "--config small.yaml": ("test_pages.py", '"small.yaml"'),
+    "docs/migrate/4_llmtrain.py": ("system/test_migrate.py", '"4_llmtrain"'),
+}
+NOT_HERE = ("lm_eval ", "vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
+
+
+def commands(page: Path) -> list[str]:
+    """Of a page's bash blocks, without remarks; a command that stands there twice once."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = " ".join(re.sub(r"(^|\s)#.*", "", line).split())
+            if command and command not in found:
+                found.append(command)
+    return found
+
+
+def made_small(command: str) -> str:
+    """With flags that the command itself leaves open."""
+    flags: dict[str, str] = {}
+    if "recipes/gpt.py" in command and " plan " not in command:
+        flags = SMALL
+    elif "recipes/finetune.py" in command:
+        flags = SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
+    command = command.replace("FOLDER_OR_HUB_NAME", "runs/finetune/model")
+    more = [f"--{name} {value}" for name, value in flags.items() if f"--{name} " not in command]
+    return " ".join([command, *more])
+
+
+@pytest.mark.parametrize("part", ELSEWHERE)
+def test_what_is_said_to_run_elsewhere_stands_on_a_page_and_in_that_test(part: str) -> None:
+    test, words = ELSEWHERE[part]
+    assert any(part in command for page in PAGES for command in commands(page))
+    assert words in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    for link in links:
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+@pytest.mark.skipif(not ALL, reason="make learn runs it")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    here = [command for command in commands(page) if not any(part in command for part in ELSEWHERE)]
+    here = [command for command in here if not command.startswith(NOT_HERE)]
+    if any(" runs/gpt" in command for command in here):
+        here.insert(0, "python recipes/gpt.py")
+    for name in ("recipes", "accelerate_configs", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    write_text(tmp_path / "small.txt")
+    for name in ("corpus", "books"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        shutil.copy(tmp_path / "small.txt", tmp_path / name / "part" / "one.txt")
+        shutil.copy(tmp_path / "small.txt", tmp_path / name / "one.txt")
+    write_chats(tmp_path / "chats.jsonl")
+    (tmp_path / "my.yaml").write_text("n_layer: 1\nsave_steps: 4\n")
+    environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    for command in here:
+        known = command.startswith("make ")  # to make; the targets are what runs all else
+        words = command.replace("make ", f"make -C {ROOT} -n ", 1) if known else made_small(command)
+        ended = run(["bash", "-ec", f"cd {tmp_path}; {words} < /dev/null"], environment, timeout=240)
+        assert ended.status == 0, f"{page.name}: {words}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"

@@ -1,0 +1,139 @@
+"""What lies outside of the program is one line that says what to do; what is our own mistake keeps its traceback."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.errors import UserError, explained
+from tests.launching import ROOT
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "/data/run: No space left on device; make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EACCES, "/data/run: Permission denied; name a file or folder that this user may use"),
+        (errno.EROFS, "name a file or folder"),
+        (errno.EMFILE, "ulimit"),
+    ],
+)
+def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
+    line = explained(OSError(number, os.strerror(number), "/data/run"))
+    assert line is not None
+    assert says in line
+
+
+def _wrapped() -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "rows.arrow")
+    except OSError as error:
+        raise RuntimeError("an error occurred while generating the dataset") from error
+
+
+def test_what_a_library_wraps_is_found() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        _wrapped()
+    assert "rows.arrow: No space left on device; make room" in str(explained(caught.value))
+
+
+def test_memory_that_is_not_there_is_explained() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    for error in (caught.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")):
+        assert "out of memory" in str(explained(error))
+        assert "llmtrain plan" in str(explained(error))
+
+
+def test_processes_that_do_not_meet_are_explained(taken_port: int) -> None:
+    with pytest.raises(dist.DistNetworkError) as caught:
+        dist.TCPStore("127.0.0.1", taken_port, 1, is_master=True)
+    assert f"port {taken_port} is in use; name another" in str(explained(caught.value))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with pytest.raises(dist.DistError) as gone:
+        dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))
+    assert "the processes lost each other" in str(explained(gone.value))
+
+
+def _mistake_while_memory_is_short() -> None:
+    try:
+        raise MemoryError
+    except MemoryError:
+        _ = {}["row"]
+
+
+def test_what_is_of_the_program_is_not_explained_away() -> None:
+    gone = FileNotFoundError(errno.ENOENT, "gone", "x")
+    for error in (KeyError("rows"), RuntimeError("shapes differ"), gone, OSError(), OSError(errno.EACCES, "no port")):
+        assert explained(error) is None
+    with pytest.raises(KeyError) as caught:
+        _mistake_while_memory_is_short()
+    assert explained(caught.value) is None
+    assert explained(UserError("two\nlines")) == "two lines"
+
+
+def test_a_notebook_shows_the_line_alone() -> None:
+    assert UserError("no such flag")._render_traceback_() == ["error: no such flag"]
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Of one owner all is gated; another is not known, as is answered for what is private, too."""
+
+    def do_HEAD(self) -> None:
+        gated = "gated" in self.path
+        self.send_response(403 if gated else 401)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815 - the name that http.server asks for
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+ASK = """
+import sys
+from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain import UserError
+for name in sys.argv[1:]:
+    try: load_tokenizer(name)
+    except UserError as error: print(error)
+"""
+
+
+def asked(port: int, *names: str) -> list[str]:
+    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ASK, *names]
+    return subprocess.check_output(command, text=True, timeout=120, env=env).splitlines()
+
+
+def test_the_hub_is_quoted_with_what_to_do() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        gated, hidden = asked(server.server_port, "gated/model", "hidden/model")
+        server.shutdown()
+    assert "accept its terms on its page, and log in with `hf auth login`" in gated
+    assert "is the name right? Where it is private, log in" in hidden
+    (unreachable,) = asked(server.server_port, "some/model")  # where nobody listens any more
+    assert "the hub cannot be reached; a local folder needs none" in unreachable
