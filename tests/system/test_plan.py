@@ -39,7 +39,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
 @pytest.mark.parametrize(
-    "name", ["one process", "FSDP2", *(pytest.param(name, marks=long_form) for name in ("DDP", "TP 2", "PP 2"))]
+    "name", ["one process", *(pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 2", "PP 2"))]
 )
 def test_a_run_holds_what_was_predicted(
     name: str, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], score: Callable[[str], None]
@@ -150,7 +150,7 @@ def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: P
         subject_of(str(tmp_path / "other.py"), [], "no")
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP2", pytest.param("TP 4", marks=long_form)])
+@pytest.mark.parametrize("how", ["FSDP2", *(pytest.param(name, marks=long_form) for name in ("DDP", "TP 4"))])
 def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
     how: str, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
