@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.errors import UserError, explained
-from tests.launching import ROOT
+from tests.launching import ROOT, long_form
 
 
 @pytest.fixture
@@ -135,5 +135,12 @@ def test_the_hub_is_quoted_with_what_to_do() -> None:
         server.shutdown()
     assert "accept its terms on its page, and log in with `hf auth login`" in gated
     assert "is the name right? Where it is private, log in" in hidden
-    (unreachable,) = asked(server.server_port, "some/model")  # where nobody listens any more
+
+
+@long_form  # huggingface_hub tries for three quarters of a minute
+def test_a_hub_that_cannot_be_reached_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    (unreachable,) = asked(port, "some/model")
     assert "the hub cannot be reached; a local folder needs none" in unreachable

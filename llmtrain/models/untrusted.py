@@ -48,8 +48,5 @@ def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of the network, the hub, the cache
-        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     return {"name": name, "commit": getattr(config, "_commit_hash", None)}
