@@ -154,3 +154,9 @@ def test_a_group_of_another_size_than_the_launcher_started_is_refused(launcher, 
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="each would train alone"):
         start.start_accelerator()
+
+
+def test_another_run_of_this_process_may_have_another_precision(accelerator, monkeypatch) -> None:
+    assert accelerator.mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert start.start_accelerator().mixed_precision == "bf16"
