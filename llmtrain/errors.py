@@ -47,7 +47,7 @@ def _explained(error: BaseException) -> str | None:
             "accelerate_configs/fsdp2.yaml; llmtrain plan says what it needs."
         )
     if isinstance(error, OSError) and error.errno in _REMEDIES and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; {_REMEDIES[error.errno]}."
+        return f"{str(error.filename)[:200]}: {error.strerror}; {_REMEDIES[error.errno]}."
     if {"DistNetworkError", "DistStoreError"} & {kind.__name__ for kind in type(error).__mro__}:
         if "EADDRINUSE" in said or "already in use" in said:
             port = re.search(r"port: (\d+)", said)
@@ -62,6 +62,7 @@ _NO_RIGHT = "name a file or folder that this user may use"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _NO_ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_RIGHT),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "name another file or folder"),
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
 }
 

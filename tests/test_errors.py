@@ -33,6 +33,7 @@ def taken_port() -> Iterator[int]:
         (errno.EDQUOT, "make room"),
         (errno.EACCES, "/data/run: Permission denied; name a file or folder that this user may use"),
         (errno.EROFS, "name a file or folder"),
+        (errno.ENAMETOOLONG, "name another file or folder"),
         (errno.EMFILE, "ulimit"),
     ],
 )
