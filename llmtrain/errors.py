@@ -26,9 +26,14 @@ def first_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Of a device, or of the host: PyTorch's allocator for CPUs raises a plain RuntimeError."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
     of_host = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return bool(kinds & {"OutOfMemoryError", "MemoryError"}) or of_host or "can't allocate memory" in str(error)
+    named = _kinds(error) & {"OutOfMemoryError", "MemoryError"}
+    return bool(named) or of_host or "can't allocate memory" in str(error)
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Names of its classes: those of other libraries need not be imported to be known."""
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def explained(error: BaseException) -> str | None:
@@ -46,15 +51,22 @@ def _explained(error: BaseException) -> str | None:
             f"out of memory ({said}): make the model or --per_device_train_batch_size smaller, or shard it with "
             "accelerate_configs/fsdp2.yaml; llmtrain plan says what it needs."
         )
-    if isinstance(error, OSError) and error.errno in _REMEDIES and error.filename is not None:
-        return f"{str(error.filename)[:200]}: {error.strerror}; {_REMEDIES[error.errno]}."
-    if {"DistNetworkError", "DistStoreError"} & {kind.__name__ for kind in type(error).__mro__}:
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        return _refused(error, _REMEDIES[error.errno])
+    if {"DistNetworkError", "DistStoreError"} & _kinds(error):
         if "EADDRINUSE" in said or "already in use" in said:
             port = re.search(r"port: (\d+)", said)
             which = f"port {port[1]}" if port else "the port of the first process"
             return f"{which} is in use; name another: MASTER_PORT, accelerate's --main_process_port, or --master-port."
         return f"the processes lost each other ({said}); llmtrain doctor, on each machine, says which way is closed."
     return None
+
+
+def _refused(error: OSError, remedy: str) -> str | None:
+    if error.filename is not None:
+        return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
+    # a write to a full disk names no file; a right that is missing for something else than a file is not known here
+    return None if remedy is _NO_RIGHT else f"{error.strerror}; {remedy}."
 
 
 _NO_ROOM = "make room, or name another folder; what was saved before is whole"
@@ -69,7 +81,7 @@ _REMEDIES = {
 
 def hub_said(error: BaseException) -> str:
     """Why the Hugging Face hub, or a folder in its place, gave or took nothing, and what to do where it is known."""
-    names = {kind.__name__ for one in _chain(error, contexts=True) for kind in type(one).__mro__}
+    names = set().union(*map(_kinds, _chain(error, contexts=True)))
     remedy = next((remedy for known, remedy in _HUB.items() if known in names), None)
     return first_line(error) if remedy is None else f"{first_line(error).rstrip('.')}: {remedy}"
 

@@ -43,6 +43,11 @@ def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
     assert says in line
 
 
+def test_a_write_to_a_full_disk_names_no_file_and_is_explained() -> None:
+    line = explained(OSError(errno.ENOSPC, "No space left on device"))  # as file.write() raises it
+    assert str(line).startswith("No space left on device; make room")
+
+
 def _wrapped() -> None:
     try:
         raise OSError(errno.ENOSPC, "No space left on device", "rows.arrow")
