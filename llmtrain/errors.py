@@ -19,6 +19,10 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
+class ToldElsewhereError(UserError):
+    """What ended another process, and this one with it: the other says it on its own stderr."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another library says, without its essay."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
-from llmtrain.errors import UserError, explained
+from llmtrain.errors import ToldElsewhereError, UserError, explained
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.fsdp import Sharding, is_sharded, let_cpus_shard
 
@@ -338,7 +338,7 @@ def launch(main: Callable[[], None]) -> NoReturn:
         line = explained(error)
         if line is None or "--debug" in sys.argv:
             traceback.print_exc()
-        if line is not None:
+        if line is not None and not isinstance(error, ToldElsewhereError):
             _complain_once(line)
         status = 1 if line is None else 2
     for stream in (sys.stdout, sys.stderr):

@@ -1,12 +1,18 @@
 """The house: which room may know which, and what an import costs."""
 
 import ast
+import configparser
 import inspect
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import llmtrain
 from tests.launching import ROOT
@@ -36,6 +42,19 @@ def test_nobody_imports_a_recipe_and_recipes_import_the_package_by_its_name() ->
         assert "recipes" not in " ".join(imports(path))
     for path in (ROOT / "recipes").glob("*.py"):
         assert not imports(path), f"{path.name} reaches into the package"
+
+
+def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_ones_alone() -> None:
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    oldest = Version(metadata["options"]["python_requires"].removeprefix(">="))
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    installed = {canonicalize_name(found.name): found for found in distributions()}
+    for pin in pins:
+        found = installed.get(canonicalize_name(pin.name))
+        takes = SpecifierSet(found.metadata["Requires-Python"] or "") if found else SpecifierSet()
+        applies = pin.marker is None or pin.marker.evaluate({"python_version": str(oldest)})
+        assert oldest in takes or not applies, f"constraints.txt: {pin} needs Python {takes}; give it a marker"
 
 
 def test_importing_the_package_imports_nothing_else() -> None:

@@ -26,13 +26,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llmtrain.console import complain, note
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import ToldElsewhereError, UserError, explained, first_line
 from llmtrain.observe.phases import MEETINGS, PHASES, Phases
 
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
 _SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
 _NOTES_SECONDS = 10.0
 _WARNING_SECONDS = 60.0  # of one wait, after which it is said; the run goes on
+_WORD = "llmtrain/failed"  # the store's key for why a process is about to end
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -82,7 +83,7 @@ class Heartbeat:
     @contextlib.contextmanager
     def beating(self) -> Iterator["Heartbeat"]:
         """Beat while the block runs. An error by which a process lost contact becomes a :class:`UserError` that names
-        who is missing."""
+        who is missing; any other is left for the processes that will lose contact to this one."""
         if self.size == 1:
             yield self
             return
@@ -90,14 +91,28 @@ class Heartbeat:
         thread.start()
         try:
             yield self
-        except RuntimeError as error:
-            if not any(word in str(error) for word in _LOST):
+        except Exception as error:
+            if not isinstance(error, RuntimeError) or not any(word in str(error) for word in _LOST):
+                self._leave_word(error)
                 raise
+            if word := self._word_of_another():
+                raise ToldElsewhereError(word) from None
             raise UserError(
                 f"lost contact with another process: {self._who_is_missing()} ({first_line(error)})"
             ) from None
         finally:
             self.over.set()
+
+    def _leave_word(self, error: Exception) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                self.store.set(_WORD, f"rank {self.rank}: {explained(error) or first_line(error)}")
+
+    def _word_of_another(self) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and self.store.check([_WORD]):
+                return self.store.get(_WORD).decode()
+        return None
 
     def _connect(self) -> None:
         """A connection of this thread's own; where the launcher has gone, with its store, that can take minutes."""
@@ -195,7 +210,9 @@ class Heartbeat:
 
     def _who_is_missing(self) -> str:
         """Compare two looks at everyone's beats: who is silent in between, else who has not come to where others wait,
-        else who is elsewhere than this process."""
+        else who is elsewhere than this process. One that failed has said so."""
+        if word := self._word_of_another():
+            return f"{word}."
         before = self._beats()
         time.sleep(2 * self.interval + 1)
         now = self._beats()

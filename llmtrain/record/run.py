@@ -20,7 +20,7 @@ from torch import nn
 
 from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, explained, first_line
 from llmtrain.files import append_json_line, forget_after, sync_file, write_json
 from llmtrain.record import checkpoint
 from llmtrain.record.agreement import check_same_everywhere, on_all, on_main
@@ -382,7 +382,7 @@ def open_run(
 
         def claim() -> dict[str, Any]:
             try:
-                cleanup.enter_context(lock(folder).acquire(blocking=False))
+                cleanup.enter_context(lock(folder).acquire(timeout=1))  # one who looks holds it for a moment
             except filelock.Timeout:
                 raise UserError(f"{folder}: another process has just begun to write here; start again.") from None
             # what a process that was killed left half-written
@@ -408,10 +408,11 @@ def open_run(
             run.failed("left at once")
             raise
         except BaseException as error:
-            run.failed(first_line(error))  # at once: launchers do not wait long for who has failed
+            reason = explained(error) or first_line(error)
+            run.failed(reason)  # at once: launchers do not wait long for who has failed
             with contextlib.suppress(Exception):  # the error at hand is the one to tell
                 saver.wait()
-            run.failed(first_line(error))  # a save that was under way has said that the run is running
+            run.failed(reason)  # a save that was under way has said that the run is running
             run.metrics.close(exit_code=1)
             raise
         run._write_status(**run._outcome)

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -388,8 +388,14 @@ def _check_where_it_goes_on(record: Run, optim: OptimConfig) -> None:
     if before is None or before == now:
         return
     changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value)
-    last, following = lr_at(record.step - 1, OptimConfig(**before)), lr_at(record.step, optim)
+    last, following = lr_at(record.step - 1, _optim_of(before)), lr_at(record.step, optim)
     say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {record.step} to {following:.3g} next")
+
+
+def _optim_of(settings: dict[str, Any]) -> OptimConfig:
+    """What a run was begun with, maybe under another version or by a recipe that notes more."""
+    known = {field.name for field in fields(OptimConfig)}
+    return OptimConfig(**{name: value for name, value in settings.items() if name in known})
 
 
 def check_can_train(accelerator: Accelerator, model: nn.Module) -> None:

@@ -291,17 +291,34 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(text_fi
     assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
 
 
-def test_too_little_memory_is_one_line_with_what_to_try(text_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "full.py").write_text(
-        "import sys, torch; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "def full(self, **batch): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
-        "gpt.GPT.forward = full\nif __name__ == '__main__': launch(gpt.main)\n"
-    )
+FULL = """
+import os, sys, torch; sys.path.insert(0, 'recipes')
+import gpt
+from llmtrain import launch
+honest = gpt.GPT.forward
+def full(self, *args, **batch):
+    if self.training and os.environ.get('RANK', '1') == '1':
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+    return honest(self, *args, **batch)
+gpt.GPT.forward = full
+if __name__ == '__main__': launch(gpt.main)
+"""
+
+
+@pytest.mark.parametrize(("launcher", "who"), [(PYTHON, ""), (torchrun(2), "rank 1: ")])
+def test_too_little_memory_is_one_line_with_what_to_try(
+    launcher: list[str], who: str, text_file: Path, tmp_path: Path
+) -> None:
+    """Of one process, or of one among others: these have it in their record and do not say it again."""
+    (tmp_path / "full.py").write_text(FULL)
     flags = [*TINY, "--eval_fraction", "0.1", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    ended = run([*PYTHON, str(tmp_path / "full.py"), *flags])
-    assert ended.status == 2
-    assert "error: out of memory with 2 rows at a time: --per_device_train_batch_size 1 computes the same" in ended.err
-    assert "Traceback" not in ended.err
+    ended = run([*launcher, str(tmp_path / "full.py"), *flags])
+    assert ended.status == (1 if who else 2)
+    line = f"{who}out of memory with 2 rows at a time: --per_device_train_batch_size 1 computes the same"
+    assert f"error: {line}" in ended.err
+    assert ended.err.count("error: ") == 1
+    assert 'full.py", line' not in ended.err  # a launcher adds a traceback of its own
+    assert read_json(tmp_path / "run" / "status.json")["reason"].startswith(line)
 
 
 def test_a_full_disk_stops_with_one_line_and_loses_nothing(text_file: Path, tmp_path: Path) -> None:
