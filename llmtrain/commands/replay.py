@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
         rows = json.loads((again / "replay.json").read_text())["rows"]
         now = next(line for line in read_lines(again / "metrics.jsonl") if _is_of(line, step))
     then = next((line for line in history.readings if _is_of(line, step)), None)
-    differing = [] if then is None else [key for key in _COMPARED if key in then and then[key] != now[key]]
+    compared = [] if then is None else [key for key in _COMPARED if key in then]
+    differing = [key for key in compared if then is not None and then[key] != now[key]]
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
     decode = _decoder(history.folder)
     for row in rows:
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     elif differing:
         print("differs   " + "; ".join(f"{_COMPARED[key]}: {then[key]} then, {now[key]} now" for key in differing))
     else:
-        print(f"the same  {', '.join(_COMPARED.values())}: to the last bit")
+        print(f"the same  {', '.join(_COMPARED[key] for key in compared)}: to the last bit")
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
         text = json.dumps(row["text"], ensure_ascii=False)[:_WIDTH]

@@ -97,7 +97,8 @@ class RunConfig:
             self.max_hours = self.push_to_hub = self.xray_steps = None
             self.sample_steps, self.eval_steps, self.log_model = 0, 0, False
         _ = self.xray_range
-        tracker_names(self.report_to)
+        trackers = tracker_names(self.report_to)
+        require(not self.log_model or "wandb" in trackers, "--log_model sends to W&B: --report_to wandb.")
 
     @property
     def xray_range(self) -> range | None:

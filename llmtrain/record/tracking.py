@@ -31,7 +31,7 @@ T = TypeVar("T")
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
 _CLOSE_SECONDS = 60  # all trackers
-_MODEL_SECONDS = 1500  # the same, where the model is sent, too: less than processes wait for each other
+_MODEL_SECONDS = 1500  # the same, where the model is sent, too, or as long as the other processes wait
 _BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
 _OFFLINE = {"mode": "offline", "resume": None}  # holds the whole history: synced, it replaces what is there
 _HAS_EVERYTHING = "metrics.jsonl has everything."
@@ -55,6 +55,7 @@ class Metrics:
 
     def __init__(self, accelerator: Accelerator, folder: Path, log_model: bool = False) -> None:
         self.accelerator, self.path, self.log_model = accelerator, folder / "metrics.jsonl", log_model
+        self.model_seconds = min(_MODEL_SECONDS, accelerator.ddp_handler.config.ddp_timeout)
         self.mirrors: list[_Mirror] = []
 
     def start(self, names: list[str], settings: dict[str, Any], run_name: str, run_id: str) -> None:
@@ -82,7 +83,8 @@ class Metrics:
         return self.accelerator.trackers[0]
 
     def _open_wandb(self, settings: dict[str, Any], run_name: str, run_id: str) -> GeneralTracker:
-        init = _wandb_settings(self.path.parent, run_name, run_id, _MODEL_SECONDS if self.log_model else _CLOSE_SECONDS)
+        patience = self.model_seconds if self.log_model else _CLOSE_SECONDS
+        init = _wandb_settings(self.path.parent, run_name, run_id, patience)
         with _command_line(redacted(sys.argv)):  # W&B sends it
             try:
                 tracker = self._open("wandb", settings, init)
@@ -110,7 +112,7 @@ class Metrics:
         """Send what is left, and the finished ``model`` where that was asked for, and finish the trackers' runs; one
         that does not get there in time is left behind."""
         model = model if self.log_model else None
-        patience = _CLOSE_SECONDS if model is None else _MODEL_SECONDS
+        patience = _CLOSE_SECONDS if model is None else self.model_seconds
         for mirror in self.mirrors:
             mirror.end(exit_code, model)
         until = time.monotonic() + patience
@@ -271,7 +273,7 @@ def _wandb_settings(folder: Path, run_name: str, run_id: str, patience: float) -
             silent=True,
             console="off",
             init_timeout=_INIT_SECONDS,
-            finish_timeout=patience - 10,  # what W&B ends itself says more than what is left behind
+            finish_timeout=max(patience - 10, 1),  # what W&B ends itself says more than what is left behind
             finish_timeout_raises=True,
         ),
     }
@@ -289,7 +291,10 @@ def _logged_in() -> bool:
         return True
     import wandb
 
-    host = urlparse(wandb.setup().settings.base_url).hostname or ""
+    settings = wandb.setup().settings
+    if settings.api_key:
+        return True
+    host = urlparse(settings.base_url).netloc  # with its port, as W&B writes it
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -202,6 +202,11 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
         RunConfig(report_to=trackers)
 
 
+def test_a_model_is_sent_to_wandb_or_to_nobody() -> None:
+    with pytest.raises(UserError, match="--log_model sends to W&B"):
+        RunConfig(log_model=True, report_to=["none"])
+
+
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
     with pytest.raises(UserError, match="write two updates, such as 6:8; the first of a run is 1"):

@@ -6,6 +6,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -155,6 +156,37 @@ def test_a_tracker_that_goes_on_with_a_run_is_sent_what_it_lacks(opened, tmp_pat
     assert [line["step"] for line in wandb.told] == [2, 3, 4]
     assert wandb.told[-1]["a"] != wandb.told[-1]["a"]
     assert [line["step"] for line in tensorboard.told] == [4]
+
+
+@pytest.mark.parametrize(
+    ("base_url", "api_key", "known"),
+    [
+        ("https://api.wandb.ai", None, False),
+        ("http://wandb.local:8080", None, True),
+        ("https://api.wandb.ai", "0" * 40, True),
+    ],
+)
+def test_who_is_logged_in_is_whom_wandb_takes_for_it(
+    base_url: str, api_key: str | None, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("machine wandb.local:8080 login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    settings = SimpleNamespace(base_url=base_url, api_key=api_key)
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
+    assert tracking._logged_in() is known
+
+
+def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(
+    accelerator: Accelerator, opened, never: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    accelerator.ddp_handler.config.ddp_timeout = 1
+    wandb = Tracker("wandb", nothing)
+    wandb.log_artifact = lambda _: never.wait()
+    (tmp_path / "model").mkdir()
+    metrics = opened(wandb=wandb)
+    metrics.log_model = True
+    metrics.close(exit_code=0, model=tmp_path / "model")
+    assert "no answer in 1 s, left behind" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [True, False])
