@@ -59,7 +59,7 @@ def main() -> None:
         model = GPT(SHAPE, VOCABULARY)
         optimizer = make_optimizer(model, OptimConfig(optim="muon"))  # as the recipe's is
         data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0)
-        ids = prepare(data, SHAPE.block_size).train.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
+        ids = prepare(data, SHAPE.block_size).train.dataset.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
         rows = TensorDataset(torch.from_numpy(ids.astype(np.int64)))
         contenders = {
             "care": partial(recipe, folder, CARE),

@@ -45,7 +45,7 @@ def write_model(folder: Path, config: PretrainedConfig) -> Path:
     prepared = prepare(data, block)
     prepared.tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
-    rows = prepared.train.with_format("numpy")[:]["input_ids"]
+    rows = prepared.train.dataset.with_format("numpy")[:]["input_ids"]
     whole = rows[(rows >= 0).all(axis=1)][:, :block]
     datasets.Dataset.from_dict({"input_ids": whole.tolist()}).save_to_disk(str(folder / "rows"))
     return folder

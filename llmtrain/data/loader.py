@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import datasets
 
     from llmtrain.data.mixture import Mixture
+    from llmtrain.data.table import TokenRows
 
 _POSITIONS_AT_ONCE = 4096
 IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
@@ -95,11 +96,11 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 
 
 class SlotRows(Dataset):
-    """A ``datasets.Dataset`` of token rows, read by slot: straight from its memory-mapped columns, for its own way to
-    read a few rows of fixed length takes ten times as long."""
+    """Token rows, read by slot: straight from memory-mapped columns, for the way in which a ``datasets.Dataset`` reads
+    a few rows of fixed length takes ten times as long."""
 
-    def __init__(self, rows: "datasets.Dataset") -> None:
-        assert rows._indices is None, "a selection of rows is no table"
+    def __init__(self, rows: "TokenRows | datasets.Dataset") -> None:
+        assert getattr(rows, "_indices", None) is None, "a selection of rows is no table"
         self.columns = {
             name: [_as_matrix(chunk) for chunk in rows.data.column(name).chunks] for name in rows.column_names
         }
@@ -122,7 +123,7 @@ class SlotRows(Dataset):
 
 def _as_matrix(chunk: Any) -> np.ndarray:
     """A chunk of lists of one length, [rows, length], without a copy."""
-    return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)
+    return np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1)  # without pandas, which to_numpy() imports
 
 
 class Collate:
@@ -162,7 +163,7 @@ def fingerprint(rows: np.ndarray) -> int:
 
 
 def train_loader(
-    rows: "datasets.Dataset",
+    rows: "TokenRows | datasets.Dataset",
     global_batch_size: int,
     micro_batch: int,
     steps: range,
@@ -175,7 +176,7 @@ def train_loader(
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
 
 
-def eval_loader(rows: "datasets.Dataset", processes: int, micro_batch: int) -> DataLoader:
+def eval_loader(rows: "TokenRows | datasets.Dataset", processes: int, micro_batch: int) -> DataLoader:
     """Every row once, in the stored order; the last batch is filled up with rows of weight zero."""
     batch = processes * micro_batch
     sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)

@@ -20,7 +20,7 @@ from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.mixture import Mixture, parts_of
 from llmtrain.data.sources import Made, Source, open_source
-from llmtrain.data.table import Written
+from llmtrain.data.table import TokenRows, Written
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
@@ -28,7 +28,6 @@ from llmtrain.files import new_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import datasets
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = 3  # of the prepared folder; a change makes every cache entry anew
@@ -61,8 +60,8 @@ class Facts:
 class PreparedData:
     """Token rows, memory-mapped, with the tokenizer that made them."""
 
-    train: "datasets.Dataset"
-    eval: "datasets.Dataset | None"
+    train: TokenRows
+    eval: TokenRows | None
     tokenizer: "PreTrainedTokenizerFast"
     facts: Facts
     mixture: Mixture | None = None
@@ -215,11 +214,9 @@ def _open(folder: Path) -> PreparedData | None:
     """What was prepared, or ``None`` where it was not, or where somebody has damaged it."""
     if not folder.exists():
         return None
-    import datasets  # heavy; `--help` must not wait for it
 
-    def rows(side: str, count: int) -> "datasets.Dataset":
-        parts = [datasets.Dataset.from_file(str(folder / f"{side}-{i}.arrow")) for i in range(count)]
-        return datasets.concatenate_datasets(parts) if count > 1 else parts[0]
+    def rows(side: str, count: int) -> TokenRows:
+        return TokenRows([folder / f"{side}-{i}.arrow" for i in range(count)])
 
     try:
         facts = Facts(**json.loads((folder / "facts.json").read_text()))

@@ -2,19 +2,19 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.console import rank
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerFast
 
 _IGNORED = -100
 _BORDER = "----- the next document of this row"
 
 
-def preview(rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
+def preview(rows: Sequence[dict[str, Any]], tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
     """Print the first rows, from rank 0: what is trained in green, or in angle quotes where there is no terminal, and a
     line between documents."""
     if rank():

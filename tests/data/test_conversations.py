@@ -3,9 +3,9 @@
 import csv
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -93,13 +93,13 @@ def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]
     return found if trained[-1] else found[:-1]
 
 
-def texts_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+def texts_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
     """Each conversation as the model meets it."""
     decode = prepared.tokenizer.decode
     return [decode(ids) for row in rows or [] for ids, _ in documents_of(row)]
 
 
-def answers_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+def answers_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
     """Of each conversation, what is trained."""
     found = [labels for row in rows or [] for _, labels in documents_of(row)]
     return [prepared.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found]
@@ -140,7 +140,7 @@ def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(tmp
     by_text = dict(zip(texts_of(prepared.train, prepared), answers_of(prepared.train, prepared), strict=True))
     assert by_text == {shown(record): answers(record) for record in SAID}
     assert prepared.packed == packing
-    labels = np.array(prepared.train["labels"])
+    labels = np.array(prepared.train.dataset["labels"])
     assert labels.shape == (prepared.facts.train_rows, BLOCK + 1)
     assert prepared.facts.train_tokens == (labels != IGNORED).sum()
     assert (prepared.facts.train_rows < len(SAID)) == packing
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
     for name, template in [("chatty", None), ("chatty", "chatml"), ("silent", "chatml")]:
         loaded = prepare_chats(tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template)
         assert loaded.facts.data_sha256 == trained.facts.data_sha256
-        assert loaded.train[:] == trained.train[:]
+        assert loaded.train.dataset[:] == trained.train.dataset[:]
     assert "give --chat_template" in complaint(*arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent")))
 
 
@@ -187,7 +187,7 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     reference = prepare_chats(tmp_path, [chat(*turn) for turn in TURNS])
     path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*turn) for turn in TURNS])
     prepared = prepare(config(path), BLOCK, ChatConfig())
-    assert prepared.train[:] == reference.train[:]
+    assert prepared.train.dataset[:] == reference.train.dataset[:]
     assert prepared.facts.data_sha256 == reference.facts.data_sha256
     assert (prepared.facts.task, prepared.facts.documents) == ("conversations", 3)
     assert f"what assistants say: the records are {format}\n" in capsys.readouterr().out
@@ -497,7 +497,7 @@ def test_what_was_prepared_is_found_again_without_reading_the_conversations(tmp_
     assert capsys.readouterr().out == before.replace("; prepared\n", "; found in the cache\n")
     assert second.facts == first.facts
     for side in ("train", "eval"):
-        assert getattr(second, side)[:] == getattr(first, side)[:]
+        assert [*getattr(second, side)] == [*getattr(first, side)]
 
 
 def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
@@ -546,8 +546,8 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
             {"records": chats(9)},
         )
     )
-    assert mask.train["input_ids"][:] == usual.train["input_ids"][:]
-    assert mask.train["labels"][:] != usual.train["labels"][:]
+    assert mask.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
+    assert mask.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
     assert moved.facts.data_sha256 == usual.facts.data_sha256  # the flags are others, the rows are not
     assert len({p.facts.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
 

@@ -5,6 +5,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.rows import PreparedData, prepare
 from llmtrain.errors import UserError
+from tests.launching import PYTHON, run
 
 BLOCK = 8
 TEXTS = [
@@ -54,11 +56,11 @@ def prepare_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **set
     return prepare(config(write(folder / "corpus.jsonl", texts), **settings), block_size)
 
 
-def stream(rows: "datasets.Dataset | None") -> list[int]:
+def stream(rows: Iterable[dict] | None) -> list[int]:
     """The tokens that the rows were cut from; checks the overlap and the tail."""
     if rows is None:
         return []
-    table = np.array(rows[:]["input_ids"])
+    table = np.array([row["input_ids"] for row in rows])
     assert np.array_equal(table[:-1, -1], table[1:, 0])
     joined = np.append(table[0, 0], table[:, 1:])
     tokens = joined[joined != IGNORED]
@@ -67,7 +69,7 @@ def stream(rows: "datasets.Dataset | None") -> list[int]:
     return tokens.tolist()
 
 
-def documents_of(rows: "datasets.Dataset | None", prepared: PreparedData) -> list[str]:
+def documents_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
     end = prepared.tokenizer.eos_token_id
     tokens = stream(rows)
     if not tokens:
@@ -103,7 +105,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     prepared = prepare_texts(tmp_path, TEXTS, block_size, tokenizer=tokenizer)
     tokens = stream(prepared.train)
     assert tokens == uncut(TEXTS, prepared)
-    targets = np.array(prepared.train[:]["input_ids"])[:, 1:]
+    targets = np.array(prepared.train.dataset[:]["input_ids"])[:, 1:]
     assert (targets != IGNORED).sum() == len(tokens) - 1 == prepared.facts.train_tokens
     assert targets.shape == (prepared.facts.train_rows, block_size)
     assert prepared.facts.train_rows == -(-prepared.facts.train_tokens // block_size)
@@ -120,7 +122,7 @@ def test_byte_tokens_are_the_bytes(tmp_path):
     prepared = prepare_texts(tmp_path, ["abca", "b"], block_size=3)
     a, b, c = (prepared.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
     assert stream(prepared.train) == [0, a, b, c, a, 0, b, 0]
-    assert np.array(prepared.train[:]["input_ids"]).dtype.kind == "i"
+    assert np.array(prepared.train.dataset[:]["input_ids"]).dtype.kind == "i"
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
@@ -337,6 +339,22 @@ def test_what_was_prepared_is_found_again_without_reading_the_text(tmp_path, mon
     assert stream(second.eval) == stream(first.eval)
     with pytest.raises(AssertionError, match="read again"):
         prepare_texts(tmp_path, [*TEXTS, "new"], eval_fraction=0.3)
+
+
+FOUND = """
+import sys
+from llmtrain import DataConfig, prepare, train_loader
+rows = prepare(DataConfig(dataset=[sys.argv[1]], tokenizer="byte", eval_fraction=0.0), int(sys.argv[2]))
+next(iter(train_loader(rows.train, 2, 2, range(3), seed=0)))
+print({"datasets", "pandas"} & {*sys.modules})
+"""
+
+
+def test_rows_that_are_found_are_read_without_what_imports_slowly(tmp_path):
+    prepare_texts(tmp_path, TEXTS)
+    found = run([*PYTHON, "-c", FOUND, str(tmp_path / "corpus.jsonl"), str(BLOCK)]).assert_ok()
+    assert found.out.splitlines()[-1] == "set()"
+    assert "found in the cache" in found.out
 
 
 def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
