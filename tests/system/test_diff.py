@@ -9,7 +9,8 @@ import pytest
 
 from llmtrain.record.history import History
 from llmtrain.report.difference import CHAIN, Comparison, compare, lines
-from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, run
+from tests.forked import run_forked
+from tests.launching import GPT, LONG, PYTHON, TINY, accelerate
 from tests.test_cli import ended
 
 DRIVER = "tests/system/differing_runs.py"
@@ -76,10 +77,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name != "two processes" and (LONG or name == "larger micro-batches"):
             want(name, flags)
     (folder / "wanted.json").write_text(json.dumps(wanted))
-    run([*PYTHON, DRIVER, str(folder / "wanted.json")], timeout=200).assert_ok()
+    run_forked([*PYTHON, DRIVER, str(folder / "wanted.json")], timeout=200).assert_ok()
     if LONG:
         flags = [*wanted[0]["flags"][:-1], str(folder / "two processes")]
-        run([*accelerate("cpu_ddp"), GPT, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}).assert_ok()
+        run_forked([*accelerate("cpu_ddp"), GPT, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}).assert_ok()
     return folder
 
 

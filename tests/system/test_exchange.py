@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from llmtrain.record.checkpoint import digest_of
-from tests.launching import GPT, LONG, TINY, long_form, read_json, run, torchrun
+from tests.forked import run_forked
+from tests.launching import GPT, LONG, TINY, long_form, read_json, torchrun
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("exchange") / "found.json"
-    run([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
+    run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
     return read_json(path)
 
 
@@ -67,15 +68,15 @@ def test_a_run_goes_on_in_the_bits_of_one_that_was_not_interrupted(
     """Saved at the meeting after update 4, and in the end."""
     flags = [*TINY, *how, "--max_steps", "9", "--save_steps", "4", "--eval_fraction", "0", "--dataset", str(text_file)]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    first = run([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
+    first = run_forked([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
     assert ("approximate" in first.out) == (how != ["--ddp_static_graph"])
     middle = straight / "checkpoints" / ("step-00000006" if "--sync_every" in how else "step-00000008")
     more = ["--resume_from_checkpoint", str(middle), "--output_dir", str(resumed)]
-    second = run([*torchrun(2), GPT, *flags, *more]).assert_ok()
+    second = run_forked([*torchrun(2), GPT, *flags, *more]).assert_ok()
     assert "changed" not in second.out
     one, other = (digest_of(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed))
     assert one == other
     if "powersgd" in how and LONG:
         exact = [word for word in flags if word not in how]
-        third = run([*torchrun(2), GPT, *exact, *more]).assert_ok()
+        third = run_forked([*torchrun(2), GPT, *exact, *more]).assert_ok()
         assert "changed   how gradients are exchanged: {'ddp_comm_hook': 'powersgd'" in third.out

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from llmtrain.record.checkpoint import checkpoints, find_fault
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -281,12 +282,12 @@ if __name__ == '__main__': launch(gpt.main)
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED)
     command = [*torchrun(2), str(tmp_path / "poisoned.py"), *TINY, "--save_steps", "2", "--dataset", str(text_file)]
-    ended = run([*command, "--output_dir", str(tmp_path / "a"), "--log_rows"])
+    ended = run_forked([*command, "--output_dir", str(tmp_path / "a"), "--log_rows"])
     assert ended.status != 0
     reason = read_json(tmp_path / "a" / "status.json")["reason"]
     assert "update 3 has a gradient norm of nan and was not made; its rows are [" in reason
     assert checkpoint_step(tmp_path / "a") == 2
-    ended = run([*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]).assert_ok()
+    ended = run_forked([*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]).assert_ok()
     assert ended.out.count("was not made; its rows are [") == 2
     assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmtrain.cli import main
 from llmtrain.errors import UserError
 from tests.families import FAMILIES
+from tests.forked import run_forked
 from tests.launching import (
     BIN,
     FINETUNE,
@@ -42,14 +43,14 @@ def base(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that was fine-tuned on one process: the base of others."""
     folder = tmp_path_factory.mktemp("base") / "run"
     flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "30", "--learning_rate", "1e-2"]
-    run([*PYTHON, FINETUNE, *flags, "--dataset", str(chats), "--output_dir", str(folder)]).assert_ok()
+    run_forked([*PYTHON, FINETUNE, *flags, "--dataset", str(chats), "--output_dir", str(folder)]).assert_ok()
     return folder
 
 
 def test_every_family_trains_alike_on_one_and_on_two_ranks(tmp_path: Path, score: Callable[[str], None]) -> None:
     script = ["tests/system/family_ranks.py"]
     for launcher, name in ((PYTHON, "one"), (torchrun(2), "two")):
-        run([*launcher, *script, str(tmp_path / name)]).assert_ok()
+        run_forked([*launcher, *script, str(tmp_path / name)]).assert_ok()
     one, two = read_json(tmp_path / "one"), read_json(tmp_path / "two")
     assert one.keys() == two.keys() == set(FAMILIES)
     for family, readings in one.items():
@@ -102,8 +103,8 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
 def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "6", "--dataset", str(chats), "--log_rows"]
     one, two = tmp_path / "one", tmp_path / "two"
-    run([*PYTHON, FINETUNE, *flags, "--output_dir", str(one)]).assert_ok()
-    ended = run([*accelerate("cpu_ddp"), FINETUNE, *flags, "--output_dir", str(two)]).assert_ok()
+    run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(one)]).assert_ok()
+    ended = run_forked([*accelerate("cpu_ddp"), FINETUNE, *flags, "--output_dir", str(two)]).assert_ok()
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(two, key) == pytest.approx(series(one, key), rel=1e-5)
     assert (one / "rows.jsonl").read_text() == (two / "rows.jsonl").read_text()
@@ -143,7 +144,7 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
     folder = tmp_path / "run"
     flags = ["--model_name_or_path", str(base / "model"), "--lora_r", "4", "--block_size", "64", *SMALL_LLAMA[8:]]
     flags += ["--learning_rate", "3e-2", "--dataset", str(chats), "--output_dir", str(folder)]
-    ended = run([*PYTHON, FINETUNE, *flags]).assert_ok()
+    ended = run_forked([*PYTHON, FINETUNE, *flags]).assert_ok()
     assert "of them trained" in ended.out
     names = {path.name for path in (folder / "checkpoints" / "step-00000006" / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
@@ -175,7 +176,7 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
 
 def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, tmp_path: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "128", "--dry_run", "--output_dir", str(tmp_path / "run")]
-    ended = run([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
+    ended = run_forked([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
     for shown in ("tokens are trained", "8 rows = 1 process x 4 micro-batches x 2", "LlamaForCausalLM:", "===== row 0"):
         assert shown in ended.out
     assert "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}" in ended.out

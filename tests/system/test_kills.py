@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -21,7 +22,6 @@ from tests.launching import (
     long_form,
     metrics,
     read_json,
-    run,
     stop_group,
     torchrun,
 )
@@ -99,7 +99,7 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
 ) -> None:
     more, [straight], launchers = LAYOUTS[how]
     flags = [GPT, *FLAGS, *more, "--dataset", str(text_file), "--output_dir"]
-    run([*straight, *flags, str(tmp_path / "straight")]).assert_ok()
+    run_forked([*straight, *flags, str(tmp_path / "straight")]).assert_ok()
     expected = end_of(tmp_path / "straight")
     draw, kills, starts, inside, redone, finished = random.Random(KILLS), [], 0, 0, [], 0
     folder = tmp_path / "run-0"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import DataConfig, UserError, parse, prepare
+from tests.forked import run_forked
 from tests.launching import BIN, PYTHON, ROOT, long_form, run, series, torchrun
 
 FLAGS = ["--max_steps", "60", "--eval_steps", "30", "--logging_steps", "5", "--report_to", "none", "--output_dir"]
@@ -21,20 +22,20 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(recipe: Path, tmp_path: Path) -> None:
-    run([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
+    run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
     losses, right = series(tmp_path / "run", "eval/loss"), series(tmp_path / "run", "eval/accuracy")
     assert [*losses] == [*right] == [0, 30, 60]
     assert losses[60] < 0.6 * losses[0]
     assert right[0] < 0.3 < right[60] < 1
-    ended = run([*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")])
+    ended = run_forked([*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")])
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert "data of its own" in ended.err
 
 
 @long_form
 def test_two_processes_measure_what_one_does(recipe: Path, tmp_path: Path) -> None:
-    run([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "one")]).assert_ok()
-    run([*torchrun(2), str(recipe), *FLAGS, str(tmp_path / "two")]).assert_ok()
+    run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "one")]).assert_ok()
+    run_forked([*torchrun(2), str(recipe), *FLAGS, str(tmp_path / "two")]).assert_ok()
     for key in ("train/loss", "eval/loss", "eval/accuracy"):
         assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-4)
     run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from llmtrain.commands import replay
-from tests.launching import GPT, PYTHON, TINY, long_form, metrics, run, torchrun
+from tests.forked import run_forked
+from tests.launching import GPT, PYTHON, TINY, long_form, metrics, torchrun
 from tests.test_cli import ended
 
 FLAGS = [*TINY, "--max_steps", "12", "--save_steps", "5", "--dropout", "0.1", "--log_rows"]
 
 
 def made(folder: Path, launcher: list[str], text_file: Path) -> Path:
-    run([*launcher, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked([*launcher, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
     return folder
 
 

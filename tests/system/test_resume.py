@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llmtrain.record.checkpoint import digest_of
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -37,7 +38,7 @@ LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1"]
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    run([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
     return folder
 
 
@@ -88,7 +89,7 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     folder = tmp_path / "run"
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
     interrupt([*PYTHON, *flags], folder, signal.SIGKILL)
-    run([*accelerate("cpu_ddp"), *flags]).assert_ok()
+    run_forked([*accelerate("cpu_ddp"), *flags]).assert_ok()
     assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [1, 2]
     assert series(folder, "tokens") == series(uninterrupted, "tokens")
     assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
@@ -101,10 +102,10 @@ def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
 ) -> None:
     flags = [GPT, *LONG, "--bitwise", "--log_rows", "--dataset", str(text_file), "--output_dir"]
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    run([*PYTHON, *flags, str(straight)]).assert_ok()
+    run_forked([*PYTHON, *flags, str(straight)]).assert_ok()
     interrupt([*torchrun(2), *flags, str(folder)], folder, signal.SIGTERM, 10)
     interrupt([*PYTHON, *flags, str(folder)], folder, signal.SIGKILL, 30)
-    run([*torchrun(last), *flags, str(folder)]).assert_ok()
+    run_forked([*torchrun(last), *flags, str(folder)]).assert_ok()
     assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [2, 1, last]
     ledger, expected = ((path / "rows.jsonl").read_text().splitlines() for path in (folder, straight))
     assert len(expected) == 60
@@ -115,7 +116,7 @@ def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
 
 def test_four_processes_end_in_the_same_bits_once_their_buckets_are_settled(tmp_path: Path) -> None:
     """On two, a + b = b + a hides the difference. The whole run is test_verify.py's, in its long form."""
-    run([*torchrun(4), "tests/system/resumed_ranks.py", str(tmp_path / "same.json")]).assert_ok()
+    run_forked([*torchrun(4), "tests/system/resumed_ranks.py", str(tmp_path / "same.json")]).assert_ok()
     assert read_json(tmp_path / "same.json") == {"settled": True, "not settled": False}
 
 
@@ -179,6 +180,6 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
     text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     flags = [*LONG, "--max_steps", "80", "--dataset", str(text_file), "--output_dir", str(tmp_path / "longer")]
-    ended = run([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]).assert_ok()
+    ended = run_forked([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]).assert_ok()
     assert "changed   max_steps 60 -> 80; the learning rate goes from 7.33e-06 in update 60 to " in ended.out
     assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(range(61, 81))

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import find_fault
 from llmtrain.record.tensors import read_tensors
+from tests.forked import run_forked
 from tests.launching import (
     BIN,
     FINETUNE,
@@ -95,7 +96,7 @@ def found(bases: Path, shared_folder: Path) -> Callable[[str], dict[str, Any]]:
             with FileLock(f"{place}.lock"):
                 if not (place / "found.json").exists():
                     words = [*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases]
-                    run(words, env, timeout=600).assert_ok()
+                    run_forked(words, env, timeout=600).assert_ok()
             known[name] = read_json(place / "found.json")
             for case, readings in known[name].items():
                 readings["folder"] = place / case.replace("/", "-")
@@ -124,7 +125,7 @@ def offloading(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @long_form
 def test_parts_that_live_on_the_host_are_trained_alike(offloading: Path, bases: Path, tmp_path: Path, found) -> None:
     command = [str(BIN / "accelerate"), "launch", "--config_file", str(offloading), *FLOAT32, SCRIPT, str(bases)]
-    run([*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]).assert_ok()
+    run_forked([*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]).assert_ok()
     for case, readings in read_json(tmp_path / "found" / "found.json").items():
         assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
@@ -185,7 +186,7 @@ def test_gradients_are_reduced_once_an_update_or_in_each_micro_batch_where_asked
 
 
 def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> None:
-    run([*torchrun(2), "tests/system/team_ranks.py", str(tmp_path)]).assert_ok()
+    run_forked([*torchrun(2), "tests/system/team_ranks.py", str(tmp_path)]).assert_ok()
     for rank in (0, 1):
         seen = read_json(tmp_path / f"found-{rank}.json")
         assert seen["gives back"]
@@ -208,7 +209,7 @@ LONG = [*TINY, "--max_steps", "60", "--save_steps", "30", "--dropout", "0.1", "-
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    run([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
     return folder
 
 
@@ -236,7 +237,7 @@ def test_a_run_goes_on_where_its_model_is_sharded(
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run"), "--async_save"]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / "step-00000030")]
     begun += ["--pipeline_stages", "2", "--sample_steps", "0"] if layout.startswith("PP") else []
-    run([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
+    run_forked([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted, 31)
     written, expected = (path / "samples.jsonl" for path in (tmp_path / "run", uninterrupted))
     if layout != "PP 2":  # of which no stage has all that writing takes
@@ -258,7 +259,7 @@ def test_a_run_goes_on_under_any_layout(
     commands = [[*command, "--sample_steps", "0"] for command in commands]
     for place, command in enumerate(commands[:-1]):
         interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
-    run(commands[-1]).assert_ok()
+    run_forked(commands[-1]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
     assert [start["sharded"] for start in starts] == ["1x4", None, "2x1x2", None, "1x1 in 2 stages", "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
@@ -274,7 +275,7 @@ def test_the_shipped_config_shards_in_bfloat16(recipe: str, text_file: Path, bas
         flags = ["--model_name_or_path", str(bases / "tied"), "--block_size", "32", *TINY[10:], "--max_steps", "2"]
         flags += ["--lora_r", "4", "--tokenizer", "byte", "--eval_fraction", "0.1", "--gradient_checkpointing"]
     command = [*accelerate("fsdp2"), recipe, *flags, "--dataset", str(text_file), "--output_dir", str(folder)]
-    ended = run(command).assert_ok()
+    ended = run_forked(command).assert_ok()
     blocks, ends = 2 * 2, 1 if recipe == GPT else 2  # a block and its norms; what is left; and the shared matrix
     assert f"FSDP2 over 2 processes in {blocks + ends} units" in ended.out
     start = read_json(folder / "run.json")["starts"][0]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import long_form, read_json, run, torchrun
+from tests.forked import run_forked
+from tests.launching import long_form, read_json, torchrun
 
 SCRIPT = "tests/system/tensor_ranks.py"
 
@@ -14,7 +15,7 @@ SCRIPT = "tests/system/tensor_ranks.py"
 def test_logits_and_gradients_are_those_of_the_whole_model(
     processes: int, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    run([*torchrun(processes), SCRIPT, str(tmp_path / "found.json")]).assert_ok()
+    run_forked([*torchrun(processes), SCRIPT, str(tmp_path / "found.json")]).assert_ok()
     found = read_json(tmp_path / "found.json")
     said = found.pop("refused")
     for kind, readings in found.items():
@@ -34,7 +35,7 @@ def test_logits_and_gradients_are_those_of_the_whole_model(
 
 @long_form
 def test_a_gradient_that_is_not_added_up_would_be_seen(tmp_path: Path) -> None:
-    run([*torchrun(2), SCRIPT, str(tmp_path / "found.json"), "without_the_sum"]).assert_ok()
+    run_forked([*torchrun(2), SCRIPT, str(tmp_path / "found.json"), "without_the_sum"]).assert_ok()
     found = read_json(tmp_path / "found.json")
     assert found["llama"]["logits"] < 1e-12
     assert found["llama"]["gradients"] > 1e-2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -15,7 +16,6 @@ from tests.launching import (
     begin,
     long_form,
     read_json,
-    run,
     series,
     stop_group,
     wait,
@@ -44,7 +44,7 @@ def wait_for(processes: list[subprocess.Popen]) -> list[Ended]:
 
 def test_two_machines_are_the_same_run_as_one(machines: list[str], text_file: Path, tmp_path: Path) -> None:
     flags = [*TINY, "--dataset", str(text_file)]
-    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
+    run_forked([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
     ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "two")]))
     for machine in ended:
         machine.assert_ok()
@@ -61,7 +61,7 @@ def test_a_model_that_is_sharded_inside_two_machines_is_the_same_run(
     machines: list[str], text_file: Path, tmp_path: Path
 ) -> None:
     flags = [*TINY, "--dataset", str(text_file)]
-    run([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
+    run_forked([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
     ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "four")], "hsdp"))
     for machine in ended:
         machine.assert_ok()

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.launching import BIN, FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, long_form, read_json, run, torchrun, write_text
 
 VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify", "layout"]
 
 
 def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
-    run([*torchrun(2), "tests/system/controls.py", str(tmp_path / "found.json")]).assert_ok()
+    run_forked([*torchrun(2), "tests/system/controls.py", str(tmp_path / "found.json")]).assert_ok()
     found = read_json(tmp_path / "found.json")
     assert found.pop("nothing planted") == [[], []]
     for bug, by_rank in found.items():

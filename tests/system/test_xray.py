@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.launching import BIN, GPT, TINY, long_form, metrics, run, torchrun
 
 MODEL = [*TINY[:4], "--n_embd", "128", *TINY[6:10], "--global_batch_size", "16", "--ddp_bucket_cap_mb", "0.5"]
@@ -60,7 +61,9 @@ if __name__ == "__main__": launch(gpt.main)
 def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     flags = [*TINY, "--max_steps", "11", "--logging_steps", "2", "--eval_fraction", "0", "--dataset", str(text_file)]
-    ended = run([*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
+    ended = run_forked(
+        [*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]
+    ).assert_ok()
     late = re.findall(
         r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):", ended.out
     )
