@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -47,6 +48,7 @@ class Launcher:
     words: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    config_file: Path | None = None
 
     @classmethod
     def find(cls) -> "Launcher":
@@ -59,19 +61,28 @@ class Launcher:
             is_accelerate = entry in _ACCELERATE and (entry != "accelerate" or "launch" in words)
             if parent is None or not (is_accelerate or entry in _TORCHRUN):
                 return cls([], {}, own)
-            if sys.argv[0] in words:
-                words = words[: words.index(sys.argv[0])]  # what follows is the recipe's
-            config = _accelerate_config(words, parent.cwd()) if is_accelerate else {}
-            return cls(words, config, parent.environ())
+            for word in reversed(sys.orig_argv):  # which ends as the launcher's do: with the recipe and its flags
+                if words[-1:] != [word]:
+                    break
+                words.pop()
+            config, path = _accelerate_config(words, parent.cwd()) if is_accelerate else ({}, None)
+            return cls(words, config, parent.environ(), path)
         except (psutil.Error, OSError):  # another user's process, or one that is gone
             return cls([], {}, own)
 
+    @classmethod
+    def to_come(cls, words: list[str]) -> "Launcher":
+        """What ``accelerate launch`` would go by, were it started here with these flags."""
+        config, path = _accelerate_config(words, ".")
+        return cls(words, config, dict(os.environ), path)
+
     def said(self, flag: str, variable: str | None = None) -> Any:
-        """The value given for an ``accelerate launch`` flag, config key or environment variable; else ``None``."""
-        for i, word in enumerate(self.words):
+        """The value given for an ``accelerate launch`` flag, config key or environment variable; else ``None``. Of a
+        flag that takes no value ``True``."""
+        for word, following in itertools.zip_longest(self.words, self.words[1:], fillvalue="-"):
             name, equals, value = word.partition("=")
             if name.replace("-", "_") == f"__{flag}":
-                return value if equals else (self.words[i + 1] if i + 1 < len(self.words) else None)
+                return value if equals else (following if following[:1] != "-" else True)
         if self.config.get(flag) is not None:
             return self.config[flag]
         return self.environment.get(variable) if variable else None
@@ -82,16 +93,21 @@ class Launcher:
         return "--cpu" in self.words or str(said).lower() in ("true", "1", "yes")
 
 
-def _accelerate_config(words: list[str], folder: str) -> dict[str, Any]:
+def _accelerate_config(words: list[str], folder: str) -> tuple[dict[str, Any], Path | None]:
+    """What the config file of a launcher with these words says, and where it is."""
     from accelerate.commands.config.config_args import default_config_file
 
-    path = None if "--cpu" in words else Path(default_config_file)  # with --cpu accelerate reads no default
+    path = Path(default_config_file)
+    there = path.is_file() and "--cpu" not in words  # with which accelerate reads no default
     for i, word in enumerate(words):
         if word.partition("=")[0].replace("-", "_") == "__config_file":
-            path = Path(folder) / (word.partition("=")[2] or words[i + 1])
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        return (yaml.safe_load(path.read_text()) or {}) if path is not None else {}
-    return {}
+            path, there = Path(folder) / (word.partition("=")[2] or words[i + 1]), True
+    if not there:
+        return {}, None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        if isinstance(config := yaml.safe_load(path.read_text()), dict):
+            return config, path
+    return {}, path
 
 
 # What accelerate can be told to use and this loop does not: variable that its launcher sets -> name, what to use

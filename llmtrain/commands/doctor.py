@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmtrain.doctor.here import Finding
 
 _SIGNS = {"good": ("ok", "32"), "doubtful": ("look", "33"), "bad": ("BAD", "31")}  # with their terminal colours
+_MEETING = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.doctor import here, together
+    from llmtrain.start import Launcher
 
     _act_as_launcher(arguments)
+    launcher = Launcher.find()
+    if not launcher.words:
+        launcher = Launcher.to_come([f"--{name}={value}" for name, value in _said(arguments, "config_file").items()])
     output_dir, rank = Path(arguments.output_dir), int(os.environ.get("RANK", "0"))
-    mine = here.findings(output_dir)
+    mine = here.findings(output_dir, launcher)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(_tell(mine, arguments.json))
     several = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -60,10 +65,8 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     """Set what a launcher of one process a machine would, where several machines are asked for and there is none: a
     launcher itself waits for a quarter of an hour, without a word, for a machine that does not come."""
     config = read_config(arguments.config_file) if arguments.config_file else {}
-    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
-    said = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    found: dict[str, Any] = {**config, **said}
-    machines, rank, address, port = (found.get(name) for name in names)
+    found: dict[str, Any] = {**config, **_said(arguments)}
+    machines, rank, address, port = (found.get(name) for name in _MEETING)
     if "WORLD_SIZE" in os.environ or machines in (None, 1):
         return
     if rank is None or address is None:
@@ -74,6 +77,11 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
         raise UserError(f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
+
+
+def _said(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """Of the flags that are also a launcher's, those that were given."""
+    return {name: value for name in (*more, *_MEETING) if (value := getattr(arguments, name)) is not None}
 
 
 def _by_machine(everyone: list) -> list["Finding"]:

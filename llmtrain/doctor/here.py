@@ -33,9 +33,9 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def findings(output_dir: Path) -> list[Finding]:
+def findings(output_dir: Path, launcher: Launcher) -> list[Finding]:
     """Of this process's machine."""
-    return [*_versions(), *_launch(), *_devices(), *_memory(), *_folder(output_dir), *_servers()]
+    return [*_versions(), *_launch(launcher), *_devices(), *_memory(), *_folder(output_dir), *_servers()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -67,16 +67,19 @@ def _required() -> list[str]:
         return []
 
 
-def _launch() -> Iterator[Finding]:
+def _launch(launcher: Launcher) -> Iterator[Finding]:
     """What the launcher was told, and where; and whether it did that."""
     try:
         check_launch()
     except UserError as error:
         yield Finding(BAD, "launch", str(error))
-    launcher = Launcher.find()
-    said = [f"{key} {value} ({where})" for key, value, where in _told(launcher)]
     started = f"{os.environ.get('WORLD_SIZE', '1')} process(es)"
-    yield Finding(GOOD, "launch", f"{started}; {', '.join(said) if said else 'no accelerate config, no flags'}")
+    file = f"config file {launcher.config_file}" if launcher.config_file else "no accelerate config"
+    if launcher.config_file and not launcher.config:
+        remedy = "remove it, or write it anew with accelerate config"
+        yield Finding(BAD, "launch", f"{file} says nothing that can be read", remedy)
+    said = [f"{key} {value} ({where})" for key, value, where in _told(launcher)]
+    yield Finding(GOOD, "launch", f"{started}; {', '.join([file, *(said or ['no flags'])])}")
 
 
 def _told(launcher: Launcher) -> Iterator[tuple[str, Any, str]]:

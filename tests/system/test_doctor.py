@@ -47,6 +47,25 @@ def test_a_version_that_is_too_old_is_bad(monkeypatch: pytest.MonkeyPatch, capsy
     assert "peft" not in found["versions"][0]["said"]
 
 
+def test_without_a_launcher_the_config_is_shown_that_one_would_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    default = tmp_path / "default_config.yaml"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
+    assert alone(capsys)[1]["launch"][0]["said"] == "1 process(es); no accelerate config, no flags"
+    default.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    said = alone(capsys)[1]["launch"][0]["said"]
+    assert said.endswith(f"; config file {default}, num_processes 3 (config file), mixed_precision bf16 (config file)")
+    given = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_machines", "1"]
+    said = alone(capsys, *given)[1]["launch"][0]["said"]
+    assert "config file accelerate_configs/cpu_ddp.yaml, num_machines 1 (command line)," in said
+    assert "num_processes 2 (config file)" in said
+    assert "bf16" not in said
+    default.write_text("just words")
+    status, found = alone(capsys)
+    assert (status, found["launch"][0]["level"]) == (1, "bad")
+
+
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="needs a folder nobody can write")
 def test_a_folder_that_cannot_be_written_is_bad(capsys: pytest.CaptureFixture) -> None:
     status, found = alone(capsys, "--output_dir", "/proc/sys/runs")
@@ -70,12 +89,15 @@ def told(done: Ended) -> str:
 
 
 def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_path: Path) -> None:
-    words = [*accelerate("cpu_ddp", "--mixed_precision", "no"), "-m", "llmtrain", "doctor"]
+    flags = ["--multi_gpu", "--mixed_precision", "no", "-m", "llmtrain", "doctor"]
+    words = accelerate("cpu_ddp", *flags)
     done = run([*words, "--output_dir", str(tmp_path)]).assert_ok()
     said = told(done)
     assert said.count("versions") == 1
     assert "2 process(es)" in said
-    assert "mixed_precision no (command line)" in said
+    assert f"config file {ROOT}/accelerate_configs/cpu_ddp.yaml" in said
+    assert "mixed_precision no (command line), multi_gpu True (command line)" in said
+    assert "output_dir" not in said
     assert "num_processes 2 (config file)" in said
     assert "2 processes over gloo" in said
     assert "MB/s" in said
