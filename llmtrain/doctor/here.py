@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import socket
 import tempfile
@@ -43,7 +44,7 @@ def _versions() -> Iterator[Finding]:
 
     here = versions()
     said = ", ".join(f"{name} {here[name]}" for name in ("python", "llmtrain", "torch", "accelerate", "transformers"))
-    wrong = []
+    wrong, right = [], []
     for line in _required():
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -54,8 +55,10 @@ def _versions() -> Iterator[Finding]:
             version = "absent"
         if version == "absent" or not needed.specifier.contains(version, prereleases=True):
             wrong.append(f"{needed.name} is {version}, and {needed.specifier or 'any'} is needed")
+            needed.marker = None
+            right.append(str(needed))
     if wrong:
-        yield Finding(BAD, "versions", f"{said}; {'; '.join(wrong)}", "pip install --upgrade llmtrain")
+        yield Finding(BAD, "versions", f"{said}; {'; '.join(wrong)}", shlex.join(["pip", "install", *right]))
     else:
         yield Finding(GOOD, "versions", said)
 

@@ -39,12 +39,14 @@ def test_a_machine_that_can_train_has_nothing_bad(tmp_path: Path, capsys: pytest
 
 def test_a_version_that_is_too_old_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     true = here.importlib.metadata.version
+    needed = ["accelerate>=1.15; python_version >= '3'", "peft>=9; extra == 'lora'", "numpy"]
     monkeypatch.setattr(here.importlib.metadata, "version", lambda name: "1.0" if name == "accelerate" else true(name))
-    monkeypatch.setattr(here.importlib.metadata, "requires", lambda _: ["accelerate>=1.15", "peft>=9; extra == 'lora'"])
+    monkeypatch.setattr(here.importlib.metadata, "requires", lambda _: needed)
     status, found = alone(capsys)
     assert status == 1
     assert "accelerate is 1.0, and >=1.15 is needed" in found["versions"][0]["said"]
     assert "peft" not in found["versions"][0]["said"]
+    assert found["versions"][0]["remedy"] == "pip install 'accelerate>=1.15'"
 
 
 def test_without_a_launcher_the_config_is_shown_that_one_would_read(
