@@ -85,9 +85,12 @@ def _said(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
 
 
 def _by_machine(everyone: list) -> list["Finding"]:
-    """What the first process of each machine found; what all found alike once."""
-    firsts = {place.machine: (place, found) for place, found in reversed(everyone)}
-    machines = [firsts[number] for number in sorted(firsts)]
+    """What the first process of each machine found, and the others of their GPUs; what all found alike once."""
+    kept: dict[int, tuple[Any, list[Finding]]] = {}
+    for place, found in everyone:
+        first, known = kept.setdefault(place.machine, (place, []))
+        known += [one for one in found if place is first or (one.subject == "devices" and one not in known)]
+    machines = [kept[number] for number in sorted(kept)]
     result = []
     for place, found in machines:
         for one in found:

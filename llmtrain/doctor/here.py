@@ -101,25 +101,42 @@ def _told(launcher: Launcher) -> Iterator[tuple[str, Any, str]]:
 
 def _devices() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-        free = min(torch.cuda.mem_get_info(i)[0] / torch.cuda.mem_get_info(i)[1] for i in range(count))
-        yield Finding(GOOD, "devices", f"{count} x {names}, {cores} CPU cores")
-        if free < 0.9:
-            who = "another process holds the rest: see nvidia-smi"
-            yield Finding(DOUBTFUL, "devices", f"of one GPU {free:.0%} of the memory is free", who)
-        bf16 = torch.cuda.is_bf16_supported()
-        said = "bfloat16 and float32" if bf16 else "float16 and float32: no bfloat16"
-        yield Finding(GOOD if bf16 else DOUBTFUL, "precision", said, "" if bf16 else "--mixed_precision fp16 or no")
-        return
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        yield from _no_gpu(f"{cores} CPU cores")
+    elif device.type == "cuda":
+        yield from _gpus(f"{cores} CPU cores")
+    else:
+        one = ", for one process alone" if device.type == "mps" else ""
+        yield Finding(GOOD, "devices", f"{torch.accelerator.device_count()} x {device.type}{one}, {cores} CPU cores")
+        yield Finding(GOOD, "precision", "float32, where no other is asked for")
+
+
+def _no_gpu(cores: str) -> Iterator[Finding]:
     if shutil.which("nvidia-smi"):
         why = f"this torch ({torch.__version__}) sees no GPU, though nvidia-smi is here"
         yield Finding(BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi")
     else:
-        yield Finding(GOOD, "devices", f"no GPU, {cores} CPU cores")
+        yield Finding(GOOD, "devices", f"no GPU, {cores}")
     said = "float32 and bfloat16" if cpu_has_bfloat16() else "float32; bfloat16 is emulated here, and slow"
     yield Finding(GOOD, "precision", said)
+
+
+def _gpus(cores: str) -> Iterator[Finding]:
+    count = torch.cuda.device_count()
+    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    yield Finding(GOOD, "devices", f"{count} x {names}, {cores}")
+    several, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1, int(os.environ.get("LOCAL_RANK", "0"))
+    for i in range(count):
+        if several and i != own:
+            continue  # to ask takes memory of a GPU: each process asks for its own
+        free, total = torch.cuda.mem_get_info(i)
+        if free / total < 0.9:
+            who = "another process holds the rest: see nvidia-smi"
+            yield Finding(DOUBTFUL, "devices", f"of GPU {i} {free / total:.0%} of the memory is free", who)
+    bf16 = torch.cuda.is_bf16_supported()
+    said = "bfloat16 and float32" if bf16 else "float16 and float32: no bfloat16"
+    yield Finding(GOOD if bf16 else DOUBTFUL, "precision", said, "" if bf16 else "--mixed_precision fp16 or no")
 
 
 def _memory() -> Iterator[Finding]:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.commands.doctor import _by_machine
 from llmtrain.doctor import here
+from llmtrain.doctor.together import Place
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 from tests.test_cli import ended
@@ -84,6 +86,38 @@ def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would
     assert status == 0
     assert (found["wandb"][0]["level"], found["hub"][0]["level"]) == ("doubtful", "good")
     assert "does not answer" in found["wandb"][0]["said"]
+
+
+def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("mps"))
+    monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 1)
+    _, found = alone(capsys)
+    assert found["devices"][0]["said"].startswith("1 x mps, for one process alone, ")
+    assert found["precision"][0]["said"].startswith("float32")
+
+
+def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def memory(gpu: int) -> tuple[int, int]:
+        asked.append(gpu)
+        return (10 if gpu == 3 else 80), 80
+
+    monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda"))
+    for name, value in {"device_count": 4, "get_device_name": "H100", "is_bf16_supported": True}.items():
+        monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(here.torch.cuda, "mem_get_info", memory)
+    found = {3: [*here._devices()]}
+    assert asked == [0, 1, 2, 3]
+    assert [one.said for one in found[3] if one.level == "doubtful"] == ["of GPU 3 12% of the memory is free"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        found[rank] = [*here._devices()]
+    assert asked == [0, 1, 2, 3] * 2
+    said = [one.said for one in _by_machine([(Place(rank, "host", 0), found[rank]) for rank in range(4)])]
+    assert "of GPU 3 12% of the memory is free" in said
+    assert len(said) == len(set(said)) == len(found[0]) + 1
 
 
 def told(done: Ended) -> str:
