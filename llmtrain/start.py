@@ -166,7 +166,7 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stage
     ddp = ddp or DDPConfig()
     check_launch()
     launcher = Launcher.find()
-    cpu = _use_cpu(launcher)
+    cpu = use_cpu(launcher)
     if bitwise and not cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
         torch.use_deterministic_algorithms(True)
@@ -205,8 +205,9 @@ def start_accelerator(ddp: DDPConfig | None = None, bitwise: bool = False, stage
     return accelerator
 
 
-def _use_cpu(launcher: Launcher) -> bool:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+def use_cpu(launcher: Launcher) -> bool:
+    """Whether a run of this process is on the CPU. Raises :class:`UserError` where it has not a GPU of its own."""
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or launcher.wants_cpu():
         return True
     if device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1:

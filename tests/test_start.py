@@ -107,17 +107,16 @@ def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> Non
 
 @pytest.mark.parametrize(("processes", "devices", "kind"), [(2, 1, "cuda"), (2, 2, "cuda"), (2, 1, "mps")])
 def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(processes, devices, kind, monkeypatch) -> None:
-    monkeypatch.setattr(start.torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(start.torch.accelerator, "current_accelerator", lambda: start.torch.device(kind))
+    monkeypatch.setattr(start.torch.accelerator, "current_accelerator", lambda **_: start.torch.device(kind))
     monkeypatch.setattr(start.torch.accelerator, "device_count", lambda: devices)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if (kind, devices) == ("cuda", 1):
         with pytest.raises(UserError, match=r"2 processes were started on a machine with 1 GPU; start one a GPU"):
-            start._use_cpu(Launcher())
+            start.use_cpu(Launcher())
     else:
-        assert start._use_cpu(Launcher()) is (kind == "mps")
-    assert start._use_cpu(Launcher(["accelerate", "launch", "--cpu"]))
+        assert start.use_cpu(Launcher()) is (kind == "mps")
+    assert start.use_cpu(Launcher(["accelerate", "launch", "--cpu"]))
 
 
 def test_fp16_on_a_cpu_is_refused() -> None:

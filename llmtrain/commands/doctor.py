@@ -44,8 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(_tell(mine, arguments.json))
     several = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mine += here.address() if several else []
-    met, all_came = together.meet(arguments.wait)
+    over_gloo = here.over_gloo(launcher)
+    mine += here.address() if several and over_gloo else []
+    met, all_came = together.meet("gloo" if over_gloo else "nccl", arguments.wait)
     status = 1
     if all_came:
         try:

@@ -19,7 +19,7 @@ import torch
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import sync_file, sync_folder
 from llmtrain.record.provenance import versions
-from llmtrain.start import Launcher, check_launch, cpu_has_bfloat16
+from llmtrain.start import Launcher, check_launch, cpu_has_bfloat16, use_cpu
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 _PATIENCE = 5.0  # seconds, of a server elsewhere
@@ -74,6 +74,7 @@ def _launch(launcher: Launcher) -> Iterator[Finding]:
     """What the launcher was told, and where; and whether it did that."""
     try:
         check_launch()
+        use_cpu(launcher)
     except UserError as error:
         yield Finding(BAD, "launch", str(error))
     started = f"{os.environ.get('WORLD_SIZE', '1')} process(es)"
@@ -208,9 +209,17 @@ def _reached(subject: str, url: str, remedy: str) -> Finding:
     return Finding(GOOD, subject, f"{url} answers")
 
 
+def over_gloo(launcher: Launcher) -> bool:
+    """Whether a run's processes would meet on the CPU; so do these where they are too many for the GPUs here."""
+    try:
+        return use_cpu(launcher)
+    except UserError:  # which is among the findings
+        return True
+
+
 def address() -> list[Finding]:
     """By which address other machines are told to reach this one over gloo."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or torch.cuda.is_available():
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return []
     try:
         found = socket.gethostbyname(socket.gethostname())

@@ -17,7 +17,6 @@ from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding, standing
 from llmtrain.errors import first_line
 from llmtrain.record.provenance import versions
 
-_COME_SECONDS = 60.0
 _SIZE = 2**24  # bytes that are added up
 _SLOW = 0.5  # of the median of all links
 _SKEW_SECONDS = 1.0
@@ -35,7 +34,7 @@ def here() -> Place:
     return Place(rank, platform.node(), rank // each)
 
 
-def meet(patience: float = _COME_SECONDS) -> tuple[list[Finding], bool]:
+def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
     """Join the process group; whether all have come. Of those that have, one names the others."""
     place, world = here(), int(os.environ["WORLD_SIZE"])
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -62,7 +61,6 @@ def meet(patience: float = _COME_SECONDS) -> tuple[list[Finding], bool]:
         said = f"rank {', '.join(map(str, sorted(missing)))} (machine {machines}) has not come to {where}"
         remedy = "was it started there with its --machine_rank, and what does it say of its way to that port?"
         return [Finding(BAD, "meeting", f"{said} in {patience:.0f} s", remedy)], False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from llmtrain.commands.doctor import _by_machine
 from llmtrain.doctor import here
 from llmtrain.doctor.together import Place
+from llmtrain.start import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 from tests.test_cli import ended
@@ -96,7 +98,9 @@ def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert found["precision"][0]["said"].startswith("float32")
 
 
-def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four GPUs, the last of which is full; those whose memory is asked for."""
     asked = []
 
     def memory(gpu: int) -> tuple[int, int]:
@@ -104,9 +108,16 @@ def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(monkeypat
         return (10 if gpu == 3 else 80), 80
 
     monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda"))
+    monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 4)
     for name, value in {"device_count": 4, "get_device_name": "H100", "is_bf16_supported": True}.items():
         monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(here.torch.cuda, "mem_get_info", memory)
+    return asked
+
+
+def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {3: [*here._devices()]}
     assert asked == [0, 1, 2, 3]
     assert [one.said for one in found[3] if one.level == "doubtful"] == ["of GPU 3 12% of the memory is free"]
@@ -118,6 +129,21 @@ def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(monkeypat
     said = [one.said for one in _by_machine([(Place(rank, "host", 0), found[rank]) for rank in range(4)])]
     assert "of GPU 3 12% of the memory is free" in said
     assert len(said) == len(set(said)) == len(found[0]) + 1
+
+
+@pytest.mark.parametrize(("processes", "words", "backend"), [(4, [], "nccl"), (5, [], "gloo"), (4, ["--cpu"], "gloo")])
+def test_processes_meet_where_those_of_a_run_would(processes, words, backend, asked, monkeypatch, capsys) -> None:
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in (world | {"MASTER_ADDR": "::1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Launcher, "find", classmethod(lambda cls: Launcher(["accelerate", "launch", *words])))
+    monkeypatch.setattr("os._exit", sys.exit)
+    nobody = here.Finding("bad", "meeting", "nobody")
+    monkeypatch.setattr("llmtrain.doctor.together.meet", lambda how, _: ([nobody._replace(said=how)], False))
+    _, found = alone(capsys)
+    assert found["meeting"][0]["said"] == backend
+    bad = [one["said"] for one in found["launch"] if one["level"] == "bad"]
+    assert any("5 processes were started on a machine with 4 GPUs" in said for said in bad) == (processes == 5)
 
 
 def told(done: Ended) -> str:
