@@ -74,6 +74,7 @@ def read_config(config_file: str) -> dict[str, Any]:
 
 
 def gpus() -> int:
+    """Those with which several processes can make a group: a Mac's is none of them."""
     import torch
 
     return torch.cuda.device_count()

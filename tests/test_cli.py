@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,45 @@ def test_a_recipe_and_its_config_are_copied_and_nothing_is_overwritten(tmp_path:
     assert "exists already" in err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["gpt.py"]
     assert (tmp_path / "mine" / "gpt.py").read_text() == "mine"
+
+
+def test_a_config_is_copied_beside_what_is_there(tmp_path: Path, capsys) -> None:
+    mine = tmp_path / "my own"
+    ended(capsys, "init", str(mine), "--config", "cpu_ddp")
+    (mine / "gpt.py").write_text("mine")
+    status, out, err = ended(capsys, "init", str(mine), "--config", "fsdp2")
+    assert (status, err) == (0, "")
+    assert f"{mine}/gpt.py (was there, and is kept)\nconfig    {mine}/fsdp2.yaml\n" in out
+    assert (mine / "gpt.py").read_text() == "mine"
+    assert "fsdp_version: 2" in (mine / "fsdp2.yaml").read_text()
+    found = json.loads(ended(capsys, "init", str(mine), "--config", "multi_node.slurm", "--json")[1])
+    assert found["kept"] == [str(mine / "gpt.py")]
+    assert found["start"] == ["sbatch", str(mine / "multi_node.slurm")]
+    assert Path(found["config"]).read_text() == (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
+    said = "".join(re.findall(r"(?m)^(?:RECIPE|CONFIG)=.*\n", (mine / "multi_node.slurm").read_text()))
+    words = ["bash", "-c", f'{said} echo "$RECIPE:$CONFIG"']
+    assert subprocess.check_output(words, text=True).strip() == f"{mine}/gpt.py:{mine}/multi_node.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "config", "processes"),
+    [
+        ([], 0, "cpu", 1),
+        ([], 1, "single_gpu", 1),  # a Mac's, too
+        ([], 8, "multi_gpu", 8),
+        (["--config", "multi_gpu"], 8, "multi_gpu", 8),
+        (["--config", "fsdp2.yaml"], 8, "fsdp2", 8),
+        (["--config", "multi_gpu"], 0, "multi_gpu", 2),
+        (["--config", "cpu_ddp"], 8, "cpu_ddp", 2),
+    ],
+)
+def test_a_config_has_as_many_processes_as_there_are_gpus(
+    words, gpus, config, processes, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    found = json.loads(ended(capsys, "init", str(tmp_path / "mine"), *words, "--json")[1])
+    assert Path(found["config"]).name == f"{config}.yaml"
+    assert f"\nnum_processes: {processes}\n" in Path(found["config"]).read_text()
 
 
 @pytest.mark.parametrize("words", [["--recipe", "bert"], ["--config", "tpu"]])
