@@ -4,6 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 from llmtrain.errors import UserError
+from llmtrain.launching import shipped_config
 
 
 class Device(NamedTuple):
@@ -86,7 +87,7 @@ def check_room(accelerator: Any, model: Any, trained: bool = True) -> None:
         raise UserError(
             f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
             f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
-            f"{here:.1f}. Share them among more processes (accelerate_configs/fsdp2.yaml): see llmtrain plan."
+            f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
         )
 
 

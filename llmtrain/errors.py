@@ -51,9 +51,11 @@ def _explained(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
+        from llmtrain.launching import shipped_config  # which knows this module
+
         return (
             f"out of memory ({said}): make the model or --per_device_train_batch_size smaller, or shard it with "
-            "accelerate_configs/fsdp2.yaml; llmtrain plan says what it needs."
+            f"{shipped_config('fsdp2')}; llmtrain plan says what it needs."
         )
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return _refused(error, _REMEDIES[error.errno])

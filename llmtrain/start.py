@@ -26,6 +26,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from llmtrain.console import complain, rank, say
 from llmtrain.errors import ToldElsewhereError, UserError, explained
+from llmtrain.launching import shipped_config
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.fsdp import Sharding, is_sharded, let_cpus_shard
 
@@ -110,23 +111,21 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[dict[str, Any], P
     return {}, path
 
 
-# What accelerate can be told to use and this loop does not: variable that its launcher sets -> name, what to use
-_UNSUPPORTED = {
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "accelerate_configs/multi_gpu.yaml"),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "accelerate_configs/multi_gpu.yaml"),
-}
+# What accelerate can be told to use and this loop does not: variable that its launcher sets -> its name
+_UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
 
 def check_launch() -> None:
     """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
     launcher = Launcher.find()
     Sharding.asked(int(os.environ.get("WORLD_SIZE", "1")))
-    for variable, (name, instead) in _UNSUPPORTED.items():
+    for variable, name in _UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("true", "1"):
             ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
+            command = ["accelerate", "launch", "--config_file", str(shipped_config("multi_gpu")), *sys.argv]
             raise UserError(
                 f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
-                f"accelerate launch --config_file {instead} {shlex.join(sys.argv)}"
+                f"{shlex.join(command)}"
             )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if "WORLD_SIZE" not in os.environ and by_accelerate:
@@ -216,7 +215,7 @@ def use_cpu(launcher: Launcher) -> bool:
     if here > devices:
         raise UserError(
             f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
-            "(--num_processes), or use accelerate_configs/cpu_ddp.yaml."
+            f"(--num_processes), or use {shipped_config('cpu_ddp')}."
         )
     return False
 

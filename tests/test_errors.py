@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from llmtrain.errors import UserError, explained
+from llmtrain.launching import shipped_config
 from tests.launching import ROOT, long_form
 
 
@@ -41,6 +43,17 @@ def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
     line = explained(OSError(number, os.strerror(number), "/data/run"))
     assert line is not None
     assert says in line
+
+
+def test_a_config_that_a_line_names_is_there_also_outside_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, named in ((ROOT, Path("accelerate_configs/fsdp2.yaml")), (tmp_path, shipped_config("fsdp2").resolve())):
+        monkeypatch.chdir(folder)
+        assert f" or shard it with {named};" in str(explained(MemoryError()))
+        assert named.is_file()
+    for module in (ROOT / "llmtrain").rglob("*.py"):
+        assert "accelerate_configs/" not in module.read_text(), module
 
 
 def test_a_write_to_a_full_disk_names_no_file_and_is_explained() -> None:

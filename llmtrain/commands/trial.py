@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.launching import gpus, kill, launcher_of, read_config, why_it_failed
+from llmtrain.launching import gpus, kill, launcher_of, read_config, shipped_config, why_it_failed
 from llmtrain.record.history import read_lines
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
@@ -80,7 +80,7 @@ class Trial:
         if most > 1 and self.config.get("distributed_type") in ("NO", "MULTI_CPU"):
             raise UserError(
                 f"--config_file {arguments.config_file} starts one process, distributed_type being "
-                f"{self.config['distributed_type']}; use accelerate_configs/cpu_ddp.yaml or multi_gpu.yaml."
+                f"{self.config['distributed_type']}; use {shipped_config('cpu_ddp')} or {shipped_config('multi_gpu')}."
             )
         self.on_cpu = not arguments.config_file and most > gpus()  # all layouts, where one needs it
         forced = {"max_steps": steps, "logging_steps": 1, "save_steps": save_steps, "report_to": "none"}

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from llmtrain.console import say
 from llmtrain.devices import check_room
 from llmtrain.errors import UserError
+from llmtrain.launching import shipped_config
 from llmtrain.parallel.paper import PaperAccelerator
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.shards import block_classes, cuts, fill, local, same_rows, sharding_of
@@ -36,7 +37,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 # What an accelerate config may say: variable that the launcher sets -> default, values that are fine, why not others
 _OWN_UNITS = "; leave it out: blocks are found from the model"
 _LIMITS = {
-    "FSDP_VERSION": ("1", "2", "asks for FSDP {}; set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does"),
+    "FSDP_VERSION": ("1", "2", "asks for FSDP {}; set fsdp_version: 2 in its fsdp_config"),
     "FSDP_AUTO_WRAP_POLICY": ("", "|TRANSFORMER_BASED_WRAP", "has an fsdp_auto_wrap_policy" + _OWN_UNITS),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", "", "has fsdp_transformer_layer_cls_to_wrap {}" + _OWN_UNITS),
     "FSDP_IGNORED_MODULES": ("", "", "has fsdp_ignored_modules {}" + _OWN_UNITS),
@@ -91,7 +92,7 @@ class Sharding:
             return cls(processes // stages, 1, stages=stages)
         if not cls.is_asked():
             if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
-                raise _refused("has a parallelism config without FSDP; see accelerate_configs/hsdp.yaml")
+                raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
             return None
         for name, (default, fits, why) in _LIMITS.items():
             unused = name.startswith("FSDP") and not _said("ACCELERATE_USE_FSDP")  # whose defaults are always there

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtrain.collectives import copied, joined, rows_of, split, summed_over
 from llmtrain.errors import UserError
+from llmtrain.launching import shipped_config
 from llmtrain.shards import part
 
 
@@ -54,11 +55,9 @@ def cut_tensors(model: Any, mesh: DeviceMesh) -> None:
     kind, size = getattr(model, "own_class", type(model)).__name__, mesh.size()
     plan = _plan_of(model)
     if not plan:
-        raise UserError(f"{kind} has no plan for tensor parallelism; use FSDP (accelerate_configs/fsdp2.yaml).")
+        raise UserError(f"{kind} has no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
     if hasattr(model, "peft_config"):
-        raise UserError(
-            "LoRA's matrices have no plan for tensor parallelism; use FSDP (accelerate_configs/fsdp2.yaml)."
-        )
+        raise UserError(f"LoRA's matrices have no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
     _check_heads(model, kind, size)
     shared: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is cut once
     for name, module, said in _modules(model, plan):
