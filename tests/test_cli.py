@@ -173,6 +173,15 @@ def test_json_of_what_is_written_and_listed(tmp_path: Path, capsys: pytest.Captu
     assert all(one["title"] for one in lessons)
 
 
+def test_json_of_an_export_says_where_the_model_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    status, out, err = ended(capsys, "export", str(tmp_path / "model"), "--to", str(tmp_path / "to"), "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == {"model": str(tmp_path / "to")}
+    assert (tmp_path / "to" / "config.json").is_file()
+
+
 def test_json_has_a_word_for_what_is_not_finite() -> None:
     text = json_text({"loss": math.inf, "rows": [(math.nan, 1.5)], "same": False})
     assert json.loads(text) == {"loss": None, "rows": [[None, 1.5]], "same": False}

@@ -2,23 +2,25 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.forked import run_forked
 from tests.launching import BIN, GPT, TINY, long_form, metrics, run, torchrun
+from tests.test_cli import ended
 
 MODEL = [*TINY[:4], "--n_embd", "128", *TINY[6:10], "--global_batch_size", "16", "--ddp_bucket_cap_mb", "0.5"]
 
 
 @pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=long_form)])
 def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
-    micro_batches: int, text_file: Path, tmp_path: Path
+    micro_batches: int, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     flags = [*MODEL, "--per_device_train_batch_size", str(8 // micro_batches), "--dataset", str(text_file)]
-    command = [str(BIN / "llmtrain"), "xray", GPT, "--processes", "2", *flags, "--updates", "3:5"]
-    ended = run([*command, "--output_dir", str(tmp_path / "run")]).assert_ok()
+    words = ["xray", GPT, "--processes", "2", *flags, "--updates", "3:5", "--output_dir", str(tmp_path / "run")]
+    done = run([str(BIN / "llmtrain"), *words]).assert_ok()
     events = json.loads((tmp_path / "run" / "xray" / "trace.json").read_text())["traceEvents"]
     sent = [event for event in events if re.fullmatch(r"bucket \d+", event["name"])]
     buckets = {event["name"] for event in sent}
@@ -30,9 +32,9 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     parameters = [name for event in sent[: len(buckets)] for name in event["args"]["parameters"]]
     assert len(parameters) == len(set(parameters))
     assert "transformer.h.0.attn.c_attn.weight" in parameters
-    assert f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in ended.out
-    assert ("none in the 3 micro-batches before" in ended.out) == (micro_batches == 4)
-    counted = re.search(r"the network devices sent [\d.]+, ([\d.]+) of that", ended.out)
+    assert f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in done.out
+    assert ("none in the 3 micro-batches before" in done.out) == (micro_batches == 4)
+    counted = re.search(r"the network devices sent [\d.]+, ([\d.]+) of that", done.out)
     assert counted is not None
     assert float(counted[1]) > 0.9, "what DDP sends is what the kernel saw"
     assert (tmp_path / "run" / "xray" / "timeline.html").stat().st_size > 2000
@@ -42,6 +44,13 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
     assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]
     assert all(0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"])
+
+    def same_run(command: list[str], **_: object) -> None:
+        shutil.copytree(tmp_path / "run", command[-1])
+
+    monkeypatch.setattr("llmtrain.commands.xray.run_to_end", same_run)
+    status, out, err = ended(capsys, *words, "--json")
+    assert (status, json.loads(out), err) == (0, summary, "")
 
 
 SLOW = """
