@@ -1,5 +1,6 @@
 """What can be found out about a machine by one process of it."""
 
+import http.client
 import importlib.metadata
 import os
 import platform
@@ -203,7 +204,7 @@ def _reached(subject: str, url: str, remedy: str) -> Finding:
             pass
     except urllib.error.HTTPError:  # it answers
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # a port that is no number, say
         reason = getattr(error, "reason", error)
         return Finding(DOUBTFUL, subject, f"{url} does not answer: {reason}", remedy)
     return Finding(GOOD, subject, f"{url} answers")

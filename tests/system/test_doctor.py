@@ -88,6 +88,9 @@ def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would
     assert status == 0
     assert (found["wandb"][0]["level"], found["hub"][0]["level"]) == ("doubtful", "good")
     assert "does not answer" in found["wandb"][0]["said"]
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:port")
+    status, found = alone(capsys)
+    assert (status, found["wandb"][0]["level"]) == (0, "doubtful")
 
 
 def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
