@@ -3,6 +3,8 @@
 accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/4_llmtrain.py
 """
 
+from dataclasses import asdict
+
 from datasets import Dataset
 from task import BATCH, BLOCK, LEARNING_RATE, UPDATES, base_model, rows, tokenizer
 
@@ -55,7 +57,7 @@ def main() -> None:
         "start": start,
         "rows": "the language reference",
         "batch": data.global_batch_size,
-        "update": vars(optim),
+        "update": asdict(optim),
     }
     with open_run(accelerator, run, identity, files, resolved(data, optim, ddp, run)) as record:
         steps = range(record.step, optim.max_steps)
