@@ -22,6 +22,8 @@ def test_the_notebook_trains_on_two_processes_on_one_and_again(tmp_path: Path, m
     )
     processes = {name: read_json(folder / "run.json")["processes"] for name, folder in runs.items()}
     assert processes == {"notebook": 2, "notebook-2": 1, "recipe": 1}
+    settings = read_json(runs["notebook"] / "run.json")["settings"]
+    assert {settings[name]["value"] for name in ("n_layer", "n_head")} == {2}
     losses = {name: series(folder, "eval/loss") for name, folder in runs.items()}
     assert losses["notebook-2"] == pytest.approx(losses["notebook"], rel=2e-4)
     assert losses["notebook"][60] < 0.8 * losses["notebook"][0]
