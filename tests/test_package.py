@@ -3,6 +3,7 @@
 import ast
 import configparser
 import inspect
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -68,6 +69,12 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     said = found if isinstance(found, str) else inspect.getdoc(found)
     assert said
     assert not said.startswith(f"{name}("), "a dataclass that says nothing of itself"
+
+
+def test_the_changelog_begins_with_the_version_that_this_is() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == llmtrain.__version__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
