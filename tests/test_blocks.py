@@ -16,7 +16,7 @@ from tests.test_lessons import ALL
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = {
     **{"n_layer": "2", "n_head": "2", "n_embd": "32", "block_size": "64", "tokenizer": "byte", "dataset": "small.txt"},
-    **{"max_steps": "10", "logging_steps": "2", "report_to": "none"},
+    **{"max_steps": "10", "logging_steps": "2", "report_to": "none", "global_batch_size": "8"},
 }
 SMALL_FINETUNE = {
     "config_overrides": "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8",
@@ -64,7 +64,9 @@ def made_small(command: str) -> str:
     """With flags that the command itself leaves open."""
     flags: dict[str, str] = {}
     if "recipes/gpt.py" in command and " plan " not in command:
-        flags = SMALL
+        flags = dict(SMALL)
+        if "--per_device_train_batch_size" in command:  # which is chosen for the batch that the recipe has
+            del flags["global_batch_size"]
     elif "recipes/finetune.py" in command:
         flags = SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
     command = command.replace("FOLDER_OR_HUB_NAME", "runs/finetune/model")
