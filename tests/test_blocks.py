@@ -33,6 +33,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
     "llmtrain export": ("system/test_finetune.py", '"export"'),
+    "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"--layouts", others'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
     "--config small.yaml": ("test_pages.py", '"small.yaml"'),
     "accelerate launch --max_restarts": ("system/test_faults.py", '"--max_restarts"'),

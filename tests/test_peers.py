@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
 from tests.launching import ROOT
@@ -14,6 +15,8 @@ def test_what_the_readme_says_of_the_trainer_holds() -> None:
     said = re.search(r"transformers ([\d.]+) \(its Trainer\)", (ROOT / "README.md").read_text())
     assert said is not None
     assert f"transformers=={said[1]}." in (ROOT / "constraints.txt").read_text()
+    if not transformers.__version__.startswith(f"{said[1]}."):
+        pytest.skip(f"it says it of {said[1]}")
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.origin is not None

@@ -125,7 +125,7 @@ class Metrics:
 
 class _Mirror:
     """One tracker and the thread that feeds it. The queue between the run and the tracker is ``metrics.jsonl`` itself:
-    a tracker that stalls costs no memory, and one that comes back to a run is sent what it lacks."""
+    a tracker that stalls costs no memory, and W&B, which comes back to a run, is sent what it lacks."""
 
     def __init__(self, tracker: GeneralTracker, path: Path) -> None:
         self.tracker, self.path = tracker, path
