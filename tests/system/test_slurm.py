@@ -40,7 +40,7 @@ def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     slurm: dict[str, str], text_file: Path, tmp_path: Path
 ) -> None:
     command = ["bash", "-c", f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm", "batch", *TINY]
-    command += ["--dataset", str(text_file), "--max_steps", "80", "--save_steps", "80"]
+    command += ["--dataset", str(text_file), "--max_steps", "40", "--save_steps", "40"]
     for name in ("recipes", "accelerate_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = tmp_path / "runs" / "job-4321"
