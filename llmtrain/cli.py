@@ -1,4 +1,4 @@
-"""``llmtrain COMMAND``: what one does with runs and models once a recipe has made them."""
+"""llmtrain COMMAND: what one does with runs and models once a recipe has made them."""
 
 import argparse
 import importlib
