@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
         rows = json.loads((again / "replay.json").read_text())["rows"]
         now = next(line for line in read_lines(again / "metrics.jsonl") if _is_of(line, step))
     then = next((line for line in history.readings if _is_of(line, step)), None)
-    compared = [] if then is None else [key for key in _COMPARED if key in then]
-    differing = [key for key in compared if then is not None and then[key] != now[key]]
+    compared = {key: (then[key], now[key]) for key in _COMPARED if then is not None and key in then}
+    differing = [key for key, (first, second) in compared.items() if first != second]
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
     decode = _decoder(history.folder)
     for row in rows:
@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     if then is None:
         print("compared  with nothing: the run has no reading of it (--logging_steps)")
     elif differing:
-        print("differs   " + "; ".join(f"{_COMPARED[key]}: {then[key]} then, {now[key]} now" for key in differing))
+        told = (f"{_COMPARED[key]}: {compared[key][0]} then, {compared[key][1]} now" for key in differing)
+        print("differs   " + "; ".join(told))
     else:
         print(f"the same  {', '.join(_COMPARED[key] for key in compared)}: to the last bit")
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
