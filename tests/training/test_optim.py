@@ -1,6 +1,9 @@
 """The learning rate is a function of the step; weight decay is for matrices."""
 
+from dataclasses import asdict
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain.training.muon as muon_module
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.record.run import RunConfig
+from llmtrain.training.loop import _check_where_it_goes_on
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
 
@@ -214,3 +219,10 @@ def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.d
     config = OptimConfig(optim="muon", adam_beta1=0.7)
     muon, _ = make_optimizer(GPT(GPTConfig(n_embd=16), 30), config, precision).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
+
+
+def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys: pytest.CaptureFixture) -> None:
+    before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
+    record: Any = SimpleNamespace(step=3, config=RunConfig(report_to=["none"]), update_before=before)
+    _check_where_it_goes_on(record, OptimConfig(learning_rate=2e-3))
+    assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out
