@@ -26,7 +26,7 @@ from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer, say
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensors import read_tensors
-from llmtrain.shards import fill
+from llmtrain.parallel.mesh import fill
 
 ROUNDS, UNCOUNTED = 9, 3
 VOCABULARY, TOKENS = 16384, 32

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.comparison import Row, report
 from benchmarks.runs import GPT_RECIPE, ROOT, launcher, scratch
-from llmtrain.launching import kill
+from llmtrain.launch.children import kill
 from llmtrain.observe.phases import OWN
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.start import cpu_has_bfloat16
+from llmtrain.launch.accelerator import cpu_has_bfloat16
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent

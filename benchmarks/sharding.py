@@ -31,7 +31,7 @@ from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
-from llmtrain.shards import fill
+from llmtrain.parallel.mesh import fill
 from llmtrain.training.loop import train_step
 
 CONFIG, VOCABULARY = GPTConfig(n_layer=24, n_head=8, n_embd=512, block_size=32), 512

@@ -11,8 +11,8 @@ import difflib
 import re
 import shutil
 import sys
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -21,11 +21,41 @@ from llmtrain.errors import UserError
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
+_OWN = ("config", "help_all")  # flags of the parser itself
+S = TypeVar("S")
 
 
-def flag(default: Any, help: str) -> Any:
-    """A dataclass field that is a command-line flag."""
-    metadata = {"help": help.replace("%", "%%")}
+class Retired(NamedTuple):
+    """What became of a flag that earlier versions had."""
+
+    use: str  # what to do instead, a sentence's end after "it is retired: "
+    harmless: bool = True  # without it a run computes what it did with it
+
+
+class Config:
+    """The base of every dataclass of settings. Each of its fields is a flag."""
+
+    _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
+    acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
+    retired: ClassVar[Mapping[str, Retired]] = {}
+
+    def given(self, name: str) -> bool:
+        """Return whether a person has set this flag, on the command line or in a file."""
+        return name in self.origins
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where the value of each flag that a person has set came from."""
+        found: dict[str, str] = self.__dict__.setdefault("_origins", {})
+        return found
+
+
+def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:
+    """Return a dataclass field that is a command-line flag.
+
+    ``acts`` names where in an update it acts, for ``llmtrain diff``. A ``hidden`` one is shown by --help_all alone.
+    """
+    metadata = {"help": help.replace("%", "%%"), "acts": acts, "hidden": hidden}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -37,65 +67,81 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_at_least(config: Any, minimum: float, *names: str) -> None:
-    """Every named number must be finite and at least ``minimum``."""
+def require_at_least(config: Config, minimum: float, *names: str) -> None:
+    """Check that every named number is finite and at least ``minimum``."""
     for name in names:
         value = getattr(config, name)
         require(minimum <= value < float("inf"), f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
-def parse(*defaults: Any, argv: list[str] | None = None, description: str | None = None) -> tuple[Any, ...]:
-    """Parse the command line into copies of ``defaults``, one dataclass instance each.
+def configs_of(settings: Any) -> dict[str, Config]:
+    """Return the configs that a dataclass of settings holds, by the names of its fields."""
+    found = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {name: value for name, value in found.items() if isinstance(value, Config)}
+
+
+def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a config by the names of their flags."""
+    return {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]  # all are dataclasses
+
+
+def parse(defaults: S, argv: list[str] | None = None, description: str | None = None) -> S:
+    """Parse the command line into a copy of ``defaults``, a dataclass of configs.
 
     ``--config FILE.yaml`` reads flags from a file; the command line wins over it. An unknown key, an unknown flag or
-    an abbreviation is a :class:`UserError` with the nearest name. Where each value came from is kept for
-    :func:`resolved`.
+    an abbreviation is a :class:`UserError` with the nearest name. Each config keeps where its values came from.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _Parser(defaults, description)
+    configs = configs_of(defaults)
+    parser = _Parser(configs.values(), description)
     layers = [("command line", parser.given(argv))]
     config_file = layers[0][1].pop("config", None)
-    layers[0][1].pop("debug", None)  # launch() looks for it itself, as it is to help with this function's errors too
     if config_file is not None:
         layers.insert(0, (config_file, parser.given(_argv_from_yaml(config_file, parser), source=config_file)))
 
-    configs = []
-    for default in defaults:
+    parsed: dict[str, Config] = {}
+    for part, default in configs.items():
         changes: dict[str, Any] = {}
         origins: dict[str, str] = {}
         for source, given in layers:
-            for field in dataclasses.fields(default):
-                if field.name in given:
-                    changes[field.name], origins[field.name] = given[field.name], source
+            for name in flags_of(default).keys() & given.keys():
+                changes[name], origins[name] = given[name], source
         try:
-            config = dataclasses.replace(copy.deepcopy(default), **changes)
+            parsed[part] = dataclasses.replace(copy.deepcopy(default), **changes)  # type: ignore[type-var]
         except UserError as error:  # a value out of range: say which file it stands in
             files = [f" ({origins[name]})" for name in origins if f"--{name} " in str(error) and config_file]
             raise UserError(f"{error}{files[0] if files else ''}") from None
-        config._origins = origins
-        configs.append(config)
-    return tuple(configs)
+        parsed[part].origins.update(origins)
+    return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
 
 
-def given(config: Any, name: str) -> bool:
-    """Whether a person has set this flag, on the command line or in a file."""
-    return name in getattr(config, "_origins", {})
-
-
-def resolved(*configs: Any) -> dict[str, dict[str, Any]]:
-    """Every setting with its value and where it came from, for ``run.json``."""
+def resolved(settings: Any) -> dict[str, dict[str, Any]]:
+    """Return every setting with its value and where it came from, for ``run.json``."""
     return {
-        field.name: {
-            "value": getattr(config, field.name),
-            "from": getattr(config, "_origins", {}).get(field.name, "recipe"),
-        }
-        for config in configs
-        for field in dataclasses.fields(config)
+        name: {"value": getattr(config, name), "from": config.origins.get(name, "recipe")}
+        for config in configs_of(settings).values()
+        for name in flags_of(config)
     }
 
 
+def without_retired(argv: list[str], retired: Mapping[str, Retired]) -> list[str]:
+    """Return the command line of an earlier version without the flags that are retired since. Raises
+    :class:`UserError` for one without which something else would be computed."""
+    kept, dropping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0]
+            found = retired.get(name.removeprefix("no_"))
+            if found is not None and not found.harmless:
+                raise UserError(f"--{name} is retired: {found.use}.")
+            dropping = found is not None
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """One name a flag (HF's parser also accepts dashes), the default where there is one."""
+    """Shows one name a flag (HF's parser also accepts dashes), and the default where there is one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=38, width=min(120, shutil.get_terminal_size((110, 24)).columns))
@@ -110,7 +156,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return f"{name} {{{','.join(map(str, action.choices))}}}"
         if action.metavar:
             return f"{name} {action.metavar}"
-        word = {int: "N", float: "X"}.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()  # type: ignore[call-overload]
+        known: dict[Any, str] = {int: "N", float: "X"}
+        word = known.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()
         return f"{name} {word}" + (" ..." if action.nargs == "+" else "")
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -120,28 +167,46 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if silent else f"{text} (default: {default})"
 
 
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, _Parser)
+        parser.show(everything=True)
+        parser.print_help()
+        parser.exit()
+
+
 class _Parser(HfArgumentParser):
-    def __init__(self, defaults: Iterable[Any], description: str | None) -> None:
+    def __init__(self, defaults: Iterable[Config], description: str | None) -> None:
+        configs = [*defaults]
         super().__init__(
-            [type(default) for default in defaults],  # type: ignore[misc]
+            [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
             description=description,
             formatter_class=_Help,
             allow_abbrev=False,
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
-        self.add_argument("--debug", action="store_true", help="show where in the program an error arose")
-        values = {
-            field.name: getattr(default, field.name) for default in defaults for field in dataclasses.fields(default)
-        }
-        self.set_defaults(**values)
+        self.add_argument("--help_all", action=_HelpAll, nargs=0, help="show the flags that commands use, too")
+        fields = {name: field for config in configs for name, field in flags_of(config).items()}
+        self.set_defaults(**{name: getattr(config, name) for config in configs for name in flags_of(config)})
+        self.hidden = {name for name, field in fields.items() if field.metadata.get("hidden")}
+        self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
+        self._texts = {action.dest: action.help for action in self._actions}
+        self.show(everything=False)
+
+    def show(self, everything: bool) -> None:
+        """Let --help tell of hidden flags, or not; of a switch that is on it tells how to turn it off."""
+        for action in self._actions:
+            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
+            hidden = (action.dest in self.hidden and not everything) or is_on
+            action.help = argparse.SUPPRESS if hidden else self._texts[action.dest]
 
     @property
     def flags(self) -> list[str]:
         return sorted({option for action in self._actions for option in action.option_strings if option[:2] == "--"})
 
     def given(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
-        """What ``argv`` says, and nothing else: a name that it does not set is absent."""
+        """Return what ``argv`` says, and nothing else: a name that it does not set is absent."""
         self._source = source
         blank = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         namespace, unknown = self.parse_known_args(argv, blank)
@@ -149,8 +214,14 @@ class _Parser(HfArgumentParser):
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
                 self.error(f"'{word}' is not a flag and follows none")
+            self.check_retired(word.lstrip("-"))
             self.error(f"unknown flag {word}{did_you_mean(word, self.flags)}")
         return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+
+    def check_retired(self, name: str) -> None:
+        found = self.retired.get(name.removeprefix("no_"))
+        if found is not None:
+            raise UserError(f"{f'{self._source}: ' if self._source else ''}--{name} is retired: {found.use}.")
 
     def error(self, message: str) -> NoReturn:
         place = f"{self._source}: " if self._source else ""
@@ -161,14 +232,14 @@ class _Parser(HfArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " - did you mean X?", or nothing where no name is near."""
+    """Return " - did you mean X?", or nothing where no name is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" - did you mean {near[0]}?" if near else ""
 
 
 def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
-    """The flags that a YAML file writes down. Its scalars are taken as the words that they are: YAML's own reading
-    would turn ``on`` into a boolean and ``12:30`` into a number."""
+    """Return the flags that a YAML file writes down. Its scalars are taken as the words that they are: YAML's own
+    reading would turn ``on`` into a boolean and ``12:30`` into a number."""
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - the user's spelling stays in the error
             tree = yaml.compose(file.read(), Loader=yaml.BaseLoader)
@@ -180,11 +251,14 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         return []
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"--config {path} must be `flag: value` lines.")
-    names = [option[2:] for option in parser.flags if option not in ("--config", "--debug", "--help")]
-    argv, seen = [], set()
+    names = [option[2:] for option in parser.flags if option[2:] not in (*_OWN, "help")]
+    argv: list[str] = []
+    seen = set()
+    parser._source = path
     for key_node, value in tree.value:
         key = str(key_node.value)
         if key not in names:
+            parser.check_retired(key)
             raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
         if key in seen:
             raise UserError(f"{path}: '{key}' stands there twice.")
@@ -196,7 +270,7 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
             raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
         if key.startswith("no_"):  # `no_x: true` is the flag --no_x
             try:
-                argv += [f"--{key}"] if string_to_bool(words[0]) else []
+                argv += [f"--{key}"] if string_to_bool(words[0]) else []  # type: ignore[no-untyped-call]
             except argparse.ArgumentTypeError:
                 raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
         else:

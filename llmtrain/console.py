@@ -14,6 +14,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def debugging() -> bool:
+    """Return whether a traceback is wanted above the line of an error."""
+    return os.environ.get("LLMTRAIN_DEBUG", "") not in ("", "0")
+
+
 def say(label: str, text: str) -> None:
     """One line of the start banner, from rank 0 alone. A reader that has gone (`| head`) does not end the run."""
     if rank() == 0:

@@ -1,10 +1,9 @@
 """What devices can do at most, by their makers' data sheets: arithmetic, memory, and the links between them."""
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.launching import shipped_config
 
 
 class Device(NamedTuple):
@@ -67,32 +66,3 @@ def bytes_per_second(text: str) -> float:
     if match is None or unit is None or not float(match[1]):
         raise UserError(f"--link {text}: write a rate a second, such as 400Gbit, 100Mbit or 50GB.")
     return float(match[1]) * unit
-
-
-def check_room(accelerator: Any, model: Any, trained: bool = True) -> None:
-    """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has, before
-    the first of them is there. Of the states, of which AdamW has two and Muon one a number, one is counted. Of a model
-    that is yet to be frozen, not all is ``trained``, and weights count alone."""
-    from llmtrain.shards import sharding_of
-
-    sharding = sharding_of(accelerator)
-    if accelerator.device.type != "cuda" or (sharding is not None and sharding.cpu_offload):
-        return
-    parts = 1 if sharding is None else sharding.shards * sharding.together
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / parts
-    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad and trained) / parts
-    room = _memory_of(accelerator.device)
-    if weights + 2 * gradients > room:
-        needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
-        raise UserError(
-            f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
-            f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
-            f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
-        )
-
-
-def _memory_of(device: Any) -> int:
-    """Bytes."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).total_memory)

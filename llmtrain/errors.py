@@ -4,6 +4,8 @@ import errno
 import re
 from collections.abc import Iterator
 
+from llmtrain.shipped import shipped_config
+
 
 class UserError(Exception):
     """Something the user can mend: one line that says what, where, and what to do instead.
@@ -51,8 +53,6 @@ def _explained(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        from llmtrain.launching import shipped_config  # which knows this module
-
         return (
             f"out of memory ({said}): make the model or --per_device_train_batch_size smaller, or shard it with "
             f"{shipped_config('fsdp2')}; llmtrain plan says what it needs."

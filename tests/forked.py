@@ -20,7 +20,13 @@ from tqdm import tqdm
 
 from tests.launching import PYTHON, ROOT, Ended
 
-IMPORTED = ["torch._dynamo", "llmtrain.start", "llmtrain.training.loop", "llmtrain.training.summary"]
+IMPORTED = [
+    "torch._dynamo",
+    "llmtrain.launch.accelerator",
+    "llmtrain.launch.process",
+    "llmtrain.training.loop",
+    "llmtrain.training.summary",
+]
 IMPORTED += ["llmtrain.data.rows", "llmtrain.models.gpt", "llmtrain.models.pretrained", "llmtrain.record.publish"]
 IMPORTED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "pytest", __name__]
 

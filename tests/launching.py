@@ -55,10 +55,10 @@ class Ended:
         return self
 
 
-def begin(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
+def begin(command: list[str], env: dict[str, str] | None = None, tree: Path = ROOT) -> subprocess.Popen:
     return subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=tree,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

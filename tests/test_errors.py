@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.errors import UserError, explained
-from llmtrain.launching import shipped_config
+from llmtrain.shipped import shipped_config
 from tests.launching import ROOT, long_form
 
 

@@ -3,7 +3,7 @@ import pytest
 from llmtrain import start
 from llmtrain.errors import UserError
 from llmtrain.parallel.fsdp import Sharding
-from llmtrain.start import Launcher, check_launch
+from llmtrain.launch.launcher import Launcher, check_launch
 
 
 @pytest.fixture

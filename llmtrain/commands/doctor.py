@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
-from llmtrain.launching import read_config
+from llmtrain.launch.children import read_config
 
 if TYPE_CHECKING:
     from llmtrain.doctor.here import Finding
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.doctor import here, together
-    from llmtrain.start import Launcher
+    from llmtrain.launch.launcher import Launcher
 
     _act_as_launcher(arguments)
     launcher = Launcher.find()

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.launching import shipped
+from llmtrain.shipped import shipped
 
 _ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as this machine's GPUs
 

@@ -53,7 +53,7 @@ def title(name: str) -> str:
 
 def teach(name: str, printed_to: IO[str] | None = None) -> bool:
     """Run a lesson's processes; whether it held."""
-    from llmtrain.launching import kill, launcher_of
+    from llmtrain.launch.children import kill, launcher_of
 
     command = [*launcher_of(_processes(name), None), "-m", "llmtrain.lessons", name]
     env = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.launching import launcher_of, run_to_end
+from llmtrain.launch.children import launcher_of, run_to_end
 
 if TYPE_CHECKING:
     from llmtrain.record.history import History

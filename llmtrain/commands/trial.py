@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.launching import gpus, kill, launcher_of, read_config, shipped_config, why_it_failed
+from llmtrain.launch.children import gpus, kill, launcher_of, read_config, why_it_failed
 from llmtrain.record.history import read_lines
+from llmtrain.shipped import shipped_config
 
 # What rounding may do in a few updates, relative to the value: loss, gradient norm, weights (L2).
 _TOLERANCE = {

@@ -6,7 +6,7 @@ import itertools
 
 from llmtrain.commands.recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
-from llmtrain.launching import gpus, launcher_of, read_config, run_to_end
+from llmtrain.launch.children import gpus, launcher_of, read_config, run_to_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

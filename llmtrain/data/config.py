@@ -1,26 +1,47 @@
 """What a run reads, and how many rows make an update."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.config import flag, require, require_at_least
+from llmtrain.config import Config, Retired, flag, require, require_at_least
 
 
 @dataclass
-class DataConfig:
-    """Texts, their tokenizer, and how many rows of them make an update. Each field is a flag."""
+class BatchConfig(Config):
+    """How many rows make an update. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "data"
+    acts: ClassVar[str] = "data"
+
+    global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
+    per_device_train_batch_size: int = flag(16, "rows per forward and backward pass (the micro-batch)", acts="layout")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
+
+    @property
+    def proportions(self) -> list[float]:
+        """In which several data sets are drawn; empty where every row comes once an epoch."""
+        return []
+
+
+@dataclass
+class DataConfig(BatchConfig):
+    """Texts, their tokenizer, and how many rows of them make an update. Each field is a flag."""
+
+    retired: ClassVar[Mapping[str, Retired]] = {
+        "dataset_config_name": Retired("name the configuration after a colon: --dataset NAME:CONFIGURATION", False)
+    }
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "builtin:python-docs, builtin:python-functions, a file, folder or glob of .txt .md .jsonl .parquet .csv, "
-        "or the name of a dataset on the hub; or several of these",
+        "builtin:python-docs, builtin:python-functions, a file, folder or glob of .txt .md .jsonl .parquet .csv, or "
+        "the name of a dataset on the hub, with :CONFIGURATION where it has several; or several of these",
     )
     mixture: list[float] = flag(
         [], "the proportions in which several data sets are drawn (default: every row once an epoch)"
     )
-    dataset_config_name: str | None = flag(None, "configuration of a hub dataset, where it has several")
     text_field: str = flag("text", "the field that holds the text, in .jsonl, .parquet, .csv and hub datasets")
     eval_fraction: float = flag(
         0.1,
@@ -28,13 +49,11 @@ class DataConfig:
         "where documents are few, the last part of the longest",
     )
     tokenizer: str | None = flag(
-        "bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name"
+        "bpe:4096", "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name", acts="model data"
     )
-    global_batch_size: int = flag(32, "rows per update, over all processes; part of the run, not of its layout")
-    per_device_train_batch_size: int = flag(16, "rows per forward and backward pass (the micro-batch)")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
+        super().__post_init__()
         require(0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be at least 0 and below 1.")
         require(self.tokenizer != "", "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.")
         require(all(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs.")
@@ -43,3 +62,7 @@ class DataConfig:
             f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; give one for each.",
         )
         require(all(0 < share < float("inf") for share in self.mixture), "--mixture must be numbers above 0.")
+
+    @property
+    def proportions(self) -> list[float]:
+        return self.mixture

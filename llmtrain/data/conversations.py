@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.config import flag
+from llmtrain.config import Config, flag
 from llmtrain.data.chat import BadRow, Conversation, Renderer, conversation_of, recognise
 from llmtrain.data.config import DataConfig
 from llmtrain.data.packing import TokenStore
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(Config):
     """How records become conversations, and what of them is trained. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "conversations"
+    acts: ClassVar[str] = "data"
 
     format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
         "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from llmtrain.contract import IGNORED, Window
 from llmtrain.data.order import key_of, mix, permute
 
 if TYPE_CHECKING:
@@ -22,23 +23,6 @@ if TYPE_CHECKING:
     from llmtrain.data.table import TokenRows
 
 _POSITIONS_AT_ONCE = 4096
-IGNORED = -100  # a label that is not trained on; in a stored row, a place that holds no token
-
-Batch = dict[str, torch.Tensor]
-
-
-class Window(NamedTuple):
-    """A process's share of one global batch."""
-
-    batches: list[Batch]  # micro-batches
-    rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
-    targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
-    content: torch.Tensor  # int64 [2]: fingerprints of tokens and of labels; those of processes add up to the batch's
-
-    @property
-    def positions(self) -> int:
-        """For which the model computes something, whether that is trained on or not."""
-        return sum(batch["labels"][:, 1:].numel() for batch in self.batches)
 
 
 class Slot(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.loader import IGNORED
+from llmtrain.contract import IGNORED
 from llmtrain.data.table import TOKENS_PER_BATCH, row_table
 
 COLUMNS = ["input_ids", "labels", "position_ids"]

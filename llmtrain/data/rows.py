@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import filelock
 
-from llmtrain.config import given
 from llmtrain.console import say
+from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
-from llmtrain.data.loader import IGNORED
 from llmtrain.data.mixture import Mixture, parts_of
 from llmtrain.data.sources import Made, Source, open_source
 from llmtrain.data.table import TokenRows, Written
@@ -131,7 +130,7 @@ def prepare(
     if config.mixture:
         parts_of(config.mixture)  # a share too small as well
     if records is not None:
-        if given(config, "dataset"):
+        if config.given("dataset"):
             raise UserError("--dataset: this recipe has data of its own; leave it out.")
         config.dataset = [Made(records).name]
     sources: list[Source] = [Made(records)] if records else [open_source(name, config) for name in config.dataset]
@@ -184,7 +183,9 @@ def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
     if len({name == "text" for name in formats}) > 1:
         kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
         raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
-    idle = [name for name in ("chat_template", "overlong", "on_bad_row", "packing") if given(chat, name)]
+    idle = [
+        name for name in ("chat_template", "overlong", "on_bad_row", "packing") if chat is not None and chat.given(name)
+    ]
     if formats[0] == "text" and idle:
         raise UserError(
             f"--{idle[0]} is for conversations, and {sources[0].name} is text; leave it out, or see --format."

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
+from llmtrain.contract import IGNORED
 from llmtrain.data.config import DataConfig
-from llmtrain.data.loader import IGNORED
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.errors import UserError, first_line

@@ -19,8 +19,9 @@ import torch
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import sync_file, sync_folder
+from llmtrain.launch.accelerator import cpu_has_bfloat16, use_cpu
+from llmtrain.launch.launcher import Launcher, check_launch
 from llmtrain.record.provenance import versions
-from llmtrain.start import Launcher, check_launch, cpu_has_bfloat16, use_cpu
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 _PATIENCE = 5.0  # seconds, of a server elsewhere

@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 import torch
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, gradients, rows, show, small_gpt
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import accumulate, count_tokens
 
 PROCESSES = 2

@@ -6,8 +6,8 @@ is the same, as each adds the gradient of its sum, divided by the tokens of all.
 
 import math
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import VOCABULARY, batch, gradients, rows, show, small_gpt
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import accumulate, count_tokens, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, digest, gradients, rows, show, small_gpt
 from llmtrain.parallel.bitwise import TreeSum, all_reduce_by_doubling
-from llmtrain.start import start_accelerator
 
 PROCESSES = 4
 SLOTS = 8

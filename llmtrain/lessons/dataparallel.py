@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, measured, rows, show, small_gpt
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import check_can_train
 
 PROCESSES = 1

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import measured, rows, show, small_gpt, train_in_phases
 from llmtrain.observe.phases import PHASES, Phases
-from llmtrain.start import start_accelerator
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 PROCESSES = 2

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import show
-from llmtrain.start import start_accelerator
 
 PROCESSES = 2
 

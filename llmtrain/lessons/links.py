@@ -10,10 +10,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, rows, show, small_gpt
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.exchange import average
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import accumulate, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 

@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from llmtrain.launching import kill
+from llmtrain.launch.children import kill
 from llmtrain.lessons.stage import TINY_RUN, begin_recipe, finish, losses_of, show, train_recipe
 
 PROCESSES = 1

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import measured, rows, show, small_gpt, train_in_phases
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.ddp import DDPConfig, DDPHandler
 from llmtrain.parallel.exchange import Exchange
-from llmtrain.start import start_accelerator
 from llmtrain.training.optim import OptimConfig, make_optimizer
 
 PROCESSES = 2

@@ -7,9 +7,9 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from llmtrain.errors import UserError
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, digest, rows, show, small_gpt
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import accumulate, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 

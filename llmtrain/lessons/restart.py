@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.launching import kill
+from llmtrain.launch.children import kill
 from llmtrain.lessons.stage import TINY_RUN, begin_recipe, finish, show
 
 PROCESSES = 1

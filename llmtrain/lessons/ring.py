@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, gradients, measured, rows, show, small_gpt
-from llmtrain.start import start_accelerator
 
 PROCESSES = 4
 

@@ -11,10 +11,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, rows, show, small_gpt
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.parallel.fsdp import empty_if_sharded, held_bytes, shard
-from llmtrain.start import start_accelerator
 from llmtrain.training.loop import train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 

@@ -13,9 +13,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import rank
-from llmtrain.launching import kill, shipped
+from llmtrain.launch.children import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
+from llmtrain.shipped import shipped
 from llmtrain.training.loop import accumulate, train_step
 
 VOCABULARY, BLOCK = 64, 32

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from llmtrain.shards import outline
+from llmtrain.parallel.mesh import meta_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +75,7 @@ class ModelFiles:
         def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in tensors.items()}
 
-        kept = {name: outline(tensor) for name, tensor in self.tensors(model).items()}
+        kept = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
         at_once = self._published(model, kept)
         if shapes(at_once) == shapes(kept):
             return as_it_is

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.config import flag, require, require_at_least
+from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
@@ -24,10 +24,11 @@ _INIT_STD = 0.02
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(Config):
     """The size of a GPT. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "model"
+    acts: ClassVar[str] = "model"
 
     n_layer: int = flag(4, "transformer blocks")
     n_head: int = flag(4, "attention heads in a block; must divide n_embd")
@@ -203,6 +204,16 @@ class GPT(nn.Module):
         if layers.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.transformer.wte.weight, targets_of(labels))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns of a batch that it takes beside tokens and labels."""
+        return frozenset({"dropout_keys"} if self.config.dropout else ())
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden states."""
+        return self.config.n_embd
 
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
         """The stages of a pipeline that hold a parameter."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from llmtrain.config import flag, require, require_at_least
+from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.streaming import Weights
@@ -24,10 +24,11 @@ _ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone c
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(Config):
     """The adapter that is trained in place of a model (Hu et al. 2021, arXiv:2106.09685). Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "LoRA"
+    acts: ClassVar[str] = "model"
 
     lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")
     lora_alpha: int = flag(32, "their product is scaled by alpha / r")

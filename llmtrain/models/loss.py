@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llmtrain.collectives import added, copied, joined, rows_of
-from llmtrain.shards import part
+from llmtrain.contract import IGNORED
+from llmtrain.parallel.collectives import all_reduce, copy_to, gather_from, shard_range
+from llmtrain.parallel.mesh import to_local
 
-IGNORED = -100  # cross_entropy's own default, and Hugging Face's: a label that is not trained on
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
 _ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
 _HELD = _BLOCK  # logits that may be held
@@ -84,7 +84,7 @@ def linear_nll(
     """
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     if mesh is not None:
-        hidden = copied(hidden, mesh)
+        hidden = copy_to(hidden, mesh)
     if isinstance(hidden, FakeTensor):  # which has no values: all are trained on
         hidden, targets = hidden.flatten(0, 1).clone(), targets.flatten()
     else:
@@ -93,8 +93,8 @@ def linear_nll(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if mesh is not None:
-        targets = targets - rows_of(len(weight), mesh).start
-        return _BlockwiseNLL.apply(hidden, part(weight), part(bias), targets, softcap, mesh)
+        targets = targets - shard_range(len(weight), mesh).start
+        return _BlockwiseNLL.apply(hidden, to_local(weight), to_local(bias), targets, softcap, mesh)
     if targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16:  # whose range needs the loss scale
         return _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())
     return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, None)
@@ -114,8 +114,8 @@ def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight, bias)
     mesh = weight.device_mesh
-    logits = F.linear(copied(hidden, mesh), part(weight), part(bias))
-    return joined(logits, mesh, len(weight))
+    logits = F.linear(copy_to(hidden, mesh), to_local(weight), to_local(bias))
+    return gather_from(logits, mesh, len(weight))
 
 
 class _HeldNLL(torch.autograd.Function):
@@ -186,9 +186,9 @@ class _BlockwiseNLL(torch.autograd.Function):
             chosen = torch.where(inside, logits.gather(1, column), chosen)
         log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
         if mesh is not None:
-            highest = added(log_total, mesh, dist.ReduceOp.MAX)
-            log_total = highest + added((log_total - highest).exp(), mesh).log()
-            chosen = added(chosen, mesh)
+            highest = all_reduce(log_total, mesh, dist.ReduceOp.MAX)
+            log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
+            chosen = all_reduce(chosen, mesh)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total)
         ctx.softcap = softcap
         return (log_total - chosen[:, 0]).sum()

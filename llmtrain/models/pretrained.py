@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 import yaml
 
-from llmtrain.config import did_you_mean, flag, require, require_at_least
+from llmtrain.config import Config, did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
-from llmtrain.devices import check_room
 from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
@@ -36,10 +35,11 @@ _SMALL = {
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Config):
     """Which model of Hugging Face's is trained, from which weights, and what of it. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "model"
+    acts: ClassVar[str] = "model"
 
     model_name_or_path: str | None = flag(None, "the folder or hub name of a causal LM to start from")
     from_config: str | None = flag(
@@ -155,7 +155,6 @@ def _load(
         settings.output_router_logits = False
     if config.load_in_4bit or empty:
         return model
-    check_room(accelerator, model, trained=not (frozen or config.freeze))
     return model.to(accelerator.device)
 
 

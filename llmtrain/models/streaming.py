@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.shards import block_classes
+from llmtrain.parallel.mesh import block_classes
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Seen = dict[str, torch.Tensor | None]

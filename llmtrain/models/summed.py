@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of
-from llmtrain.shards import reshard
+from llmtrain.parallel.mesh import reshard
 
 
 class SummedLoss:

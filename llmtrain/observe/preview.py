@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.console import rank
+from llmtrain.contract import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_IGNORED = -100
 _BORDER = "----- the next document of this row"
 
 
@@ -35,13 +35,13 @@ def preview(rows: Sequence[dict[str, Any]], tokenizer: "PreTrainedTokenizerFast"
             if place and position == 0:
                 _print_spans(spans, tokenizer, before, after)
                 spans = []
-                if all(later == _IGNORED for later in labels[place:]):
+                if all(later == IGNORED for later in labels[place:]):
                     print(f"----- {len(labels) - place} places are padding")
                     break
                 print(_BORDER)
             if token < 0:  # a text that has ended
                 break
-            trained = place > 0 and label != _IGNORED
+            trained = place > 0 and label != IGNORED
             if not spans or spans[-1][0] != trained:
                 spans.append((trained, []))
             spans[-1][1].append(token)

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.shards import cuts, local, sharding_of
+from llmtrain.parallel.mesh import local_shard, sharding_of, shards_over
 
 
 def fingerprint(model: nn.Module) -> torch.Tensor:
@@ -19,7 +19,7 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
         if parameter.is_meta:  # another process holds it
             sums.append(torch.zeros((), dtype=torch.int64))
             continue
-        value = local(parameter).contiguous()
+        value = local_shard(parameter).contiguous()
         bits = value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
         bits = bits.flatten().to(torch.int64)
         bits = bits ^ (bits >> 32)  # or two flipped signs of float64 would cancel out
@@ -39,7 +39,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     mine = fingerprint(plain).to(accelerator.device)  # weights may live on the host
     everyone = accelerator.gather(mine[None])
-    cut = torch.tensor(["tp" in cuts(parameter) for parameter in plain.parameters()], device=everyone.device)
+    cut = torch.tensor(["tp" in shards_over(parameter) for parameter in plain.parameters()], device=everyone.device)
     place = (torch.arange(len(everyone), device=everyone.device) % parts)[:, None]  # in the replica
     like = torch.where(cut, place, place - place % neighbours)  # [processes, parameters]: who should hold the same
     different = everyone != everyone.gather(0, like)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-Batches = Sequence[dict[str, torch.Tensor]]
+from llmtrain.contract import Batch
 
 
 class TreeSum:
@@ -59,22 +59,20 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
 
 
 class BitwiseGradients:
-    """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... processes."""
+    """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... ranks."""
 
-    def __init__(self, model: nn.Module, before_exchange: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]) -> None:
+        self.accelerator, self.model, self.before_exchange = accelerator, model, before_exchange
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.before_exchange = before_exchange
 
-    def __call__(
-        self, accelerator: Accelerator, model: nn.Module, batches: Batches, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``; returns this process's part
-        of the nll, which is all of it on the main process."""
+    def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
+        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``; returns this rank's part of
+        the nll, which is all of it on rank 0."""
         tree = TreeSum()
         for batch in batches:
-            with accelerator.no_sync(model):
-                nll = model(**batch)
-                accelerator.backward(nll / tokens.clamp(min=1))
+            with self.accelerator.no_sync(self.model):
+                nll = self.model(**batch)
+                self.accelerator.backward(nll / tokens.clamp(min=1))
             pieces = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
             tree.add(torch.cat([*pieces, nll.detach().to(pieces[0].dtype)[None]]))
             for parameter in self.parameters:
@@ -84,4 +82,4 @@ class BitwiseGradients:
         *gradients, nll = total.split([*(p.numel() for p in self.parameters), 1])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        return nll[0] if accelerator.is_main_process else torch.zeros_like(nll[0])
+        return nll[0] if self.accelerator.is_main_process else torch.zeros_like(nll[0])

@@ -1,189 +1,60 @@
-"""Models of which no process holds the whole.
+"""Models of which no rank holds the whole.
 
-Fully sharded data parallel, in torch's second form (FSDP2): every process holds a part of each weight, of its gradient
-and of its optimizer state, and sees the whole of a block's weights only while it computes that block. And tensor
-parallelism (:mod:`llmtrain.parallel.tensor`), under which it never does; what is left of data parallelism beside it is
-FSDP's too, with or without shards.
+Fully sharded data parallel, in torch's second form (FSDP2): every rank holds a shard of each weight, of its gradient
+and of its optimizer state, and sees a block's full weights only while it computes that block. And tensor parallelism
+(:mod:`llmtrain.parallel.tensor`), under which it never does; what is left of data parallelism beside it is FSDP's too.
 """
 
-import contextlib
 import functools
 import math
-import os
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llmtrain.console import say
-from llmtrain.devices import check_room
+from llmtrain.contract import Built, Weights
 from llmtrain.errors import UserError
-from llmtrain.launching import shipped_config
-from llmtrain.parallel.paper import PaperAccelerator
+from llmtrain.parallel.mesh import (
+    Sharding,
+    ShardingPlugin,
+    Staged,
+    block_classes,
+    fill,
+    holders_of,
+    local_shard,
+    model_parallel_size,
+    sharding_of,
+    shards_over,
+)
 from llmtrain.parallel.tensor import cut_tensors
-from llmtrain.shards import block_classes, cuts, fill, local, same_rows, sharding_of
+from llmtrain.shipped import shipped_config
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-
-
-# What an accelerate config may say: variable that the launcher sets -> default, values that are fine, why not others
-_OWN_UNITS = "; leave it out: blocks are found from the model"
-_LIMITS = {
-    "FSDP_VERSION": ("1", "2", "asks for FSDP {}; set fsdp_version: 2 in its fsdp_config"),
-    "FSDP_AUTO_WRAP_POLICY": ("", "|TRANSFORMER_BASED_WRAP", "has an fsdp_auto_wrap_policy" + _OWN_UNITS),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", "", "has fsdp_transformer_layer_cls_to_wrap {}" + _OWN_UNITS),
-    "FSDP_IGNORED_MODULES": ("", "", "has fsdp_ignored_modules {}" + _OWN_UNITS),
-    "FSDP_RESHARD_AFTER_FORWARD": (
-        *("true", "true|false"),
-        "has fsdp_reshard_after_forward: {}, which is a value of FSDP 1; write true or false",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (  # which would not draw the same dropout again
-        *("false", "false"),
-        "has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
-        *("false", "false"),
-        "has fsdp_activation_checkpointing_offload, which is not supported; leave it out",
-    ),
-    **{
-        f"PARALLELISM_CONFIG_{name}_SIZE": (
-            "1",
-            "1",
-            f"has {name.lower()}_size {{}}: rows are not cut over processes here (torch does so on GPUs alone); leave "
-            "it out, and use --gradient_checkpointing for long rows",
-        )
-        for name in ("CP", "SP")
-    },
-}
+_GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """``replicas`` groups of ``shards`` x ``stages`` x ``tensor`` processes; each group holds the model once.
-    Neighbours, ``stages`` x ``tensor`` of them, compute together on the same rows; others have rows of their own."""
-
-    replicas: int
-    shards: int
-    cpu_offload: bool = False
-    tensor: int = 1
-    stages: int = 1
-
-    @classmethod
-    def asked(cls, processes: int, stages: int = 1) -> "Sharding | None":
-        """What the accelerate config asks for, as its launcher passes it on; ``None`` where it does not shard, or
-        where one process has nobody to share with. Raises :class:`UserError` for what this package does not do."""
-        tensor = _size("TP")
-        if stages > 1:
-            if cls.is_asked():
-                raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
-            if processes % stages:
-                raise UserError(
-                    f"--pipeline_stages {stages} needs as many processes, or a multiple; {processes} started. Use: "
-                    f"accelerate launch --multi_gpu --num_processes {stages}"
-                )
-            return cls(processes // stages, 1, stages=stages)
-        if not cls.is_asked():
-            if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
-                raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
-            return None
-        for name, (default, fits, why) in _LIMITS.items():
-            unused = name.startswith("FSDP") and not _said("ACCELERATE_USE_FSDP")  # whose defaults are always there
-            if not unused and not re.fullmatch(fits, value := os.environ.get(name, default), re.IGNORECASE):
-                raise _refused(why.format(value))
-        if processes == 1:
-            return None
-        replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
-        if replicas == shards == 1 and processes % tensor == 0:
-            replicas, shards = (1, processes // tensor) if _said("ACCELERATE_USE_FSDP") else (processes // tensor, 1)
-        if replicas * shards * tensor != processes:
-            cut = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
-            raise _refused(
-                f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
-                f"(parallelism_config_dp_shard_size){cut}, and {processes} processes were started"
-            )
-        offload = _said("ACCELERATE_USE_FSDP") and _said("FSDP_OFFLOAD_PARAMS")
-        if offload and tensor > 1:
-            raise _refused("offloads parameters beside tensor parallelism, which is not supported; leave one out")
-        return cls(replicas, shards, offload, tensor) if shards * tensor > 1 else None
-
-    @staticmethod
-    def is_asked() -> bool:
-        return _said("ACCELERATE_USE_FSDP") or (_said("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1)
-
-    @property
-    def method(self) -> str:
-        cut = f"tensor parallelism ({self.tensor})" if self.tensor > 1 else ""
-        stages = f"{self.stages} stages" if self.stages > 1 else ""
-        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 else "", cut, stages]))
-
-    @property
-    def processes(self) -> int:
-        return self.replicas * self.shards * self.together
-
-    @property
-    def together(self) -> int:
-        """Neighbours that see the same rows."""
-        return self.stages * self.tensor
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return _MESHES[self]
-
-    def settings(self, cpu: bool, precision: str) -> dict[str, Any]:
-        """Arguments of ``Accelerator``. In bfloat16 blocks are gathered in it, and their gradients summed in float32;
-        which product is computed in which precision autocast says, as under DDP, so no input or output is cast."""
-        half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        casts = half if precision == "bf16" else MixedPrecisionPolicy()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="NO_WRAP",  # shard() knows the units
-            mixed_precision_policy=casts,
-            cpu_ram_efficient_loading=False,  # weights come as a stream
-            state_dict_type="SHARDED_STATE_DICT",  # which nobody asks for
-            cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if self.cpu_offload else None,
-        )
-        plugin.sharding = self
-        # of tensor parallelism it would ask for classes that transformers no longer has (accelerate 1.15); the mesh
-        # that set_mesh() gives it is enough
-        replicas = self.replicas if self.together == 1 else 1
-        sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=self.processes // replicas, tp_size=1)
-        return {"fsdp_plugin": plugin, "parallelism_config": sizes}
-
-    def set_mesh(self, accelerator: Accelerator) -> None:
-        """Tell Accelerate, which deals out the rows, who sees the same."""
-        if self.together == 1:
-            return
-        kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
-        sizes = (self.replicas, self.shards, self.stages, self.tensor)
-        _MESHES[self] = init_device_mesh(kind, sizes, mesh_dim_names=names)
-        if self.stages > 1:  # to Accelerate, who sees the same rows is one dimension
-            rows = (self.replicas, self.shards, self.together)
-            accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))
-        else:
-            accelerator.state.device_mesh = self.mesh["dp_replicate", "dp_shard", "tp"]
-
-
-_MESHES: dict[Sharding, DeviceMesh] = {}
-
-
-def _refused(why: str) -> UserError:
-    return UserError(f"the accelerate config {why}.")
-
-
-def _said(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
-
-
-def _size(name: str) -> int:
-    return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str, Any]:
+    """Return the arguments of ``Accelerator`` by which it shards. In bfloat16 blocks are gathered in it and their
+    gradients summed in float32; autocast says which product has which precision, as under DDP, so nothing is cast."""
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    plugin = ShardingPlugin(
+        sharding,
+        auto_wrap_policy="NO_WRAP",  # shard() knows the units
+        mixed_precision_policy=half if precision == "bf16" else MixedPrecisionPolicy(),
+        cpu_ram_efficient_loading=False,  # weights come as a stream
+        state_dict_type="SHARDED_STATE_DICT",  # which nobody asks for
+        cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if sharding.cpu_offload else None,
+    )
+    # of tensor parallelism it would ask for classes that transformers no longer has (accelerate 1.15); the mesh
+    # that set_mesh() gives it is enough
+    replicas = sharding.replicas if sharding.together == 1 else 1
+    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=sharding.processes // replicas, tp_size=1)
+    return {"fsdp_plugin": plugin, "parallelism_config": sizes}
 
 
 def let_cpus_shard(**process_group: Any) -> None:
@@ -194,32 +65,24 @@ def let_cpus_shard(**process_group: Any) -> None:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    return accelerator.is_fsdp2
-
-
-def empty_if_sharded(accelerator: Accelerator) -> contextlib.AbstractContextManager[Any]:
-    """Where a model is built: without memory (the meta device) if it is to be sharded, as no process could hold it."""
-    return torch.device("meta") if is_sharded(accelerator) else contextlib.nullcontext()
+    return bool(accelerator.is_fsdp2)
 
 
 def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
-    """Where the accelerate config asks for it, spread a model, in place, over the processes: each block is a unit that
-    is gathered and freed on its own, and so is what stands before and after the blocks. Parameters on the meta device
-    are made only as far as this process holds them, and filled from ``weights``, one whole tensor at a time; ties stay.
+    """Spread a model, in place, over the ranks, as the accelerate config asks: each block is a unit that is gathered
+    and freed on its own, and so is what stands before and after the blocks. Parameters on the meta device become real
+    as far as this rank holds them, and are filled from ``weights``, one full tensor at a time; ties stay.
 
     Raises :class:`UserError` where the model has no blocks to find.
     """
-    if isinstance(accelerator, PaperAccelerator):
-        accelerator.take(model)
-    check_room(accelerator, model)
-    if not is_sharded(accelerator):
-        return
-    plugin, mesh, sharding = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh, sharding_of(accelerator)
+    sharding = sharding_of(accelerator)
+    assert sharding is not None
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
     if sharding.together > 1:
-        mesh = sharding.mesh["dp_replicate", "dp_shard"]
+        mesh = sharding.submesh("dp_replicate", "dp_shard")
     if sharding.tensor > 1:
-        cut_tensors(model, sharding.mesh["tp"])
-    elsewhere, holders = _leave_to_other_stages(model, sharding)
+        cut_tensors(model, sharding.submesh("tp"))
+    elsewhere = _leave_to_other_stages(model, sharding)
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     whole_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
     for unit in units_of(model, norms_apart=accelerator.native_amp):
@@ -229,32 +92,53 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
             continue
         fully_shard(unit.modules, reshard_after_forward=keep, mp_policy=casts, **settings)
     fully_shard(model, mp_policy=whole_precision, ignored_params=elsewhere, **settings)
+    assert isinstance(model, FSDPModule)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    reduce_all: Any = getattr(model, "set_reduce_scatter_unused_params", None)
-    if reduce_all is not None:
-        reduce_all(True)  # torch 2.13: also what one process has not used, an expert that no token chose
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)  # torch 2.13: also of an expert that no token of a rank chose
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
-    for parameter in empty.values():
-        made = nn.Parameter(torch.empty_like(parameter, device=home), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, made)  # the same object, wherever it is tied or referred to
+    make_real(empty.values(), home)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # by which FSDP learns of it
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
     fill(dict(model.named_parameters()) if elsewhere else empty, weights)
-    for name, parameter in model.named_parameters():
-        parameter.stages = holders.get(name, (0,))  # type: ignore[attr-defined]
     _give_addresses(model)
-    parts = f"{units(model)} units"
     replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
     here, everywhere = held_bytes(model)
     say(
         "sharded",
-        f"{sharding.method} over {replicas}{sharding.processes // sharding.replicas} processes in {parts}; this one "
-        f"holds {here / 2**20:.2f} of {everywhere / 2**20:.2f} MiB of weights",
+        f"{sharding.method} over {replicas}{sharding.processes // sharding.replicas} processes in {units(model)} "
+        f"units; this one holds {here / 2**20:.2f} of {everywhere / 2**20:.2f} MiB of weights",
     )
+
+
+def make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Give parameters on the meta device memory, in place: each stays the same object, wherever it is tied."""
+    for parameter in parameters:
+        real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)
+
+
+def place(accelerator: Accelerator, built: Built) -> Built:
+    """Bring a model that was built to where it is trained: spread over the ranks where the accelerate config asks for
+    it, else whole on this rank's device. Its parameters on the meta device become real and get their first weights.
+
+    Raises :class:`UserError` where there is no room, or where the model cannot be trained so.
+    """
+    model = built.model
+    check_room(accelerator, model)
+    if is_sharded(accelerator):
+        shard(accelerator, model, built.weights or ())
+    else:
+        empty = {name: p for name, p in model.named_parameters() if p.is_meta}
+        make_real(empty.values(), accelerator.device)
+        fill(empty, built.weights or ())
+        model.to(accelerator.device)
+    built.check()
+    return built
 
 
 def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
@@ -263,46 +147,76 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     Where matrices are cut over neighbours and other tensors are not, torch adds up each on a mesh of its own; here the
     squares of all parts meet once, each divided by how many processes hold it.
     """
-    if same_rows(accelerator) == 1:
-        return accelerator.clip_grad_norm_(model.parameters(), limit)
-    parts = {p: local(p.grad) for p in model.parameters() if p.grad is not None}
-    norm = _norm_of_parts(accelerator, parts)
+    if model_parallel_size(accelerator) == 1:
+        whole: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
+        return whole
+    shards = {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    norm = _norm_of_shards(accelerator, model, shards)
     scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula
-    for part in parts.values():
+    for part in shards.values():
         part.mul_(scale)
     return norm
 
 
 @torch.no_grad()
 def weight_norm(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
-    """Of all weights that are trained; the same on every process, but where each makes updates alone."""
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    """Return the norm of all weights that are trained; the same on every rank, but where each makes updates alone."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     if is_sharded(accelerator):
-        return _norm_of_parts(accelerator, {p: local(p) for p in trained})
-    return nn.utils.get_total_norm([p.detach() for p in trained])
+        return _norm_of_shards(accelerator, model, {name: local_shard(p) for name, p in trained.items()})
+    return nn.utils.get_total_norm([p.detach() for p in trained.values()])
 
 
-def _norm_of_parts(accelerator: Accelerator, parts: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-    """Of what all processes have of these parameters, or of their gradients."""
-    sharding = sharding_of(accelerator)
-    stage = sharding.mesh.get_local_rank("pp") if sharding.stages > 1 else 0
+def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the norm of what all ranks have of these parameters, or of their gradients."""
+    sharding, parameters = sharding_of(accelerator), dict(model.named_parameters())
+    assert sharding is not None
+    stage = sharding.submesh("pp").get_local_rank() if sharding.stages > 1 else 0
+    holders = holders_of(model, sharding.stages)
     squares = [
         torch.linalg.vector_norm(part, dtype=torch.float32).square()
-        * (math.prod(cuts(p).values()) if p.stages[0] == stage else 0)  # type: ignore[attr-defined]
-        for p, part in parts.items()
+        * (math.prod(shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
+        for name, part in shards.items()
     ]
     mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
-    return accelerator.reduce(mine.to(accelerator.device), reduction="sum").sqrt()
+    total: torch.Tensor = accelerator.reduce(mine.to(accelerator.device), reduction="sum")
+    return total.sqrt()
 
 
-def _leave_to_other_stages(model: Any, sharding: Sharding) -> tuple[set[nn.Parameter], dict[str, tuple[int, ...]]]:
-    """The parameters that this stage of a pipeline does not hold, and which stages hold each."""
+def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
+    """Have a model compute as one stage of a pipeline; returns the parameters that other stages hold."""
     if sharding.stages == 1:
-        return set(), {}
-    stage = sharding.mesh.get_local_rank("pp")
+        return set()
+    if not isinstance(model, Staged):
+        raise UserError(f"{type(model).__name__} cannot be cut into stages; leave out --pipeline_stages.")
+    stage = sharding.submesh("pp").get_local_rank()
     model.keep(stage, sharding.stages)
-    holders = {name: model.stages_of(name, sharding.stages) for name, _ in model.named_parameters()}
-    return {p for name, p in model.named_parameters() if stage not in holders[name]}, holders
+    holders = holders_of(model, sharding.stages)
+    return {p for name, p in model.named_parameters() if stage not in holders[name]}
+
+
+def check_room(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has, before the
+    first of them is there. Of the optimizer's numbers, of which AdamW has two and Muon one a weight, one is counted."""
+    sharding = sharding_of(accelerator)
+    if accelerator.device.type != "cuda" or (sharding is not None and sharding.cpu_offload):
+        return
+    parts = 1 if sharding is None else sharding.shards * sharding.together
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / parts
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / parts
+    room = _memory_of(accelerator.device)
+    if weights + 2 * gradients > room:
+        needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
+        raise UserError(
+            f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
+            f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
+            f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
+        )
+
+
+def _memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 class Unit(NamedTuple):
@@ -338,7 +252,7 @@ def units_of(model: Any, norms_apart: bool) -> Iterator[Unit]:
 def _give_addresses(model: Any) -> None:
     """Accelerate knows an optimizer's parameters again by the address of their part, and empty parts have none."""
     for parameter in model.parameters():
-        if not parameter.is_meta and not local(parameter).numel():
+        if not parameter.is_meta and not local_shard(parameter).numel():
             parameter._local_tensor.data_ptr = functools.partial(id, parameter)
 
 
@@ -355,5 +269,5 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 def held_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the parameters that this process holds, and of all."""
-    here = sum(local(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    here = sum(local_shard(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     return here, sum(p.numel() * p.element_size() for p in model.parameters())

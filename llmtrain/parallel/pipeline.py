@@ -1,49 +1,40 @@
-"""Pipeline parallelism: the layers of a model, one after the other, on processes that pass activations on and gradients
+"""Pipeline parallelism: the layers of a model, one after the other, on ranks that pass activations on and gradients
 back. The micro-batches of an update follow each other; once the pipeline is full, a stage makes one forward and one
 backward pass in turn (1F1B; Narayanan et al. 2019, DOI 10.1145/3341301.3359646), by torch.distributed.pipelining.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.config import flag, require_at_least
-from llmtrain.parallel.ddp import data_parallel_size
-from llmtrain.shards import local, sharding_of
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass
-class PipelineConfig:
-    """Whether the model is cut into stages that pass activations on. Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "pipeline parallelism"
-
-    pipeline_stages: int = flag(1, "parts into which the model's layers are cut, each on a process of its own")
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "pipeline_stages")
+from llmtrain.contract import Batch
+from llmtrain.parallel.mesh import Staged, data_parallel_size, holders_of, local_shard, sharding_of
 
 
 class Pipeline:
-    """Forward and backward passes of a model of which every process has some layers (:meth:`GPT.keep`)."""
+    """A ``forward_backward`` through a model of which every rank has some layers (:class:`Staged`)."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         sharding = sharding_of(accelerator)
-        self.model, self.device = model, accelerator.device
-        self.group = sharding.mesh["pp"].get_group()
+        assert sharding is not None
+        assert isinstance(model, Staged)
+        self.model, self.device, self.width = model, accelerator.device, model.width
+        self.replicas = data_parallel_size(accelerator)
+        self.group = sharding.submesh("pp").get_group()
         self.stage, self.stages = dist.get_rank(self.group), sharding.stages
         self.ranks = dist.get_process_group_ranks(self.group)
         self.scale = torch.ones((), device=self.device)
-        self._schedules: dict[Any, Any] = {}
-        shared = [p for p in model.parameters() if len(holders := p.stages) > 1 and self.stage in holders]  # type: ignore[attr-defined]
-        self.shared = [(p, next(s for s in p.stages if s != self.stage)) for p in shared]  # type: ignore[attr-defined]
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        holders = holders_of(model, self.stages)
+        self.shared = [  # what this stage and another hold: the embedding that is also the head
+            (p, next(stage for stage in holders[name] if stage != self.stage))
+            for name, p in model.named_parameters()
+            if len(holders[name]) > 1 and self.stage in holders[name]
+        ]
 
     @property
     def is_first(self) -> bool:
@@ -53,11 +44,10 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
-    def __call__(
-        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """As :func:`llmtrain.training.loop.accumulate`: the micro-batches of a window are the pipeline's."""
-        self.scale = data_parallel_size(accelerator) / tokens.clamp(min=1)
+    def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
+        """Leave the gradient of sum(nll) / tokens; the micro-batches of a window are the pipeline's. Returns the nll,
+        the same on every stage."""
+        self.scale = self.replicas / tokens.clamp(min=1)
         whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         ids = whole.pop("input_ids")
         scaled: list[torch.Tensor] = []
@@ -69,20 +59,16 @@ class Pipeline:
         return self._from_last(torch.stack(scaled).sum().detach() / self.scale if self.is_last else None)
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        """The summed nll of a batch, on every stage; no gradient."""
+        """Return the summed nll of a batch, on every stage, without a gradient."""
         x = batch.pop("input_ids")
         rows, length = x.shape
         if not self.is_first:
-            x = torch.empty(rows, length - 1, self._width, device=self.device)
+            x = torch.empty(rows, length - 1, self.width, device=self.device)
             dist.recv(x, self.ranks[self.stage - 1])
         y = self.model(x, **batch)
         if not self.is_last:
             dist.send(y, self.ranks[self.stage + 1])
         return self._from_last(y if self.is_last else None)
-
-    @property
-    def _width(self) -> int:
-        return self.model.config.n_embd  # type: ignore[union-attr,return-value]
 
     def _from_last(self, nll: torch.Tensor | None) -> torch.Tensor:
         nll = torch.zeros((), device=self.device) if nll is None else nll.float().clone()
@@ -95,7 +81,7 @@ class Pipeline:
 
         if (count, shape) not in self._schedules:
             rows, length = shape
-            hidden = torch.empty(rows, length - 1, self._width, device="meta", requires_grad=True)
+            hidden = torch.empty(rows, length - 1, self.width, device="meta", requires_grad=True)
             inputs = torch.empty(shape, dtype=torch.int64, device="meta") if self.is_first else hidden
             output = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
             place = self.model, self.stage, self.stages, self.device
@@ -106,9 +92,10 @@ class Pipeline:
         return self._schedules[count, shape]
 
     def _add_shared_gradients(self) -> None:
-        """Of what two stages hold, the embedding that is also the head, the gradient is the sum of both."""
+        """Sum the gradients of parameters that two stages hold."""
         for parameter, other in self.shared:
-            mine = local(parameter.grad)  # type: ignore[arg-type]
+            assert parameter.grad is not None
+            mine = local_shard(parameter.grad)
             theirs, peer = torch.empty_like(mine), self.ranks[other]
             operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
             for request in dist.batch_isend_irecv(operations):

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmtrain.collectives import copied, joined, rows_of, split, summed_over
 from llmtrain.errors import UserError
-from llmtrain.launching import shipped_config
-from llmtrain.shards import part
+from llmtrain.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_range
+from llmtrain.parallel.mesh import to_local
+from llmtrain.shipped import shipped_config
 
 
 class Style(NamedTuple):
@@ -124,9 +124,9 @@ def _compute_with_parts(module: Any, style: Style, mesh: DeviceMesh) -> None:
 
     def forward(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         if style.takes == "a copy":
-            x = copied(_in_autocast(x), mesh)  # whose gradients are then added up in as few bits
+            x = copy_to(_in_autocast(x), mesh)  # whose gradients are then added up in as few bits
         elif style.takes == "its part":
-            x = split(x, mesh)
+            x = scatter_to(x, mesh)
         whole = dict(module._parameters)
         parts: dict[str, Any] = {key: _usable(p, style, mesh) for key, p in whole.items()}
         bias = parts.pop("bias", None) if style.gives == "the sum" else None
@@ -136,9 +136,9 @@ def _compute_with_parts(module: Any, style: Style, mesh: DeviceMesh) -> None:
         finally:
             module._parameters.update(whole)
         if style.gives == "the sum":
-            y = summed_over(y, mesh)
+            y = reduce_from(y, mesh)
             return y if bias is None else y + bias  # once
-        return joined(y, mesh, width) if style.gives == "all parts" else y
+        return gather_from(y, mesh, width) if style.gives == "all parts" else y
 
     module.forward = forward
 
@@ -151,12 +151,12 @@ def _in_autocast(x: torch.Tensor) -> torch.Tensor:
 def _usable(parameter: nn.Parameter | None, style: Style, mesh: DeviceMesh) -> torch.Tensor | None:
     if parameter is None:
         return None
-    return copied(parameter, mesh) if style.cut is None else part(parameter)
+    return copy_to(parameter, mesh) if style.cut is None else to_local(parameter)
 
 
 def _among_others(embedding: nn.Embedding, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
     """What an embedding does that has the vectors of some tokens: those of others are zero here."""
-    rows, whole = rows_of(embedding.num_embeddings, mesh), embedding.forward
+    rows, whole = shard_range(embedding.num_embeddings, mesh), embedding.forward
     if embedding.padding_idx is not None:
         embedding.padding_idx = rows.index(embedding.padding_idx) if embedding.padding_idx in rows else None
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.models import attention
+from llmtrain.parallel.mesh import block_classes
 from llmtrain.parallel.tensor import cut_tensors
-from llmtrain.shards import block_classes
 
 _BLOCKS = 4  # a model of more is looked at as if it had these, and all others are like them
 

@@ -4,7 +4,7 @@ same ones together, for what sending takes from those that compute."""
 import tempfile
 from pathlib import Path
 
-from llmtrain.launching import gpus, launcher_of, run_to_end
+from llmtrain.launch.children import gpus, launcher_of, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines

@@ -16,10 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import Sharding, units_of
+from llmtrain.parallel.mesh import local_shard
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.plan.activations import Kept, kept
 from llmtrain.plan.subject import Subject
-from llmtrain.shards import local
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
 
@@ -141,7 +141,7 @@ class Memory:
             cut_tensors(model, neighbours(tensor))
         found = []
         for name, p in model.named_parameters():
-            here = local(p)
+            here = local_shard(p)
             states = 0 if not p.requires_grad else 1 if name in self._hidden else 2
             rows = here.shape[0] if here.ndim else 1
             found.append(Part(name, rows, math.prod(here.shape[1:]), p.element_size(), p.requires_grad, states))

@@ -8,7 +8,7 @@ import torch
 
 from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
 from llmtrain.errors import UserError
-from llmtrain.launching import gpus
+from llmtrain.launch.children import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.fsdp import Sharding
 from llmtrain.plan.calibration import calibrated

@@ -19,18 +19,19 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
+from llmtrain.contract import ModelWriter, Published
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, write_hashed
+from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.team import ALONE, Team
-from llmtrain.record.tensors import Published, Share, as_it_is, write_tensors
-from llmtrain.shards import fill
+from llmtrain.record.tensors import Share, as_it_is, write_tensors
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -38,32 +39,6 @@ _PARTS = ("model/*.safetensors", "optimizer/*.safetensors")  # of the model, or 
 _OPTIMIZER = "state.safetensors"
 _KEPT_AT_LEAST = 2
 _SPARE_BYTES = 1 << 24  # for everything that is no tensor
-
-
-class ModelWriter(Protocol):
-    """How a model becomes a folder, and is restored."""
-
-    tokenizer: Any
-
-    @property
-    def weights(self) -> str:
-        """The name of the file that holds the weights, where it is one."""
-
-    @property
-    def divisible(self) -> bool:
-        """Whether there may be several."""
-
-    def write(self, folder: Path, parameters: int) -> None:
-        """Write all of a model folder but its weights, of which there are ``parameters``."""
-
-    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of a model: the tensors themselves, which are filled when it is loaded."""
-
-    def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What the finished model's folder holds."""
-
-    def publishing(self, model: nn.Module) -> Published:
-        """What turns one of a checkpoint's tensors into those of the finished model's folder."""
 
 
 def write_checkpoint(
@@ -114,7 +89,7 @@ def write_checkpoint(
 def write_model(
     folder: Path,
     files: ModelWriter,
-    tensors: dict[str, torch.Tensor],
+    tensors: Spread,
     team: Team = ALONE,
     published: Published = as_it_is,
 ) -> None:
@@ -127,8 +102,10 @@ def write_model(
             _write_beside(working, files, weights)
 
 
-def share_of(tensors: dict[str, torch.Tensor], team: Team = ALONE, divisible: bool = True) -> Share:
-    return Share(tensors, team.rank, team.writers if divisible else team.writers[:1])
+def share_of(spread: Spread, team: Team = ALONE, divisible: bool = True) -> Share:
+    """Return the tensors of a file as this rank of a team writes them."""
+    writers = team.writers if divisible else team.writers[:1]
+    return Share(spread.tensors, team.rank, writers, homes=spread.homes)
 
 
 def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:

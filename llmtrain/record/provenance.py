@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain._version import __version__
+from llmtrain.parallel.mesh import sharding_of
 from llmtrain.secrets import redacted
-from llmtrain.shards import sharding_of
 
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 

@@ -22,6 +22,7 @@ from llmtrain.config import flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError, explained, first_line
 from llmtrain.files import append_json_line, forget_after, sync_file, write_json
+from llmtrain.parallel.mesh import fill, gather_rows, local_shard, of_all_stages
 from llmtrain.record import checkpoint
 from llmtrain.record.agreement import check_same_everywhere, on_all, on_main
 from llmtrain.record.provenance import digest, run_record, versions
@@ -33,7 +34,6 @@ from llmtrain.record.team import Team
 from llmtrain.record.tensors import headers, read_tensors
 from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
-from llmtrain.shards import fill, gathered_rows, local, of_all_stages
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 _TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
@@ -186,7 +186,7 @@ class Run:
         its own slots."""
         if not self.config.log_rows:
             return
-        rows, targets = gathered_rows(self.accelerator, rows), gathered_rows(self.accelerator, targets)
+        rows, targets = gather_rows(self.accelerator, rows), gather_rows(self.accelerator, targets)
         if self.accelerator.is_main_process:
             line = {"step": self.step, "rows": rows.tolist(), "targets": targets.tolist()}
             append_json_line(self.folder / "rows.jsonl", line)
@@ -423,7 +423,7 @@ def open_run(
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    here = [torch.zeros(()) if p.is_meta else local(p) for p in parameters.values()]
+    here = [torch.zeros(()) if p.is_meta else local_shard(p) for p in parameters.values()]
     bad = torch.stack([(~torch.isfinite(values)).any() for values in here])
     if accelerator.is_fsdp2:  # each process has seen its part
         bad = accelerator.reduce(bad.to(accelerator.device, torch.int32), reduction="sum")

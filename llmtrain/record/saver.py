@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from llmtrain.record.checkpoint import ModelWriter, prune, share_of, write_checkpoint
+from llmtrain.contract import ModelWriter
+from llmtrain.parallel.mesh import Spread, meta_like
+from llmtrain.record.checkpoint import prune, share_of, write_checkpoint
 from llmtrain.record.team import ALONE, Team
 from llmtrain.record.tensors import Share
-from llmtrain.shards import outline
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,7 +41,7 @@ class Saver:
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(
-        self, step: int, weights: Tensors, optimizer: Tensors, state: dict[str, Any], done: Callable[[], None]
+        self, step: int, weights: Spread, optimizer: Spread, state: dict[str, Any], done: Callable[[], None]
     ) -> None:
         """Commit a checkpoint, then call ``done``. In the background it is a checkpoint of the tensors as they are
         now."""
@@ -61,7 +62,7 @@ class Saver:
     def _copy(self, part: str, share: Share) -> Share:
         """What this process writes, on the host, in memory that is kept from save to save: new pages cost more than
         the copying. Of what others write the shapes stay."""
-        copies = {name: outline(tensor) for name, tensor in share.tensors.items()}
+        copies = {name: meta_like(tensor) for name, tensor in share.tensors.items()}
         for name, tensor in share.wholes():
             place = self._copies.get(f"{part} {name}")
             if place is None:
@@ -70,7 +71,7 @@ class Saver:
             copies[name] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in share.tensors.values()):
             torch.cuda.synchronize()
-        return replace(share, tensors=copies)
+        return replace(share, tensors=copies, homes={})
 
     def _write(
         self, step: int, weights: Share, optimizer: Share, state: dict[str, Any], done: Callable[[], None]

@@ -6,8 +6,8 @@ The format: 8 bytes with the header's length, the header as JSON (name -> dtype,
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from llmtrain.contract import Published
 from llmtrain.files import write_hashed
-from llmtrain.shards import gathered, outline
+from llmtrain.parallel.mesh import Home, Spread, meta_like
 
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
 _READ: Any = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
@@ -35,7 +36,6 @@ _NAMES = {
 }
 
 
-Published = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 Header = tuple[str, torch.Size, torch.dtype]
 
 
@@ -56,6 +56,7 @@ class Share:
     rank: int = 0
     writers: tuple[int, ...] = (0,)
     published: Published = as_it_is
+    homes: Mapping[str, Home] = field(default_factory=dict)  # of those that other ranks hold
 
     @property
     def dealt(self) -> list[list[str]]:
@@ -73,7 +74,7 @@ class Share:
 
     def headers(self, names: list[str]) -> list[Header]:
         """Of what is written for these tensors."""
-        written = (item for name in names for item in self.published(name, outline(self.tensors[name])).items())
+        written = (item for name in names for item in self.published(name, meta_like(self.tensors[name])).items())
         return [(name, tensor.shape, tensor.dtype) for name, tensor in written]
 
     def files(self, name: str) -> list[str]:
@@ -84,10 +85,11 @@ class Share:
 
     def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process writes, one whole tensor after the other. All processes go through this together."""
+        spread = Spread(self.tensors, self.homes)
         for names in itertools.zip_longest(*self.dealt):
             kept = None
             for name, writer in zip(names, self.writers, strict=True):
-                whole = gathered(self.tensors[name], writer) if name is not None else None
+                whole = spread.gather_to(name, writer) if name is not None else None
                 kept = kept if whole is None else (name, whole)
             if kept is not None:
                 yield kept

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.data.loader import Batch
+from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.shards import block_classes
+from llmtrain.parallel.mesh import block_classes
 
 _WORTH_SECONDS = 300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
 _GAIN = 0.97  # compiled code must take less than this share of the time, or it is dropped

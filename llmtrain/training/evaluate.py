@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.data.loader import Window
+from llmtrain.contract import Window
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
-from llmtrain.shards import reshard, same_rows
+from llmtrain.parallel.mesh import model_parallel_size, reshard
 
 # What a recipe measures of its own on a held-out batch, with the plain model: by name a sum, and what to divide it by.
 Metric = Callable[[Any, dict[str, torch.Tensor]], dict[str, tuple[torch.Tensor, torch.Tensor]]]
@@ -50,7 +50,7 @@ def evaluate(
     names = sorted(sums)  # the first of which is the loss's, ""
     total = torch.stack([sums[name] for name in names])
     if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
-        total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / same_rows(accelerator)
+        total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / model_parallel_size(accelerator)
     (nll, tokens), *others = total.tolist()
     loss = nll / max(tokens, 1)
     more = zip(names[1:], others, strict=True)

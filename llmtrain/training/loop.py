@@ -17,7 +17,7 @@ from torch import nn
 
 from llmtrain.config import require
 from llmtrain.console import say
-from llmtrain.data.loader import Window
+from llmtrain.contract import Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
@@ -28,9 +28,9 @@ from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import DDPHandler, data_parallel_rank, data_parallel_size, settle_buckets
 from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import clip_grad_norm, is_sharded, weight_norm
+from llmtrain.parallel.mesh import gather_rows, model_parallel_size, sharding_of
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.run import Run, RunConfig
-from llmtrain.shards import gathered_rows, same_rows, sharding_of
 from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import Metric, evaluate
 from llmtrain.training.instruments import Instruments
@@ -86,7 +86,7 @@ def count_tokens(accelerator: Accelerator, batches: Batches, stop_requested: boo
     """Trained tokens of the global batch, after the shift; and, on the same all-reduce, who wants to stop."""
     mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop_requested))]), reduction="sum")
-    return tokens // same_rows(accelerator), bool(stops)
+    return tokens // model_parallel_size(accelerator), bool(stops)
 
 
 def accumulate(
@@ -271,7 +271,7 @@ def _count_skipped(accelerator: Accelerator, window: Window, update: Update, run
         math.isfinite(update.grad_norm) or record.is_replayed_next or scale >= 1
     ):  # fp16 finds its scale by such updates, but never below 1
         return
-    rows = [row for row in gathered_rows(accelerator, window.rows).tolist() if row >= 0]
+    rows = [row for row in gather_rows(accelerator, window.rows).tolist() if row >= 0]
     what = f"update {record.step + 1} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
     if record.skipped == run.skip_nonfinite:
         raise UserError(
@@ -321,8 +321,8 @@ def _mean_norm(accelerator: Accelerator, phases: Phases, norm: torch.Tensor) -> 
 
 def _metrics(accelerator: Accelerator, model: nn.Module, window: Window, update: Update, lr: float) -> dict[str, Any]:
     """Of an update; ``batch`` tells whether that of another run had the same tokens, and the same labels."""
-    nll = accelerator.reduce(update.nll, reduction="sum") / same_rows(accelerator)
-    content = accelerator.reduce(window.content, reduction="sum") // same_rows(accelerator)
+    nll = accelerator.reduce(update.nll, reduction="sum") / model_parallel_size(accelerator)
+    content = accelerator.reduce(window.content, reduction="sum") // model_parallel_size(accelerator)
     return {
         "train/loss": float(nll / update.tokens.clamp(min=1)),
         "train/grad_norm": update.grad_norm,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmtrain.shards import assembled, cut, local
+from llmtrain.parallel.mesh import full_tensor, local_shard, shard_like
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # of Jordan et al.: steepest at zero, and near one for what has grown
 _ITERATIONS = 5
@@ -44,11 +44,11 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
         lr, decay = group["lr"], group["lr"] * group["weight_decay"]
-        updates = torch.stack([_wide(assembled(self._nesterov(p, group["momentum"]))) for p in matrices])
+        updates = torch.stack([_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices])
         for p, wide in zip(matrices, orthogonal(updates.to(group["dtype"] or updates.dtype)), strict=True):
-            update = cut(wide if p.shape == wide.shape else wide.mT, p)
+            update = shard_like(wide if p.shape == wide.shape else wide.mT, p)
             size = 0.2 * max(p.shape) ** 0.5  # the root mean square of AdamW's updates is about 0.2
-            part = local(p)
+            part = local_shard(p)
             part.mul_(1 - decay).add_(update.to(part), alpha=-lr * size)
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:

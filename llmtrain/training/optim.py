@@ -7,17 +7,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from llmtrain.config import flag, require, require_at_least
+from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.training.muon import Muon
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Config):
     """How long a run updates its weights, how fast, and by which rule. Each field is a flag of the recipe."""
 
     _argument_group_name: ClassVar[str] = "optimization"
+    acts: ClassVar[str] = "update"
 
     optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")
     max_steps: int = flag(400, "updates in the run")
@@ -27,8 +28,8 @@ class OptimConfig:
     )
     warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
     weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
-    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's")
-    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients")
+    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's", hidden=True)
+    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", hidden=True)
     max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
 
     def __post_init__(self) -> None:

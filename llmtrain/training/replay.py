@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.data.loader import Window
-from llmtrain.shards import gathered_rows
+from llmtrain.contract import Window
+from llmtrain.parallel.mesh import gather_rows
 
 _TOKENS = 64  # of a row that are shown
 
@@ -33,7 +33,7 @@ def row_losses(
         ]
     ids = torch.cat([batch["input_ids"] for batch in window.batches])[:, :_TOKENS].contiguous()
     sums = torch.stack([nll.float().reshape(()) for nll in mine])
-    columns = [gathered_rows(accelerator, column).tolist() for column in (window.rows, window.targets, sums, ids)]
+    columns = [gather_rows(accelerator, column).tolist() for column in (window.rows, window.targets, sums, ids)]
     return [
         {"row": row, "targets": targets, "loss": nll / max(targets, 1), "tokens": tokens}
         for row, targets, nll, tokens in zip(*columns, strict=True)

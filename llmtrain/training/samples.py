@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.models.generation import Sampling, draw
-from llmtrain.shards import reshard
+from llmtrain.parallel.mesh import reshard
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
 from llmtrain.models.summed import leaks
 from llmtrain.record.checkpoint import write_model
-from llmtrain.shards import fill
+from llmtrain.parallel.mesh import fill
 from tests.families import FAMILIES, OVERRIDES
 
 LEAKING = ["gpt_oss", "falcon", "opt", "bloom", "mamba"]  # whatever their position_ids

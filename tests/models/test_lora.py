@@ -19,7 +19,7 @@ from llmtrain.models.lora import LoraConfig, write_merged
 from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
-from llmtrain.shards import fill
+from llmtrain.parallel.mesh import fill
 
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from llmtrain import GPT, GPTConfig, UserError
 from llmtrain.parallel.fsdp import Sharding
-from llmtrain.shards import block_classes
+from llmtrain.parallel.mesh import block_classes
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
-from llmtrain.start import launch, start_accelerator
+from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launch.process import launch
 from llmtrain.training import loop
 
 

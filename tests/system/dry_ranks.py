@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain import GPT, GPTConfig, OptimConfig, empty_if_sharded, launch, make_optimizer, shard, start_accelerator
-from llmtrain.shards import local
+from llmtrain.parallel.mesh import local_shard
 from llmtrain.training.loop import accumulate, train_step
 from tests.memory import resident
 
@@ -37,9 +37,9 @@ def main() -> None:
         # DDP asks for a sum that was really made
         how = None if accelerator.is_fsdp2 else partial(accumulate, reduce="never")
         train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0, forward_backward=how)
-    held = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
-    found = {"seconds": seconds, "weights": held, "states": sum(local(v).numel() * 4 for v in states)}
+    found = {"seconds": seconds, "weights": held, "states": sum(local_shard(v).numel() * 4 for v in states)}
     found["resident"] = resident("VmHWM") - base
     Path(sys.argv[1]).write_text(json.dumps(found))
     os._exit(0)  # nobody is there to leave

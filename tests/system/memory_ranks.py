@@ -13,7 +13,7 @@ import torch
 
 from llmtrain import launch
 from llmtrain.parallel.fsdp import parameter_groups
-from llmtrain.shards import local
+from llmtrain.parallel.mesh import local_shard
 from llmtrain.training import loop
 from tests.memory import resident
 
@@ -24,7 +24,7 @@ found: dict[str, float] = {}
 
 
 def bytes_of(tensors: Any) -> int:
-    return sum(local(tensor).untyped_storage().nbytes() for tensor in tensors)
+    return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
 def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others: Any) -> Any:
@@ -32,7 +32,7 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others:
     if len(calls) < FIRST:
         return own_step(accelerator, model, optimizer, batches, *others)
     parameters = [p for p in model.parameters() if not p.is_meta]
-    storages = {local(p).untyped_storage().data_ptr(): p for p in parameters}  # what is tied, once
+    storages = {local_shard(p).untyped_storage().data_ptr(): p for p in parameters}  # what is tied, once
     found["weights"] = bytes_of(storages.values())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     found["optimizer"] = bytes_of(states)
@@ -53,11 +53,11 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others:
 def see_gradients(model: Any, parameters: list[Any]) -> None:
     """The most that there were: FSDP keeps those that are not yet reduced to itself."""
     kept = [p.grad for p in parameters if p.grad is not None]
-    now = sum(local(grad).numel() * grad.element_size() for grad in kept)
+    now = sum(local_shard(grad).numel() * grad.element_size() for grad in kept)
     for group in parameter_groups(model):
         for one in group.fsdp_params:
             grad = one.unsharded_accumulated_grad
-            now += 0 if grad is None else local(grad).numel() * grad.element_size()
+            now += 0 if grad is None else local_shard(grad).numel() * grad.element_size()
     found["gradients"] = max(found["gradients"], now)
 
 

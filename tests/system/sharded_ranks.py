@@ -35,7 +35,7 @@ from llmtrain.parallel.fsdp import held_bytes, units
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
-from llmtrain.shards import gathered_rows, of_all_stages
+from llmtrain.parallel.mesh import gather_rows, of_all_stages
 from llmtrain.training.loop import accumulate, train_step
 from tests.families import OVERRIDES
 
@@ -108,7 +108,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         scattered.clear()
         window = batches(accelerator, step, int(accumulation))
         update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
-        found["losses"].append(float(gathered_rows(accelerator, update.nll[None]).sum() / update.tokens))
+        found["losses"].append(float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens))
         found["norms"].append(update.grad_norm)
         found["syncs"].append(syncs.count)
         found["scattered"].append(len(scattered))

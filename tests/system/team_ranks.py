@@ -18,8 +18,8 @@ from llmtrain.record import checkpoint, tensors
 from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
-from llmtrain.shards import fill, local
-from llmtrain.start import launch
+from llmtrain.parallel.mesh import fill, local_shard
+from llmtrain.launch.process import launch
 from tests.record.test_checkpoint import Files
 
 SHAPES = {"wide": (7, 5), "narrow": (3,), "one": (1, 4), "even": (8, 2)}  # also parts that are uneven, or empty
@@ -36,7 +36,9 @@ def gives_back(path: Path, value: float) -> bool:
     target = spread(0.0)
     for part in ("model", "optimizer"):
         fill(target, read_tensors(path / part))
-        if not all(torch.equal(local(tensor), local(spread(value)[name])) for name, tensor in target.items()):
+        if not all(
+            torch.equal(local_shard(tensor), local_shard(spread(value)[name])) for name, tensor in target.items()
+        ):
             return False
     return checkpoint.find_fault(path) is None
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain import UserError, launch
 from llmtrain.parallel.tensor import cut_tensors
-from llmtrain.shards import assembled, local
+from llmtrain.parallel.mesh import full_tensor, local_shard
 
 VOCABULARY = 257  # which does not divide
 SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -45,7 +45,7 @@ def passed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch
     """Logits, and the gradients of all parameters, whole."""
     logits = model(ids, use_cache=False).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
-    return logits.detach(), {name: assembled(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def compared(kind: str, changes: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def compared(kind: str, changes: dict[str, Any], mesh: DeviceMesh) -> dict[str, 
         "logits": distance(logits, others),
         "gradients": max(apart.values()),
         "worst": max(apart, key=lambda name: apart[name]),
-        "held": sum(local(p).numel() for p in cut.parameters()) / sum(p.numel() for p in whole.parameters()),
+        "held": sum(local_shard(p).numel() for p in cut.parameters()) / sum(p.numel() for p in whole.parameters()),
         "names": [name for name, _ in cut.named_parameters()] == [name for name, _ in whole.named_parameters()],
     }
 

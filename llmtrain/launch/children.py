@@ -22,18 +22,6 @@ def launcher_of(processes: int, config_file: str | None) -> list[str]:
     return [sys.executable]
 
 
-def shipped(folder: str) -> Path:
-    """Where this package's ``recipes`` or ``accelerate_configs`` are: inside of it, or beside it in a checkout."""
-    package = Path(__file__).parent
-    return package / folder if (package / folder).is_dir() else package.parent / folder
-
-
-def shipped_config(name: str) -> Path:
-    """An accelerate config, as a person names it from here: in a checkout by its folder, else by where it lies."""
-    there = Path("accelerate_configs") / f"{name}.yaml"
-    return there if there.is_file() else shipped("accelerate_configs") / there.name
-
-
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
     env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables

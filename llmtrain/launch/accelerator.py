@@ -1,0 +1,194 @@
+"""From the environment to the Accelerator of a run: device, precision, threads, sharding, and the process group."""
+
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import __version__ as accelerate_version
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import InitProcessGroupKwargs
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.launch.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.ddp import DDPHandler
+from llmtrain.parallel.fsdp import is_sharded, let_cpus_shard, sharding_settings
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.shipped import shipped_config
+
+
+def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = False) -> Accelerator:
+    """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
+
+    Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
+    GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
+    was asked for: sums over more threads round differently. A collective that is not joined within
+    ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
+    """
+    if "WORLD_SIZE" not in os.environ:  # an earlier run of this process, in a notebook say, is over
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    parallel = parallel or ParallelConfig()
+    check_launch()
+    launcher = Launcher.find()
+    cpu = use_cpu(launcher)
+    if bitwise and not cpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+        torch.use_deterministic_algorithms(True)
+    threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
+    precision = _precision(launcher, cpu)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sharding = asked_sharding(world, parallel.pipeline_stages)
+    _check_precision(precision, cpu, sharding, bitwise)
+    _check_exchange(parallel, sharding, bitwise, precision)
+    if sharding_is_asked() and sharding is None:
+        say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
+    backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
+    _meet_after_restart(backend, parallel.ddp_timeout + 60)
+    accelerator = _make_accelerator(cpu, precision, parallel.ddp_timeout + 60, sharding)
+    accelerator.ddp_handler = DDPHandler(parallel)  # which it does not take as an argument
+    if accelerator.num_processes != world:
+        raise UserError(
+            f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
+            "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
+    if sharding is not None:
+        sharding.set_mesh(accelerator)
+    if bool(sharding) != is_sharded(accelerator):
+        raise UserError(
+            f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config."
+        )
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
+    several = ("MULTI_GPU", "FSDP")
+    asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
+    over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
+    how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
+    if cpu and how == "bf16" and not cpu_has_bfloat16():
+        said = ", which this CPU emulates: --mixed_precision no is many times as fast"
+    say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
+    return accelerator
+
+
+def use_cpu(launcher: Launcher) -> bool:
+    """Whether a run of this process is on the CPU. Raises :class:`UserError` where it has not a GPU of its own."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or launcher.wants_cpu():
+        return True
+    if device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return True  # Macs' GPUs form no group
+    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if here > devices:
+        raise UserError(
+            f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
+            f"(--num_processes), or use {shipped_config('cpu_ddp')}."
+        )
+    return False
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether products in it have instructions here; else they take up to a hundred times as long."""
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return known is not None and bool(known())
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('s') else 's'}"
+
+
+def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
+    """Pin the threads of a CPU process: as many as were asked for, else this machine's cores shared out.
+
+    The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
+    """
+    asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    if asked == os.environ.get(_SHARED):
+        asked = None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = int(asked) if asked else share
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not asked:
+        os.environ[_SHARED] = str(threads)
+    return threads
+
+
+_SHARED = "LLMTRAIN_SHARED_THREADS"  # what an earlier run of this process wrote, where nobody asked for a number
+
+
+def _precision(launcher: Launcher, cpu: bool) -> str:
+    said = launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
+    if said is not None:
+        return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
+    return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
+def _meet_after_restart(backend: str, timeout: float) -> None:
+    """Join the group under keys of this attempt's own, where the launcher has restarted its processes.
+
+    With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
+    died, and whoever starts first would try to reach those.
+    """
+    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    if attempt == "0" or world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    wait = timedelta(seconds=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, world, is_master=False, timeout=wait)
+    torch.distributed.init_process_group(
+        backend,
+        store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=wait,
+    )
+
+
+def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    if cpu and precision == "fp16":  # which accelerate would take, and compute in float32
+        raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
+    if sharding and precision == "fp16":
+        raise UserError("mixed precision fp16 is not supported where the model is sharded; use bf16 or no.")
+    if sharding and bitwise:
+        raise UserError(
+            "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
+        )
+
+
+def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str) -> None:
+    scaled = precision == "fp16" and (parallel.sync_every > 1 or parallel.ddp_comm_hook == "powersgd")
+    if parallel.approximation is None or not (sharding or bitwise or scaled):
+        return
+    hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
+    asked = f"--sync_every {parallel.sync_every}" if parallel.sync_every > 1 else hook
+    why = "is for DDP, and the accelerate config shards the model"
+    if scaled:  # each process would find a scale of its own, and owe in units of it
+        why = "does not go with fp16, whose loss scale moves; use bf16"
+    elif bitwise:
+        why = "is approximate, and --bitwise is exact"
+    raise UserError(f"{asked} {why}; leave one of them out.")
+
+
+def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Sharding | None) -> Accelerator:
+    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    if not sharding:  # one process has nobody to share with, whatever its config says
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+            os.environ.pop(name, None)
+    elif cpu:
+        let_cpus_shard(timeout=wait.timeout)
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=precision,
+        gradient_accumulation_steps=1,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
+        ),
+        kwargs_handlers=[wait],
+        rng_types=[],  # the order of the data is a function of the seed, not of a generator
+        **(sharding_settings(sharding, cpu, precision) if sharding else {}),
+    )

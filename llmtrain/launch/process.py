@@ -1,0 +1,91 @@
+"""The whole life of a process that runs a recipe, and the one way out of it."""
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from accelerate import PartialState
+
+from llmtrain.console import complain, debugging, rank
+from llmtrain.errors import ToldElsewhereError, explained
+from llmtrain.launch.launcher import Launcher, check_launch
+
+_GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
+
+
+def launch(main: Callable[[], None]) -> NoReturn:
+    """Run a recipe's ``main`` as this process's whole life: the one way out.
+
+    A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
+    sometimes abort a process that is already done. :class:`UserError`, and what else a person can mend, becomes one
+    line on stderr and status 2, said once over all ranks; with LLMTRAIN_DEBUG=1 its traceback stands above it.
+    """
+    status = 0
+    if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
+        _die_with_launcher()
+    elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
+        os._exit(1)  # the launcher died while this process was being loaded: nobody is there to meet
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign must not end a run
+    try:
+        check_launch()
+        main()
+        leave_group()
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as error:  # --help
+        if isinstance(error.code, str):
+            complain(error.code)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        line = explained(error)
+        if line is None or debugging():
+            traceback.print_exc()
+        if line is not None and not isinstance(error, ToldElsewhereError):
+            _complain_once(line)
+        status = 1 if line is None else 2
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(status)
+
+
+def _die_with_launcher() -> None:
+    """Linux: stop this process when its launcher is killed, which otherwise leaves its workers training alone."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+
+_LEFT: list[Any] = []  # groups, kept to the end of the process
+
+
+def leave_group() -> None:
+    """Meet the other processes for the last time. What one of them does after it, nobody waits for.
+
+    The group is left, not freed: DDP's reducer holds it too, and were that the last to let go, with the interpreter's
+    lock in its hand, it would wait for a thread of gloo's that may wait for this lock.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        state = PartialState()
+        state.wait_for_everyone()
+        _LEFT.append(torch.distributed.group.WORLD)
+        state.destroy_process_group()
+
+
+def _complain_once(message: str) -> None:
+    if rank():
+        time.sleep(_GRACE_SECONDS)  # the launcher ends this process as soon as rank 0, which fails alike, is gone
+    complain(message)

@@ -1,0 +1,63 @@
+"""How processes share the work, as flags."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from llmtrain.config import Config, Retired, flag, require, require_at_least
+
+
+@dataclass
+class ParallelConfig(Config):
+    """How processes exchange gradients, and how long they wait for each other. Each field is a flag."""
+
+    _argument_group_name: ClassVar[str] = "processes"
+    acts: ClassVar[str] = "layout"
+    retired: ClassVar[Mapping[str, Retired]] = {
+        "ddp_static_graph": Retired("leave it out"),
+        "ddp_gradient_as_bucket_view": Retired("leave it out; gradients always live in the buckets that are sent"),
+        "ddp_first_bucket_mb": Retired("give --ddp_bucket_cap_mb two sizes, of the first bucket and of the others"),
+    }
+
+    ddp_comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = flag(
+        "none", "send less than the whole gradients, approximately: in 16 bits, or with a low rank", acts="gradient"
+    )
+    sync_every: int = flag(
+        1, "updates that each process makes alone before all average their weights", acts="gradient", hidden=True
+    )
+    sync_each_batch: bool = flag(
+        False, "reduce gradients after every micro-batch: a sharded model holds less", acts="gradient", hidden=True
+    )
+    ddp_bucket_cap_mb: list[float] = flag(
+        [25.0], "MiB of gradients that are sent at once; of two sizes the first is of the first bucket", hidden=True
+    )
+    ddp_timeout: int = flag(1800, "seconds that processes wait for one that is missing", hidden=True)
+
+    pipeline_stages: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "sync_every", "ddp_timeout", "pipeline_stages")
+        sizes = self.ddp_bucket_cap_mb
+        said = " ".join(map(str, sizes))
+        require(len(sizes) in (1, 2), f"--ddp_bucket_cap_mb {said}: give one size, or two.")
+        good = all(0 < size < float("inf") for size in sizes)
+        require(good, f"--ddp_bucket_cap_mb {said} is out of range: sizes must be above 0.")
+        require(
+            self.sync_every == 1 or self.ddp_comm_hook == "none",
+            f"--sync_every {self.sync_every} sends no gradients, so --ddp_comm_hook {self.ddp_comm_hook} has nothing "
+            "to do; leave one of them out.",
+        )
+
+    @property
+    def approximation(self) -> dict[str, Any] | None:
+        """What of these makes another run of it; ``None`` where the updates are those of one process."""
+        if self.ddp_comm_hook == "none" and self.sync_every == 1:
+            return None
+        return {"ddp_comm_hook": self.ddp_comm_hook, "sync_every": self.sync_every}
+
+
+@dataclass
+class PipelineConfig(ParallelConfig):
+    """The same, for a model that can be cut into the stages of a pipeline. Each field is a flag."""
+
+    pipeline_stages: int = flag(1, "parts into which the model's layers are cut, each on a process of its own")  # type: ignore[misc]

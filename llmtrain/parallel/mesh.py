@@ -1,0 +1,351 @@
+"""The ground floor of everything that is sharded: which ranks share a model, and how a tensor is cut over them.
+
+A tensor of which each rank holds a part is a ``DTensor`` of torch; its part is the *local shard*, and the whole of it
+the *full tensor*. A plain tensor is its own local shard and its own full tensor.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from llmtrain.contract import Weights
+
+
+@dataclass
+class Sharding:
+    """``replicas`` groups of ``shards`` x ``stages`` x ``tensor`` ranks, each of which holds the model once.
+
+    Neighbouring ranks, ``stages`` x ``tensor`` of them, compute together on the same rows.
+    """
+
+    replicas: int
+    shards: int
+    cpu_offload: bool = False
+    tensor: int = 1
+    stages: int = 1
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # set by :meth:`set_mesh`
+
+    @property
+    def method(self) -> str:
+        """The name of the method, for a person."""
+        matrices = f"tensor parallelism ({self.tensor})" if self.tensor > 1 else ""
+        stages = f"{self.stages} stages" if self.stages > 1 else ""
+        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 else "", matrices, stages]))
+
+    @property
+    def layout(self) -> str:
+        """Replicas x shards (x tensor), as ``run.json`` has it."""
+        stages = f" in {self.stages} stages" if self.stages > 1 else ""
+        return f"{self.replicas}x{self.shards}" + (f"x{self.tensor}" if self.tensor > 1 else "") + stages
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.shards * self.together
+
+    @property
+    def together(self) -> int:
+        """Neighbouring ranks that compute on the same rows."""
+        return self.stages * self.tensor
+
+    def submesh(self, *names: str) -> DeviceMesh:
+        """Return the mesh of some dimensions: ``dp_replicate``, ``dp_shard``, ``pp``, ``tp``."""
+        assert self.mesh is not None, "set_mesh() comes first"
+        return self.mesh[names]
+
+    def set_mesh(self, accelerator: Accelerator) -> None:
+        """Make the mesh, and tell Accelerate, which deals out the rows, which ranks have the same ones."""
+        if self.together == 1:
+            return
+        kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
+        sizes = (self.replicas, self.shards, self.stages, self.tensor)
+        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        if self.stages > 1:  # Accelerate knows one dimension of ranks with the same rows
+            rows = (self.replicas, self.shards, self.together)
+            accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))
+        else:
+            accelerator.state.device_mesh = self.submesh("dp_replicate", "dp_shard", "tp")
+
+
+class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc] - accelerate says no types
+    """Accelerate's plugin for FSDP2, which also says how this package shards."""
+
+    def __init__(self, sharding: Sharding, **settings: Any) -> None:
+        super().__init__(fsdp_version=2, **settings)
+        self.sharding = sharding
+
+
+def sharding_of(accelerator: Accelerator) -> Sharding | None:
+    """Return how models are sharded; ``None`` where every rank holds the full model."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin.sharding if isinstance(plugin, ShardingPlugin) else None
+
+
+def model_parallel_size(accelerator: Accelerator) -> int:
+    """Return how many ranks, neighbours, compute together on the same rows."""
+    sharding = sharding_of(accelerator)
+    return 1 if sharding is None else sharding.together
+
+
+def data_parallel_size(accelerator: Accelerator) -> int:
+    """Return over how many replicas gradients are averaged: the factor that turns their mean into the sum."""
+    return int(accelerator.num_processes) // model_parallel_size(accelerator)
+
+
+def data_parallel_rank(accelerator: Accelerator) -> int:
+    """Return which share of the rows this rank has."""
+    return int(accelerator.process_index) // model_parallel_size(accelerator)
+
+
+def gather_rows(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
+    """Gather what all ranks have of their rows, in rank order, the same rows once. All ranks call this."""
+    everyone: torch.Tensor = accelerator.gather(tensor[None])
+    return everyone[:: model_parallel_size(accelerator)].flatten(0, 1)
+
+
+# --- local shards and full tensors
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``, without a gradient; it shares the memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor`` to compute with: its gradient becomes that of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor's shape and dtype, on the meta device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def shards_over(tensor: torch.Tensor) -> dict[str, int]:
+    """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many parts."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements
+    sizes = zip(names, tensor.device_mesh.shape, placements, strict=True)
+    return {name: size for name, size, placement in sizes if not placement.is_replicate()}
+
+
+class _Split(NamedTuple):
+    """One step of sharding: over a dimension of the mesh, along a dimension of the tensor."""
+
+    over: int  # dimension of the mesh
+    ranks: int
+    dimension: int  # of the tensor
+    size: int  # of that, before
+    pieces: int  # lie one beside the other, and each of them is sharded
+
+
+def _splits(tensor: DTensor) -> list[_Split]:
+    """Return the steps by which a rank came by its shard, in their order. Neighbours shard first, then the others shard
+    what each of them has. (torch 2.13 gathers shards of shards only where they are equally long.)"""
+    mesh, shape, found = tensor.device_mesh, list(tensor.shape), []
+    for over in reversed(range(mesh.ndim)):
+        placement = tensor.placements[over]
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) and over == mesh.ndim - 1 else 1
+        dimension, ranks = placement.dim, mesh.size(over)
+        found.append(_Split(over, ranks, dimension, shape[dimension], pieces))
+        each = -(-shape[dimension] // pieces // ranks)
+        first = min(mesh.get_local_rank(over) * each, shape[dimension] // pieces)
+        shape[dimension] = pieces * min(each, shape[dimension] // pieces - first)
+    return found
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather the full tensor on every rank. All ranks call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard = local_shard(tensor)
+    for one in reversed(_splits(tensor)):
+        group, each = tensor.device_mesh.get_group(one.over), -(-one.size // one.pieces // one.ranks)
+        wholes = []
+        for piece in shard.chunk(one.pieces, one.dimension):
+            padding = [0, 0] * (shard.ndim - 1 - one.dimension) + [0, each - piece.shape[one.dimension]]
+            padded = F.pad(piece, padding).contiguous()
+            everyone = [torch.empty_like(padded) for _ in range(one.ranks)]
+            dist.all_gather(everyone, padded, group)
+            wholes.append(torch.cat(everyone, one.dimension).narrow(one.dimension, 0, one.size // one.pieces))
+        shard = torch.cat(wholes, one.dimension)
+    return shard
+
+
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a full tensor that every rank has, sharded as ``like`` is. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return whole
+    for one in _splits(like):
+        rank, each = like.device_mesh.get_local_rank(one.over), -(-one.size // one.pieces // one.ranks)
+        pieces = whole.chunk(one.pieces, one.dimension)
+        first = min(rank * each, one.size // one.pieces)
+        count = min(each, one.size // one.pieces - first)
+        whole = torch.cat([piece.narrow(one.dimension, first, count) for piece in pieces], one.dimension)
+    return whole
+
+
+@torch.no_grad()
+def fill(targets: Mapping[str, torch.Tensor], weights: Weights) -> None:
+    """Copy into each target, in place, this rank's shard of the full tensor of its name. One full tensor at a time is
+    held. Every target is named once, and names and shapes must agree."""
+    left = set(targets)
+    for name, whole in weights:
+        target = targets[name]
+        left.remove(name)
+        if target.is_meta:  # another stage of a pipeline holds it
+            continue
+        assert target.shape == whole.shape, f"{name}: {tuple(whole.shape)} for {tuple(target.shape)}"
+        local_shard(target).copy_(shard_like(whole, target))
+    assert not left, f"nothing for {sorted(left)}"
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forward passes without a backward pass have gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Return the class names of a model's blocks: those it says must not be split, else those that its longest list
+    holds which is not inside another list."""
+    present = {type(module).__name__ for module in model.modules()}
+    said = getattr(model, "_no_split_modules", None)  # transformers' models say it
+    named = {str(name) for name in said or ()} & present
+    if named:
+        return named
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return {type(block).__name__ for block in max(outer, key=len, default=[])}
+
+
+# --- tensors that one rank gathers, whoever holds them
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A model that can be cut into the stages of a pipeline."""
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden states that one stage passes on to the next."""
+
+    def __call__(self, x: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        """Compute this stage: hidden states, or on the last stage the summed nll."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
+        """Return the stages that hold a parameter."""
+
+    def keep(self, stage: int, stages: int) -> None:
+        """Compute as one stage from now on."""
+
+
+def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each parameter, by its name."""
+    names = [name for name, _ in model.named_parameters()]
+    return {name: model.stages_of(name, stages) if isinstance(model, Staged) else (0,) for name in names}
+
+
+class Home(NamedTuple):
+    """The stage of a pipeline that holds a tensor; ranks ``stride`` apart are of stages that follow each other."""
+
+    stage: int
+    stages: int
+    stride: int
+
+    def neighbour(self, rank: int) -> int:
+        """Return the rank that holds it, among those with the rows of ``rank``."""
+        return rank + (self.stage - rank // self.stride % self.stages) * self.stride
+
+
+class Spread(NamedTuple):
+    """Tensors by name, and the homes of those that stages of a pipeline hold; on the meta device where not here."""
+
+    tensors: dict[str, torch.Tensor]
+    homes: Mapping[str, Home] = {}
+
+    def gather_to(self, name: str, rank: int) -> torch.Tensor | None:
+        """Gather a full tensor to one rank; ``None`` on the others, which only send. All ranks call this."""
+        tensor, home = self.tensors[name], self.homes.get(name)
+        if home is None:
+            return _gather_to(tensor.detach(), rank)
+        holder, here = home.neighbour(rank), dist.get_rank()
+        if not tensor.is_meta:
+            whole = _gather_to(tensor.detach(), holder)
+            if whole is None or here == rank:
+                return whole
+            dist.send(whole.contiguous(), rank)
+        elif here == rank:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(whole, holder)
+            return whole
+        return None
+
+
+def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
+    """Add what other stages of a pipeline hold. Names are those of parameters, or of a parameter and a key
+    (``wte.weight.exp_avg``). All ranks call this."""
+    sharding = sharding_of(accelerator)
+    if sharding is None or sharding.stages == 1:
+        return Spread(tensors)
+    mesh = sharding.submesh("pp")
+    stage, owners = mesh.get_local_rank(), {name: at[0] for name, at in holders_of(model, sharding.stages).items()}
+    owner = {name: owners[name if name in owners else name.rpartition(".")[0]] for name in tensors}
+    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if owner[name] == stage}
+    everyone: list[Any] = [None] * sharding.stages
+    dist.all_gather_object(everyone, mine, mesh.get_group())
+    found, homes = {}, {}
+    for holder, theirs in enumerate(everyone):
+        for name, (shape, dtype) in theirs.items():
+            found[name] = tensors[name] if holder == stage else torch.empty(shape, dtype=dtype, device="meta")
+            homes[name] = Home(holder, sharding.stages, sharding.tensor)
+    return Spread(found, homes)
+
+
+def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+    here = not dist.is_initialized() or dist.get_rank() == rank
+    if not isinstance(tensor, DTensor):
+        return tensor if here else None
+    if rank not in tensor.device_mesh.mesh:  # another replica, which holds the same
+        return None
+    *outer, inner = tensor.placements
+    if inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
+        whole = full_tensor(tensor)
+        return whole if here else None
+    mesh, shard = tensor.device_mesh, tensor.to_local().contiguous()
+    replicas = mesh.mesh.flatten(0, -2) if mesh.ndim > 1 else mesh.mesh[None]
+    [row] = [row.tolist() for row in replicas if rank in row]
+    if not here:
+        if dist.get_rank() in row and shard.numel():
+            _exchange([dist.P2POp(dist.isend, shard, rank)])
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
+    shards = dict(zip(row, whole.chunk(len(row)), strict=False))  # the last ranks may have nothing
+    _exchange([dist.P2POp(dist.irecv, shards[other], other) for other in shards if other != rank])
+    if rank in shards:
+        shards[rank].copy_(shard)
+    return whole
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
