@@ -10,8 +10,8 @@ import time
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
+from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
@@ -20,7 +20,7 @@ from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.exchange import Exchange
+from llmtrain.parallel.exchange import Exchange, Sum
 
 PROCESSES = 2
 DELAY = 0.05  # seconds
@@ -29,10 +29,10 @@ DELAY = 0.05  # seconds
 class SlowLastBucket(Exchange):
     """Sends gradients as if the link were slow for the last bucket."""
 
-    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send(self, bucket: GradBucket) -> Sum:
         """Return the bucket's sum, late where it is the last."""
 
-        def wait(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        def wait(done: Sum) -> torch.Tensor:
             time.sleep(DELAY)
             return done.value()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.contract import Batch
@@ -18,13 +18,13 @@ from llmtrain.launch.children import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.exchange import Sum
 from llmtrain.shipped import shipped
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from llmtrain.training.step import Accumulation, train_step
 
 VOCABULARY, BLOCK = 64, 32
 LEARNING_RATE = 3e-3
-_Sum = torch.futures.Future[torch.Tensor]
 
 
 def show(text: str) -> None:
@@ -58,7 +58,8 @@ def rows(count: int, step: int = 0) -> torch.Tensor:
 
 def my_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
     """Return this rank's share of a global batch of ``count`` rows."""
-    return rows(count, step).chunk(accelerator.num_processes)[accelerator.process_index]
+    shares: tuple[torch.Tensor, ...] = rows(count, step).chunk(accelerator.num_processes)
+    return shares[accelerator.process_index]
 
 
 def batch(tokens: torch.Tensor) -> Batch:
@@ -82,7 +83,7 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
     """Return a list that grows with every bucket that DDP sends, by its bytes."""
     sent: list[int] = []
 
-    def watch(bucket: dist.GradBucket, send: Callable[[dist.GradBucket], _Sum], sent_bytes: int) -> _Sum:
+    def watch(bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
         sent.append(sent_bytes)
         return send(bucket)
 
