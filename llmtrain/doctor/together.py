@@ -6,8 +6,9 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,9 +21,7 @@ from llmtrain.errors import first_line
 from llmtrain.record.provenance import versions
 
 _SIZE = 2**24  # bytes of the tensor that is sent
-_SLOW = 0.5  # of the median rate of all links
-_SKEW_SECONDS = 1.0
-_PREFIX = "llmtrain/doctor"
+_SLOW, _SKEW_SECONDS = 0.5, 1.0  # a link's share of the median rate; a clock's distance from the median time
 T = TypeVar("T")
 
 
@@ -39,8 +38,12 @@ class Place(NamedTuple):
 
 def here() -> Place:
     """Return this process's place, as its launcher told it."""
-    rank, each = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Place(rank, platform.node(), rank // each)
+    rank = int(os.environ.get("RANK", "0"))
+    return Place(rank, platform.node(), _machine(rank))
+
+
+def _machine(rank: int) -> int:
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
@@ -48,28 +51,30 @@ def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
 
     The first rank of those that have come names the others.
     """
+
+    def failed(said: str, remedy: str) -> tuple[list[Finding], bool]:
+        return [Finding(BAD, "meeting", said, remedy)], False
+
     place, world, wait = here(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=patience)
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    opens = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    where, opens = f"{address}:{port}", place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, world, opens, wait, wait_for_workers=False)
-        store.set(f"{_PREFIX}/{place.rank}", place.host)
+        store = TCPStore(address, int(port), world, opens, wait, wait_for_workers=False)
+        store.set(f"doctor/{place.rank}", place.host)
     except (RuntimeError, ValueError) as error:
         remedy = "is the first machine up, is its port open, is --main_process_ip its address?"
-        return [Finding(BAD, "meeting", f"{place.host} does not reach {where}: {first_line(error)}", remedy)], False
+        return failed(f"{place.host} does not reach {where}: {first_line(error)}", remedy)
     until, missing = time.monotonic() + patience, set(range(world))
     while missing and time.monotonic() < until:
-        missing = {rank for rank in missing if not store.check([f"{_PREFIX}/{rank}"])}
+        missing = {rank for rank in missing if not store.check([f"doctor/{rank}"])}
         time.sleep(0.05)
     if missing:
         if place.rank != min({*range(world)} - missing):
             return [], False
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        machines = ", ".join(map(str, sorted({rank // each for rank in missing})))
-        said = f"rank {', '.join(map(str, sorted(missing)))} (machine {machines}) has not come to {where}"
+        absent = (sorted(missing), sorted({_machine(rank) for rank in missing}))
+        ranks, machines = (", ".join(map(str, numbers)) for numbers in absent)
         remedy = "was it started there with its --machine_rank, and what does it say of its way to that port?"
-        return [Finding(BAD, "meeting", f"{said} in {patience:.0f} s", remedy)], False
+        return failed(f"rank {ranks} (machine {machines}) has not come to {where} in {patience:.0f} s", remedy)
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     began = time.monotonic()
@@ -78,10 +83,9 @@ def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
         dist.all_reduce(torch.ones(1, device=_device()))
     except RuntimeError as error:
         remedy = "processes must reach each other on every port, not on that of the first alone"
-        said = f"{place.host} reaches {where}, but not every other process: {first_line(error)}"
-        return [Finding(BAD, "meeting", said, remedy)], False
-    seconds = time.monotonic() - began
-    return [Finding(GOOD, "meeting", f"{world} processes over {backend} in {seconds:.2f} s")], True
+        return failed(f"{place.host} reaches {where}, but not every other process: {first_line(error)}", remedy)
+    said = f"{world} processes over {backend} in {time.monotonic() - began:.2f} s"
+    return [Finding(GOOD, "meeting", said)], True
 
 
 def findings(output_dir: Path) -> list[Finding]:
@@ -96,44 +100,39 @@ def gathered(mine: T) -> list[T]:
     return everyone
 
 
-def part() -> None:
-    """Meet for the last time: the others do not see what happens to a process after it."""
-    dist.barrier()
+part = dist.barrier  # the last meeting: the others do not see what happens to a process after it
 
 
 def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _same_versions() -> list[Finding]:
+def _same_versions() -> Iterator[Finding]:
     everyone = gathered((here(), versions()))
-    found = []
     for package in everyone[0][1]:
         [(usual, _)] = Counter(there[package] for _, there in everyone).most_common(1)
         odd = sorted({f"{place} has {there[package]}" for place, there in everyone if there[package] != usual})
         if odd:
             said = f"{package}: {', '.join(odd)}; the others have {usual}"
-            found.append(Finding(BAD, "versions", said, "install the same everywhere: pip install --constraint ..."))
-    return found
+            yield Finding(BAD, "versions", said, "install the same everywhere: pip install --constraint ...")
 
 
-def _clocks() -> list[Finding]:
+def _clocks() -> Iterator[Finding]:
     dist.barrier()
     times = gathered((here(), time.time()))
     middle = statistics.median(moment for _, moment in times)
     skews = {str(place): moment - middle for place, moment in times}
     off = [f"{place} by {skew:+.1f} s" for place, skew in skews.items() if abs(skew) > _SKEW_SECONDS]
-    if off:
-        return [Finding(DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony")]
-    return [Finding(GOOD, "clocks", f"within {max(map(abs, skews.values())):.2f} s of each other")]
+    apart = Finding(DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony")
+    same = Finding(GOOD, "clocks", f"within {max(map(abs, skews.values())):.2f} s of each other")
+    yield apart if off else same
 
 
-def _seconds(action: Callable[[], object], times: int, meeting: bool = True) -> float:
-    """Return the median time of some collectives or messages, without the first, which may make the connection."""
+def _seconds(action: Callable[[], object], times: int) -> float:
+    """Return this rank's median time of a collective or message, without the first, which may make the connection."""
     taken = []
     for _ in range(times + 1):
-        if meeting:
-            dist.barrier()
+        dist.barrier()
         began = time.perf_counter()
         action()
         if _device().type == "cuda":
@@ -142,51 +141,42 @@ def _seconds(action: Callable[[], object], times: int, meeting: bool = True) -> 
     return statistics.median(taken[1:])
 
 
-def _links() -> list[Finding]:
+def _links() -> Iterator[Finding]:
     """Measure an all-reduce, and each machine's link to the next."""
     world, mine, places = dist.get_world_size(), here().rank, gathered(here())
     few, many = torch.zeros(2, device=_device()), torch.zeros(_SIZE // 4, device=_device())
-    latency = _seconds(lambda: dist.all_reduce(few), 20)
-    rate = 2 * (world - 1) / world * _SIZE / _seconds(lambda: dist.all_reduce(many), 5)
+    latency = _seconds(partial(dist.all_reduce, few), 20)
+    rate = 2 * (world - 1) / world * _SIZE / _seconds(partial(dist.all_reduce, many), 5)
     said = f"{1e6 * latency:.0f} us for 8 bytes; {rate / 1e6:,.0f} MB/s of a ring's link"
-    found = [Finding(GOOD, "all-reduce", said)]
-    firsts = [min(p.rank for p in places if p.machine == machine) for machine in sorted({p.machine for p in places})]
+    yield Finding(GOOD, "all-reduce", said)
+    firsts = [place for place in places if place.rank == 0 or place.machine != places[place.rank - 1].machine]
     if len(firsts) < 3:  # of two, neither can be told to be the slow one
-        return found
+        return
     rates = {}
     for one, other in zip(firsts, [*firsts[1:], firsts[0]], strict=True):
-        dist.barrier()
-        if mine == one:
-            _seconds(lambda peer=other: dist.send(many, peer), 3, meeting=False)
-        elif mine == other:
-            rates[one, other] = _SIZE / _seconds(lambda peer=one: dist.recv(many, peer), 3, meeting=False)
-    measured = {pair: rate for theirs in gathered(rates) for pair, rate in theirs.items()}
-    usual = statistics.median(measured.values())
-    for (one, other), rate in measured.items():
+        message = partial(dist.send, many, other.rank) if mine == one.rank else partial(dist.recv, many, one.rank)
+        seconds = gathered(_seconds(message if mine in (one.rank, other.rank) else (lambda: None), 3))[other.rank]
+        rates[f"{one} to {other.host} ({other.machine})"] = _SIZE / seconds
+    usual = statistics.median(rates.values())
+    for link, rate in rates.items():
         if rate < _SLOW * usual:
-            names = f"{places[one]} to {places[other].host} ({places[other].machine})"
-            said = f"{names}: {rate / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} are usual"
-            found.append(Finding(DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME"))
-    return found
+            said = f"{link}: {rate / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} are usual"
+            yield Finding(DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME")
 
 
-def _shared(output_dir: Path) -> list[Finding]:
+def _shared(output_dir: Path) -> Iterator[Finding]:
     """Look from every machine for a file that rank 0 has written in a run's folder."""
     place, is_first = standing(output_dir), here().rank == 0
-    name = [f".doctor-{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(name)
-    token = place / name[0]
+    token = place / gathered(f".doctor-{os.getpid()}-{time.time_ns()}")[0]
     if is_first:
         with contextlib.suppress(OSError):
-            token.write_text("1")
+            token.touch()
     dist.barrier()
     seen = gathered((here(), token.exists()))
     if is_first:
         token.unlink(missing_ok=True)
-    blind = sorted({str(p) for p, sees in seen if not sees})
-    if not seen[0][1]:  # the first machine's own check says that its folder cannot be written
-        return []
-    if not blind:
-        return [Finding(GOOD, "run folder", f"{place.absolute()} is seen by all")]
-    said = f"{place.absolute()} of the first machine is not seen by {', '.join(blind)}"
-    return [Finding(DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone")]
+    if seen[0][1]:  # else the first machine's own check says that its folder cannot be written
+        blind = sorted({str(machine) for machine, sees in seen if not sees})
+        said = f"{place.absolute()} of the first machine is not seen by {', '.join(blind)}"
+        alone = Finding(DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone")
+        yield alone if blind else Finding(GOOD, "run folder", f"{place.absolute()} is seen by all")

@@ -58,8 +58,8 @@ def rows(count: int, step: int = 0) -> torch.Tensor:
 
 def my_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
     """Return this rank's share of a global batch of ``count`` rows."""
-    shares: tuple[torch.Tensor, ...] = rows(count, step).chunk(accelerator.num_processes)
-    return shares[accelerator.process_index]
+    share: torch.Tensor = rows(count, step).chunk(accelerator.num_processes)[accelerator.process_index]
+    return share
 
 
 def batch(tokens: torch.Tensor) -> Batch:
