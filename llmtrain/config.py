@@ -201,6 +201,12 @@ class _Parser(HfArgumentParser):
         self._texts = {action.dest: action.help for action in self._actions}
         self.show(everything=False)
 
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+        plain = copy.copy(field)
+        plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
+        HfArgumentParser._parse_dataclass_field(parser, plain)
+
     def show(self, everything: bool) -> None:
         """Let --help tell of hidden flags, or not; of a switch that is on it tells how to turn it off."""
         for action in self._actions:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain import UserError, launch
+from llmtrain import launch
+from llmtrain.errors import UserError
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.parallel.mesh import full_tensor, local_shard
 
