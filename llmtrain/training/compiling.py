@@ -48,11 +48,11 @@ def choose(
     _compile(model)
     failure = _failure(accelerator, model, batch)
     compiled = eager if failure else _seconds(accelerator, model, batch)
-    took = f"{time.monotonic() - began:.0f} s of compiling, and a micro-batch takes {compiled / eager:.2f}x its time before"
-    gains = compiled <= _GAIN * eager
+    took, gains = f"{time.monotonic() - began:.0f} s of compiling", compiled <= _GAIN * eager
     if not gains:
         _uncompile(model)
-    say("compile", failure or f"{'blocks' if gains else 'no'}: {took}")
+    verdict = f"{'blocks' if gains else 'no'}: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before"
+    say("compile", failure or verdict)
     return gains
 
 

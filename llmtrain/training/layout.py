@@ -32,7 +32,7 @@ class Layout:
     def of(cls, data: BatchConfig, processes: int, bitwise: bool = False) -> "Layout":
         """Derive the accumulation. Raises :class:`UserError` with values that divide, where these do not.
 
-        A micro-batch larger than a rank's share of the rows is that share: it is a limit of memory, not part of the run.
+        A micro-batch larger than a rank's share of the rows is that share: a limit of memory, not part of the run.
         """
         rows = data.global_batch_size
         if rows % processes:
