@@ -8,11 +8,10 @@ import pytest
 
 from llmtrain.commands.learn import title
 from llmtrain.lessons import LESSONS
-from tests.launching import BIN, ROOT, run
+from tests.launching import BIN, ROOT, long_form, run
 
 PAGE = ROOT / "docs" / "ddp.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
-ALL = WRITE or bool(os.environ.get("LLMTRAIN_LESSONS"))  # `make learn` sets it
 QUICK = ("replicas",)
 
 
@@ -28,10 +27,10 @@ def comparable(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize(
+    "lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS]
+)
 def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
-    if not ALL and lesson not in QUICK:
-        pytest.skip("make learn runs it")
     ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
     page = PAGE.read_text()
     shown = block_of(lesson).search(page)
@@ -67,7 +66,7 @@ def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order()
     assert re.findall(r"^\$ llmtrain learn (\w+)$", PAGE.read_text(), re.MULTILINE) == list(LESSONS)
 
 
-@pytest.mark.skipif(not ALL, reason="make learn runs it")
+@long_form
 def test_a_lesson_that_does_not_hold_says_so(tmp_path: Path) -> None:
     """The bug is planted in the package: processes that add nothing."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Literal
 
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -148,15 +149,20 @@ def _mean_norm(run: Run, enter: Callable[[str], None], norm: torch.Tensor) -> to
     return mean
 
 
-def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
-    """Raise :class:`UserError` where the model, or what is asked of the loop, is not as it needs it."""
-    s, accelerator, last = run.settings, run.accelerator, run.settings.optim.max_steps
+def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise :class:`UserError` where a model is wrapped in a way that this loop does not support."""
     handler_of(accelerator)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
         )
+
+
+def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
+    """Raise :class:`UserError` where the model, or what is asked of the loop, is not as it needs it."""
+    s, accelerator, last = run.settings, run.accelerator, run.settings.optim.max_steps
+    check_wrapping(accelerator, model)
     require(run.step <= last, f"--max_steps {last}: this run goes on from step {run.step}, which is past it.")
     looked_at, wanted = s.loop.replay_step, s.loop.xray_range
     reached = looked_at is None or run.step < looked_at <= last

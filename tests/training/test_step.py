@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.contract import Due
-from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
-from llmtrain.training.loop import check_can_train
+from llmtrain.training.loop import check_wrapping
 from llmtrain.training.optim import OptimConfig, make_optimizer
-from llmtrain.training.settings import Settings
 from llmtrain.training.step import Accumulation, count_tokens, train_step
 
 VOCABULARY = 40
@@ -137,7 +134,7 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
     """Also within DDP, which `prepare` would put around it."""
     model = wrap(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
-        check_can_train(SimpleNamespace(accelerator=accelerator, settings=Settings(DataConfig())), model, None)
+        check_wrapping(accelerator, model)
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 100])
