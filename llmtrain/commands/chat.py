@@ -5,7 +5,7 @@ import argparse
 import json
 import sys
 
-from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
+from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
 from llmtrain.console import note
 
 

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands.recipe import own_and_recipes, take_recipe
-from llmtrain.commands.trial import Asked, Comparison, Outcome, Trial, last_step, table
+from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.commands._trial import Asked, Comparison, Outcome, Trial, last_step, table
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 

@@ -4,7 +4,7 @@ is full and travels, how much of that is hidden behind the backward pass, and wh
 import argparse
 import itertools
 
-from llmtrain.commands.recipe import own_and_recipes, take_recipe
+from llmtrain.commands._recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
 from llmtrain.launch.children import gpus, launcher_of, read_config, run_to_end
 
