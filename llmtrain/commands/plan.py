@@ -87,8 +87,9 @@ def _print_tables(found: "Plan") -> None:
             print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
 
     def sizes(way: "Way") -> list[str]:
+        *parts, total = (f"{size / _GIB:>13.3f}" for size in way.bytes)
         fits = f"{way.largest} rows" if way.largest else "too much"
-        return [*(f"{size / _GIB:.3f}" for size in way.bytes), fits]
+        return [*parts, f"{total}{fits:>10}"]
 
     def seconds(way: "Way") -> list[str]:
         assert way.step is not None
@@ -98,7 +99,7 @@ def _print_tables(found: "Plan") -> None:
     def shares(way: "Way") -> list[str]:
         return [f"{way.efficiency[scale]:.1%}" if scale in way.efficiency else "" for scale in SCALES]
 
-    table("GiB a process", [*found.ways[0].bytes._fields, "largest"], sizes)
+    table("GiB a process", [*found.ways[0].bytes._fields[:-1], f"{'total':>13}{'largest':>10}"], sizes)
     if found.compute is None:
         print("\nnot every token meets every weight of this model, so its speed is unknown: --calibrate measures it")
         return

@@ -8,7 +8,7 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from llmtrain.contract import Facts
 from llmtrain.models import attention
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.mesh import block_classes
@@ -56,27 +57,26 @@ class Kept(NamedTuple):
         return before if sum(before) >= self.most_after else (self.most_after, 0)
 
 
-class Moments(NamedTuple):
-    """Bytes of activations at three moments of a micro-batch."""
-
-    at_loss: tuple[float, float]  # and, apart, what belongs to the logits
-    after_block: float  # when one block's backward pass is over
-    at_end: float  # of the backward pass
-
-
 def kept(model: nn.Module, batch: MicroBatch) -> Kept:
     """Count what a micro-batch keeps in a model whose parameters are on the meta device."""
     blocks = list_of_blocks(model)
     count = len(blocks) if blocks is not None else 1
-    here = min(count, _BLOCKS)
-    live = _pass(_of_depth(model, here), batch, to_the_end=True)
-    after_blocks = live.most["activations"] if live.after_blocks is None else live.after_blocks
-    block = 0.0
-    if here > 1:
-        fewer = _pass(_of_depth(model, here // 2), batch, to_the_end=False)
-        block = (after_blocks - (fewer.after_blocks or 0)) / (here - here // 2)
-    activations = live.most["activations"] + block * (count - here)
-    return Kept(after_blocks - block * here, block, activations, live.most["logits"], live.most_after, count)
+    model = _of_depth(model, min(count, _BLOCKS))
+    if batch.mesh is not None:
+        cut_tensors(model, batch.mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
+        _make_fake(model, batch.gathered)
+        model.train()
+        ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
+        labels, live = ids.clone(), _Live(model)
+        with live:
+            with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
+                nll = model(input_ids=ids, labels=labels)
+            nll.backward()
+    after, half = live.after_block or [live.most["activations"]], len(live.after_block) // 2
+    block = (after[-1] - after[half - 1]) / (len(after) - half) if half else 0.0
+    activations = live.most["activations"] + block * (count - len(after))
+    return Kept(after[-1] - block * len(after), block, activations, live.most["logits"], live.most_after, count)
 
 
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
@@ -86,54 +86,27 @@ def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
     return lists[0] if len(lists) == 1 and len(lists[0]) > 0 else None
 
 
-def _pass(model: nn.Module, batch: MicroBatch, to_the_end: bool) -> "_Live":
-    """Make a forward and a backward pass; or, not ``to_the_end``, a forward pass as far as the last block."""
-    if batch.mesh is not None:
-        cut_tensors(model, batch.mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
-        _make_fake(model, batch.gathered)
-        model.train()
-        ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
-        labels = ids.clone()
-        with _Live(model, to_the_end) as live:
-            with contextlib.suppress(_EnoughError), torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
-                nll = model(input_ids=ids, labels=labels)
-            if to_the_end:
-                nll.backward()
-    return live
-
-
-class _EnoughError(Exception):
-    """The last block's forward pass is over, and no more is asked."""
-
-
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are alive, apart from weights and gradients."""
 
-    def __init__(self, model: nn.Module, to_the_end: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.to_the_end = to_the_end
         self.kind = "activations"
         self.bytes: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.most_after = 0
-        self.after_blocks: int | None = None
+        self.after_block: list[int] = []  # bytes at the end of each one's forward
         self.blocks_are_gone = False
         self._known = {_storage(tensor)._cdata: ("weights", 0) for tensor in [*model.parameters(), *model.buffers()]}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)  # type: ignore[no-untyped-call]
-        blocks = list_of_blocks(model)
-        if blocks is not None:
-            blocks[0].register_forward_hook(self._first_block)
-            blocks[-1].register_forward_hook(self._last_block)
+        self._blocks = list_of_blocks(model) or ()
+        for block in self._blocks:
+            block.register_forward_hook(self._after_block)
 
     def __torch_dispatch__(
-        self,
-        function: Callable[..., object],
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, function: Callable[..., object], _: object, args: tuple[object, ...] = (), kwargs: Facts | None = None
     ) -> object:
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -165,30 +138,16 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[kind] -= size
         self._known[key] = "weights", 0
 
-    def _first_block(self, _: nn.Module, __: object, out: "_Hidden") -> None:
-        """After its backward pass has begun, there are no more than one block's activations."""
-        if self.after_blocks is None and _first(out).requires_grad:
-            _on_gradient(out, lambda: setattr(self, "blocks_are_gone", True))
-
-    def _last_block(self, _: nn.Module, __: object, out: "_Hidden") -> None:
-        """The head makes what comes between this block's forward and its backward pass."""
-        if self.after_blocks is not None:  # activations are computed again
+    def _after_block(self, _: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        if len(self.after_block) == len(self._blocks):  # activations are computed again
             return
-        self.after_blocks, self.kind = self.bytes.total(), "logits"
-        if not self.to_the_end:
-            raise _EnoughError
-        _on_gradient(out, lambda: setattr(self, "kind", "activations"))
-
-
-_Hidden = torch.Tensor | tuple[torch.Tensor, ...]  # that a block returns
-
-
-def _first(out: _Hidden) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _on_gradient(out: _Hidden, act: Callable[[], None]) -> None:
-    _first(out).register_hook(lambda _: act())  # type: ignore[no-untyped-call]
+        self.after_block.append(self.bytes.total())
+        hidden = out[0] if isinstance(out, tuple) else out
+        if len(self.after_block) == 1 and hidden.requires_grad:  # at its backward no more than one block's are left
+            hidden.register_hook(lambda _: setattr(self, "blocks_are_gone", True))  # type: ignore[no-untyped-call]
+        if len(self.after_block) == len(self._blocks):  # until its backward the head makes what comes
+            self.kind = "logits"
+            hidden.register_hook(lambda _: setattr(self, "kind", "activations"))  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -8,11 +8,9 @@ import bisect
 import copy
 import functools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,14 +19,13 @@ from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding, local_shard
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.plan import pipeline
-from llmtrain.plan.activations import Kept, MicroBatch, Moments, kept
+from llmtrain.plan.activations import Kept, MicroBatch, kept
 from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
 
 _GRADIENT = 4  # bytes a number: weights that are trained are float32, and so are gradients and optimizer state
 _FAKE_WORLD = 1024  # processes
-_FREE = 0.06  # of a GPU: the context of CUDA and NCCL, and what its allocator cannot fit into
 
 
 class Bytes(NamedTuple):
@@ -62,7 +59,7 @@ class Unit(NamedTuple):
     """Parameters that FSDP gathers at once."""
 
     names: frozenset[str]
-    multiplied: bool  # in half precision, where that is the run's
+    half: bool  # gathered in bfloat16
     stays: bool  # from its forward to its backward pass
 
 
@@ -75,7 +72,16 @@ class Memory:
         self.held_whole = not subject.settings.parallel.sync_each_batch  # gradients, between micro-batches
         hidden = {*hidden_matrices(subject.model)} if subject.settings.optim.optim == "muon" else set()
         self._hidden = {name: p for name, p in subject.model.named_parameters() if p in hidden}
-        self.units = list(_units(subject.model, norms_apart=self.bf16))
+
+    @functools.cached_property
+    def units(self) -> list[Unit]:
+        """The units of FSDP. Raises :class:`UserError` where the model has no blocks to find."""
+        names = {p: name for name, p in self.subject.model.named_parameters()}
+        found = []
+        for unit in units_of(self.subject.model, norms_apart=self.bf16):
+            here = [names.pop(p) for module in unit.modules for p in module.parameters() if p in names]
+            found.append(Unit(frozenset(here), unit.multiplied and self.bf16, stays=unit.backward_begins))
+        return [*found, Unit(frozenset(names.values()), half=False, stays=True)]
 
     def of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
         """Return the bytes with micro-batches of so many rows, and so many of them in an update."""
@@ -83,12 +89,19 @@ class Memory:
         if sharding.stages > 1:
             return pipeline.fullest_stage(self, found, sharding, rows, accumulation)
         one_less = found.before + found.block * (found.blocks - 1)
-        moments = Moments(found.peak(), one_less, found.most_after)
-        return self.fullest(self.parts(sharding.tensor), sharding, accumulation, moments)
+        return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak(), one_less)
 
-    def fullest(self, parts: list[Part], sharding: Sharding, accumulation: int, activations: Moments) -> Bytes:
-        """Return the bytes of these parameters and activations. The total is that of the fullest moment: at the loss,
-        in the backward pass, at its end, or in the optimizer."""
+    def fullest(
+        self,
+        parts: list[Part],
+        sharding: Sharding,
+        accumulation: int,
+        kept: Kept,
+        at_loss: tuple[float, float],
+        in_backward: float,
+    ) -> Bytes:
+        """Return the bytes of these parameters, with so many of activations and logits at the loss and in the backward
+        pass. The total is that of the fullest moment: one of these, the end of the backward pass, or the optimizer."""
         shards = sharding.shards
         weights = float(sum(part.numbers(shards) * part.size for part in parts))
         # AdamW has two numbers for each, and counts its updates in one for each tensor; Muon has one
@@ -105,12 +118,12 @@ class Memory:
             buckets = on_the_way = gradients if is_ddp and not at_once else 0.0
             before = gradients if is_ddp else before
         moments = [
-            before + sum(activations.at_loss) + buckets,
-            before + activations.after_block + on_the_way,
-            gradients + activations.at_end + on_the_way,
+            before + sum(at_loss) + buckets,
+            before + in_backward + on_the_way,
+            gradients + kept.most_after + on_the_way,
             reduced + self._orthogonal(),
         ]
-        return Bytes(weights, gradients, states, *activations.at_loss, buckets, weights + states + max(moments))
+        return Bytes(weights, gradients, states, *at_loss, buckets, weights + states + max(moments))
 
     @functools.cache  # noqa: B019 - as long as the plan lives
     def parts(self, tensor: int) -> list[Part]:
@@ -132,7 +145,7 @@ class Memory:
 
     @functools.cache  # noqa: B019
     def _kept(self, rows: int, tensor: int, gathered: bool) -> Kept:
-        names = [unit.names for unit in self.units if unit.multiplied and gathered and self.bf16]
+        names = [unit.names for unit in self.units if unit.half] if gathered else []
         mesh = fake_mesh(tensor) if tensor > 1 else None
         batch = MicroBatch(rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh)
         try:
@@ -157,20 +170,16 @@ class Memory:
         there, and the last unit. The other is after the backward pass of a block, when the one before it has come as
         well, with the gradient to be reduced (if it does not count among those held whole) and what it is reduced in.
         """
-        numbers = {part.name: part.numbers() for part in parts}
-        trained = {part.name: part.numbers() for part in parts if part.is_trained}
-        units = [
-            (unit.stays, sum(numbers.get(name, 0) for name in unit.names) * (2 if unit.multiplied and self.bf16 else 4))
-            for unit in self.units
-        ]
-        if all_stay:
-            everything = float(sum(size for _, size in units))
-            return everything, everything
-        stays = sum(size for unit_stays, size in units if unit_stays)
-        largest = max((size for unit_stays, size in units if not unit_stays), default=0)
-        passing = [sum(trained.get(name, 0) for name in unit.names) for unit in self.units if not unit.stays]
-        gradient = max(passing, default=0) * _GRADIENT
-        return float(stays + largest), float(stays + 2 * largest + (2 if at_once else 1) * gradient)
+        held = {part.name: part for part in parts}
+        stays, largest, gradient = 0, 0, 0.0
+        for unit in self.units:
+            here = [held[name] for name in unit.names & held.keys()]
+            size = sum(part.numbers() for part in here) * (2 if unit.half else 4)
+            if unit.stays or all_stay:
+                stays += size
+            else:
+                largest, gradient = max(largest, size), max(gradient, _gradients(here))
+        return float(stays + largest), stays + 2 * largest + (2 if at_once else 1) * gradient
 
     def largest(self, sharding: Sharding, share: int, room: float) -> int:
         """Return the rows of the largest micro-batch that fits into ``room`` bytes, of those that divide a process's
@@ -180,11 +189,6 @@ class Memory:
         return [0, *sizes][fitting]
 
 
-def room_of(memory: float) -> float:
-    """Return the bytes of a GPU that a plan may use."""
-    return memory * (1 - _FREE)
-
-
 def spread(sharding: Sharding) -> bool:
     """Return whether no process holds the full model, as under DDP each does."""
     return sharding.shards * sharding.together > 1
@@ -192,14 +196,6 @@ def spread(sharding: Sharding) -> bool:
 
 def _gradients(parts: list[Part], shards: int = 1) -> float:
     return float(sum(part.numbers(shards) * _GRADIENT for part in parts if part.is_trained))
-
-
-def _units(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
-    names = {p: name for name, p in model.named_parameters()}
-    for unit in units_of(model, norms_apart):
-        found = [names.pop(p) for module in unit.modules for p in module.parameters() if p in names]
-        yield Unit(frozenset(found), unit.multiplied, stays=unit.backward_begins)
-    yield Unit(frozenset(names.values()), multiplied=False, stays=True)
 
 
 @functools.cache

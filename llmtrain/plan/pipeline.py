@@ -7,7 +7,7 @@ stages from it to the last, and waits for each of the others once while the pipe
 from typing import TYPE_CHECKING
 
 from llmtrain.parallel.mesh import Sharding, Staged, holders_of
-from llmtrain.plan.activations import Kept, Moments, list_of_blocks
+from llmtrain.plan.activations import Kept, list_of_blocks
 
 if TYPE_CHECKING:
     from llmtrain.plan.memory import Bytes, Memory
@@ -22,9 +22,7 @@ def fullest_stage(memory: "Memory", kept: Kept, sharding: Sharding, rows: int, a
     return max((stage_of(memory, kept, sharding, stage, rows, accumulation) for stage in ends), key=lambda b: b.total)
 
 
-def stage_of(
-    memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int
-) -> "Bytes":
+def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int) -> "Bytes":
     """Return the bytes of one stage."""
     model, last = memory.subject.model, sharding.stages - 1
     here = {name for name, stages in holders_of(model, sharding.stages).items() if stage in stages}
@@ -36,10 +34,11 @@ def stage_of(
     waiting = min(sharding.stages - stage, accumulation)
     one = kept.block * blocks + (_passed(memory, rows) if stage else kept.before)
     activations = waiting * one + at_work
-    moments = Moments((activations, logits if stage == last else 0.0), activations, kept.most_after)
+    at_loss = activations, logits if stage == last else 0.0
     if waiting == accumulation:  # at its fullest before its first backward pass: no gradient is there
         accumulation = 1
-    return memory.fullest([part for part in memory.parts(1) if part.name in here], sharding, accumulation, moments)
+    parts = [part for part in memory.parts(1) if part.name in here]
+    return memory.fullest(parts, sharding, accumulation, kept, at_loss, activations)
 
 
 def waits(

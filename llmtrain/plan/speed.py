@@ -35,7 +35,7 @@ class Cluster(NamedTuple):
     nccl: bool  # else gloo, which sends over TCP
 
     def all_reduce(self, size: float, count: int, stride: int = 1) -> float:
-        """Return the seconds for ``size`` bytes on each of ``count`` processes, neighbours in rank or ``stride`` apart."""
+        """Return the seconds for ``size`` bytes on each of ``count`` processes, whose ranks are ``stride`` apart."""
         if count == 1:
             return 0.0
         link, machines = self._among(count, stride)
@@ -46,7 +46,7 @@ class Cluster(NamedTuple):
         return min(ring, 2 * size / link.bandwidth + 2 * hops)
 
     def gather(self, size: float, count: int, stride: int = 1) -> float:
-        """Return the seconds until each has all ``size`` bytes, of which each held a shard; or its shard of their sum."""
+        """Return the seconds to gather ``size`` bytes of which each has a shard, or to reduce and scatter as many."""
         if count == 1:
             return 0.0
         link, _ = self._among(count, stride)
@@ -58,7 +58,7 @@ class Cluster(NamedTuple):
         return size / link.bandwidth + link.latency
 
     def _among(self, count: int, stride: int) -> tuple[Link, int]:
-        """Return one ring through all of them as a link, its latency that of once around, and the machines it crosses."""
+        """Return a ring through all as a link, its latency that of once around, and the machines that it crosses."""
         here = max(1, min(count, self.per_machine // stride))  # in a machine
         machines = -(-count // here)
         if machines == 1:
@@ -107,15 +107,11 @@ def estimated(memory: Memory, device: Device, mfu: float) -> Compute | None:
     trained = [part for part in memory.parts(1) if part.is_trained]
     # an update reads a weight, its gradient and its states, and writes all but the gradient
     touched = sum(part.numbers() * 4 * (3 + 2 * part.states) for part in trained)
-    muon = sum(_orthogonal(part.rows, part.row) for part in trained if part.states == 1)
+    muon = 0  # FLOPs of five iterations on a matrix, of three products each
+    for short, long in (sorted((part.rows, part.row)) for part in trained if part.states == 1):
+        muon += 5 * (4 * short**2 * long + 2 * short**3)
     backward = row - forward + subject.recomputes * forward
     return Compute(forward, backward, touched / device.memory_bandwidth, muon / (device.peak * mfu))
-
-
-def _orthogonal(m: int, n: int) -> float:
-    """Return the FLOPs of Muon's five iterations on a matrix, of three products each."""
-    short, long = sorted((m, n))
-    return 5 * (4 * short**2 * long + 2 * short**3)
 
 
 def step_time(
@@ -208,7 +204,7 @@ def _of_units(memory: Memory, cluster: Cluster, sharding: Sharding) -> tuple[lis
     for unit in memory.units:
         whole = sum(numbers[name] for name in unit.names) / sharding.stages
         gradient = 4 * sum(numbers[name] for name in unit.names & trained) / sharding.stages
-        size = whole * (2 if unit.multiplied and memory.bf16 else 4)
+        size = whole * (2 if unit.half else 4)
         reduction = cluster.gather(gradient, shards, stride)
         reduction += cluster.all_reduce(gradient / shards, sharding.replicas, stride * shards)
         found.append((cluster.gather(size, shards, stride), reduction, whole))

@@ -1,4 +1,4 @@
-"""The model that a recipe would train, without memory for it: the recipe's own ``build`` makes it on the meta device."""
+"""The model that a recipe would train, made by the recipe's own ``build`` on the meta device, without memory."""
 
 import contextlib
 import io
@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from llmtrain.config import parse
 from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line
+from llmtrain.models.gpt import GPTConfig
+from llmtrain.models.pretrained import ModelConfig
 from llmtrain.models.summed import SummedLoss
 from llmtrain.parallel.mesh import Staged
 from llmtrain.plan.activations import list_of_blocks
@@ -25,11 +27,6 @@ _NEEDED = ("DEFAULTS", "tokenized", "build")
 @runtime_checkable
 class _CountsFlops(Protocol):
     def flops_per_token(self) -> int: ...
-
-
-@runtime_checkable
-class _Recomputes(Protocol):
-    gradient_checkpointing: bool
 
 
 class Subject(NamedTuple):
@@ -70,7 +67,7 @@ class Subject(NamedTuple):
     def recomputes(self) -> bool:
         """Whether activations are computed again in the backward pass."""
         config = self.settings.model
-        return isinstance(config, _Recomputes) and config.gradient_checkpointing
+        return isinstance(config, GPTConfig | ModelConfig) and config.gradient_checkpointing
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
@@ -90,7 +87,9 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
             with torch.device("meta"):
                 built: Built | nn.Module = found["build"](settings, rows, precision)
         except (RuntimeError, NotImplementedError) as error:  # it asks for a value
-            raise UserError(f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}") from None
+            raise UserError(
+                f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}"
+            ) from None
     model = built.model if isinstance(built, Built) else built
     if isinstance(model, SummedLoss):
         model.head_is_linear = True  # as nearly all are; a run finds it out by values

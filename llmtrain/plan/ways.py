@@ -1,6 +1,6 @@
 """The ways to spread a model over processes, and their cost."""
 
-import time
+import timeit
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
 from llmtrain.plan.calibration import calibrated
-from llmtrain.plan.memory import Bytes, Memory, room_of
+from llmtrain.plan.memory import Bytes, Memory
 from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimated, step_time
 from llmtrain.plan.subject import subject_of
 
@@ -23,6 +23,7 @@ SCALES = (1, 8, 64, 512, 4096)
 NCCL_HOP = {"inside": 2e-6, "between": 10e-6}  # seconds from one process to another
 GLOO_HOP = {"inside": 30e-6, "between": 100e-6}
 GLOO_HANDLING = 4e-9  # seconds of a byte: two processes on two cores, torch 2.13
+_FREE = 0.06  # of a GPU: the context of CUDA and NCCL, and what its allocator cannot fit into
 
 
 class Asked(NamedTuple):
@@ -61,7 +62,6 @@ class Hardware(NamedTuple):
     name: str
     device: Device
     cluster: Cluster
-    is_gpu: bool
 
 
 class Plan(NamedTuple):
@@ -85,8 +85,8 @@ def plan(asked: Asked) -> Plan:
     if not 0 < asked.mfu <= 1:
         raise UserError(f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
     hardware = _hardware(asked)
-    precision = asked.mixed_precision or ("bf16" if hardware.is_gpu else "no")
-    memory = Memory(subject_of(asked.recipe, asked.flags, precision), hardware.is_gpu)
+    precision = asked.mixed_precision or ("bf16" if hardware.cluster.nccl else "no")
+    memory = Memory(subject_of(asked.recipe, asked.flags, precision), hardware.cluster.nccl)
     found = Plan(memory, hardware, _compute(asked, memory, hardware), [], [])
     for name, sharding in _shardings(asked, memory, hardware.cluster.per_machine):
         try:
@@ -113,7 +113,7 @@ def _hardware(asked: Asked) -> Hardware:
     inside = Link(device.link, hop["inside"])
     if asked.calibrate and is_gpu and (not gpus() or device.title not in torch.cuda.get_device_name()):
         raise UserError(f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu.")
-    return Hardware(name, device, Cluster(per_machine, inside, Link(between, hop["between"]), is_gpu), is_gpu)
+    return Hardware(name, device, Cluster(per_machine, inside, Link(between, hop["between"]), is_gpu))
 
 
 def _device_here() -> str:
@@ -128,12 +128,7 @@ def _this_cpu(processes: int, precision: str | None) -> Device:
     """Measure this machine, of which there are no data sheets, and share it out."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     source, target = torch.ones(1 << 24), torch.empty(1 << 24)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - began)
-    copied = 2 * source.nbytes / best
+    copied = 2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1))  # the best of five
     peak, memory = measured_peak(torch.device("cpu"), dtype), psutil.virtual_memory().total
     return Device("cpu", peak / processes, memory / processes, copied / processes, copied / 4)
 
@@ -146,7 +141,7 @@ def _compute(asked: Asked, memory: Memory, hardware: Hardware) -> Compute | None
         numbers = sum(part.numbers() for part in memory.parts(1) if part.is_trained)
         return calibrated(asked.recipe, asked.flags, count, rows, subject.precision, numbers)
     found = estimated(memory, hardware.device, asked.mfu)
-    return found if found is None or hardware.is_gpu else found._replace(handling=GLOO_HANDLING)
+    return found if found is None or hardware.cluster.nccl else found._replace(handling=GLOO_HANDLING)
 
 
 def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple[str, Sharding]]:
@@ -167,8 +162,7 @@ def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple
         yield f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""), Sharding(1, rest, tensor=tensor)
     staged = pipeline.sharding_of(memory, processes, close, asked.stages)
     if staged is not None:
-        rest = f" x DP {staged.replicas}" if staged.replicas > 1 else ""
-        yield f"PP {staged.stages}{rest}", staged
+        yield f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""), staged
 
 
 def _divides(memory: Memory, count: int) -> bool:
@@ -189,7 +183,7 @@ def _way(name: str, sharding: Sharding, found: Plan) -> Way:
         )
     share = batch // replicas
     asked = min(settings.data.per_device_train_batch_size, share)
-    largest = memory.largest(sharding, share, room_of(hardware.device.memory))
+    largest = memory.largest(sharding, share, hardware.device.memory * (1 - _FREE))
     rows = max(n for n in range(1, min(asked, largest or asked) + 1) if share % n == 0)
     accumulation = share // rows
     held = memory.of(sharding, rows, accumulation)
