@@ -99,7 +99,7 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
         # not before there is something to go on from
         first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
         step = draw.randint(first, max(first, share - 1))
-        killed_at = trial.kill_after(trial.begin(layout, folder), folder, step)
+        killed_at = trial.run_and_kill(layout, folder, step)
         history.append(f"{layout}, killed after update {killed_at}")
     resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
