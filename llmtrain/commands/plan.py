@@ -61,7 +61,9 @@ def plain(found: "Plan") -> "Facts":
 
 
 def _print_head(arguments: argparse.Namespace, found: "Plan") -> None:
-    subject, cluster, compute = found.memory.subject, found.hardware.cluster, found.compute
+    from llmtrain.plan.ways import device_name
+
+    subject, cluster, compute = found.memory.subject, found.cluster, found.compute
     parameters, settings = [*subject.model.parameters()], subject.settings
     every, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = "" if trained == every else f", {trained:,} of them trained"
@@ -70,7 +72,9 @@ def _print_head(arguments: argparse.Namespace, found: "Plan") -> None:
     rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
     print(f"run       {settings.optim.max_steps:,} updates of {rows}, {'bf16' if found.memory.bf16 else 'float32'}")
     links = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside, {cluster.between.bandwidth / 1e9:.4g} GB/s to another"
-    print(f"devices   {arguments.processes:,} x {found.hardware.name}, {cluster.per_machine} a machine: {links}")
+    print(
+        f"devices   {arguments.processes:,} x {device_name(arguments.device)}, {cluster.per_machine} a machine: {links}"
+    )
     if compute is not None:
         said = "measured here" if arguments.calibrate else f"of {arguments.mfu:.0%} of the peak (--mfu)"
         print(f"speed     {compute.forward + compute.backward:.4g} s a row, {said}")

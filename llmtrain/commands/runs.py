@@ -42,15 +42,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
     path = Path(folders[0])
     try:
-        if not checks:
-            _list(path, arguments.json)
-        else:
-            sys.exit(0 if _check(path, arguments.json) else 1)
+        well = _check(path, arguments.json) if checks else _list(path, arguments.json)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
+    sys.exit(0 if well else 1)
 
 
-def _list(path: Path, as_json: bool) -> None:
+def _list(path: Path, as_json: bool) -> bool:
     """Print the runs, the newest first."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder; name the one that holds runs.")
@@ -61,15 +59,16 @@ def _list(path: Path, as_json: bool) -> None:
         runs.append({**facts, "max_steps": run.settings.get("max_steps"), **losses, "age": round(run.age(), 1)})
     if as_json:
         print(json_text(runs, indent=1))
-        return
+        return True
     if not runs:
         raise UserError(f"{path} holds no runs.")
     width = max(3, *(len(one["run"]) for one in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
     for one in runs:
         step = f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else "")
-        losses = "".join(f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES)
-        print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{losses}{_span(one['age']):>10}")
+        numbers = "".join(f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES)
+        print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{numbers}{_span(one['age']):>10}")
+    return True
 
 
 def _span(seconds: float) -> str:

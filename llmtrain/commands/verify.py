@@ -15,11 +15,8 @@ from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=["layout", "resume"],
-        help="layout: one process against others; resume: a run that is killed against one that is not",
-    )
+    what = "layout: one process against others; resume: a run that is killed against one that is not"
+    parser.add_argument("what", choices=["layout", "resume"], help=what)
     take_recipe(parser, _add_options)
 
 
@@ -33,9 +30,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="updates of each run (layout: 5, resume: 20)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
-    parser.add_argument(
-        "--float64", action="store_true", help="compute in float64, where rounding cannot hide a wrong factor"
-    )
+    parser.add_argument("--float64", action="store_true", help="compute in float64, where no wrong factor can hide")
     parser.add_argument("--json", action="store_true", help="print what was found for a program")
 
 
@@ -48,12 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
         first = {"layout": found.reference.name, "digest": found.reference.digest}
         others = [other._asdict() for other in found.others]
         facts = {"same": not failures, "reference": first, "others": others, "failures": failures}
-        facts["history"] = found.history
-        print(json_text(facts, indent=1))
+        print(json_text({**facts, "history": found.history}, indent=1))
     else:
-        for line in [*found.history, *table(found.reference, found.others), *failures]:
-            print(line)
-        print("FAILED: not the same run" if failures else "passed: the same run")
+        result = "FAILED: not the same run" if failures else "passed: the same run"
+        print("\n".join([*found.history, *table(found.reference, found.others), *failures, result]))
     sys.exit(1 if failures else 0)
 
 
@@ -98,9 +91,8 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
         share = steps * (i + 1) // len(starts)  # each start has its share of the updates, and is killed within it
         # not before there is something to go on from
         first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
-        step = draw.randint(first, max(first, share - 1))
-        killed_at = trial.run_and_kill(layout, folder, step)
-        history.append(f"{layout}, killed after update {killed_at}")
+        made = trial.run_and_kill(layout, folder, draw.randint(first, max(first, share - 1)))
+        history.append(f"{layout}, killed after update {made}")
     resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
     began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]

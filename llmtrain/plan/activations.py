@@ -46,15 +46,9 @@ class Kept(NamedTuple):
 
     before: float  # kept by what stands before the blocks
     block: float  # kept by one of them
-    activations: float  # at the fullest moment until the first block's backward
-    logits: float  # at the same moment
-    most_after: float  # at the fullest moment after it, when the blocks' activations are gone
+    peak: tuple[float, float]  # activations, and what belongs to the logits, at the fullest moment
+    at_end: float  # at the fullest moment of the first block's backward and after, when the others' are gone
     blocks: int
-
-    def peak(self) -> tuple[float, float]:
-        """Bytes of activations, and of what belongs to the logits, at the fullest moment."""
-        before = self.activations, self.logits
-        return before if sum(before) >= self.most_after else (self.most_after, 0)
 
 
 def kept(model: nn.Module, batch: MicroBatch) -> Kept:
@@ -75,8 +69,9 @@ def kept(model: nn.Module, batch: MicroBatch) -> Kept:
             nll.backward()
     after, half = live.after_block or [live.most["activations"]], len(live.after_block) // 2
     block = (after[-1] - after[half - 1]) / (len(after) - half) if half else 0.0
-    activations = live.most["activations"] + block * (count - len(after))
-    return Kept(after[-1] - block * len(after), block, activations, live.most["logits"], live.most_after, count)
+    peak = live.most["activations"] + block * (count - len(after)), live.most["logits"]
+    peak = peak if sum(peak) >= live.at_end else (live.at_end, 0)
+    return Kept(after[-1] - block * len(after), block, peak, live.at_end, count)
 
 
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
@@ -94,7 +89,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kind = "activations"
         self.bytes: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self.most_after = 0
+        self.at_end = 0
         self.after_block: list[int] = []  # bytes at the end of each one's forward
         self.blocks_are_gone = False
         self._known = {_storage(tensor)._cdata: ("weights", 0) for tensor in [*model.parameters(), *model.buffers()]}
@@ -123,7 +118,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[self.kind] += size
         total = self.bytes.total()
         if self.blocks_are_gone:
-            self.most_after = max(self.most_after, total)
+            self.at_end = max(self.at_end, total)
         elif total > self.most.total():
             self.most = self.bytes.copy()
 

@@ -4,6 +4,7 @@ Processes compute side by side and send nothing; then, over gloo, the same ones 
 from those that compute.
 """
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
 
 
 def _slowest(phases: dict[str, list[float]], *names: str) -> float:
-    return max(sum(seconds) for seconds in zip(*(phases[name] for name in names), strict=True))
+    return max(map(math.fsum, zip(*(phases[name] for name in names), strict=True)))
 
 
 def _updates(

@@ -89,7 +89,7 @@ class Memory:
         if sharding.stages > 1:
             return pipeline.fullest_stage(self, found, sharding, rows, accumulation)
         one_less = found.before + found.block * (found.blocks - 1)
-        return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak(), one_less)
+        return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less)
 
     def fullest(
         self,
@@ -120,7 +120,7 @@ class Memory:
         moments = [
             before + sum(at_loss) + buckets,
             before + in_backward + on_the_way,
-            gradients + kept.most_after + on_the_way,
+            gradients + kept.at_end + on_the_way,
             reduced + self._orthogonal(),
         ]
         return Bytes(weights, gradients, states, *at_loss, buckets, weights + states + max(moments))

@@ -29,7 +29,7 @@ def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows:
     parameters = dict(model.named_parameters())
     first = {next(block.parameters()) for block in list_of_blocks(model) or ()}
     blocks = sum(parameters[name] in first for name in here)
-    more, logits = kept.peak()
+    more, logits = kept.peak
     at_work = more - kept.before - kept.block * kept.blocks  # beyond what is kept for backward
     waiting = min(sharding.stages - stage, accumulation)
     one = kept.block * blocks + (_passed(memory, rows) if stage else kept.before)

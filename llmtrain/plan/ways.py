@@ -56,19 +56,12 @@ class Way(NamedTuple):
     efficiency: dict[int, float]
 
 
-class Hardware(NamedTuple):
-    """The devices of a plan, and the links between them."""
-
-    name: str
-    device: Device
-    cluster: Cluster
-
-
 class Plan(NamedTuple):
     """All ways to train a subject on some hardware."""
 
     memory: Memory
-    hardware: Hardware
+    device: Device
+    cluster: Cluster
     compute: Compute | None  # unknown where the model's arithmetic is
     ways: list[Way]
     left_out: list[str]  # and why
@@ -84,11 +77,11 @@ def plan(asked: Asked) -> Plan:
             raise UserError(f"--{name} {count} does not divide --processes {asked.processes}.")
     if not 0 < asked.mfu <= 1:
         raise UserError(f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
-    hardware = _hardware(asked)
-    precision = asked.mixed_precision or ("bf16" if hardware.cluster.nccl else "no")
-    memory = Memory(subject_of(asked.recipe, asked.flags, precision), hardware.cluster.nccl)
-    found = Plan(memory, hardware, _compute(asked, memory, hardware), [], [])
-    for name, sharding in _shardings(asked, memory, hardware.cluster.per_machine):
+    device, cluster = _hardware(asked)
+    precision = asked.mixed_precision or ("bf16" if cluster.nccl else "no")
+    memory = Memory(subject_of(asked.recipe, asked.flags, precision), cluster.nccl)
+    found = Plan(memory, device, cluster, _compute(asked, memory, device, cluster), [], [])
+    for name, sharding in _shardings(asked, memory, cluster.per_machine):
         try:
             found.ways.append(_way(name, sharding, found))
         except UserError as error:
@@ -98,8 +91,8 @@ def plan(asked: Asked) -> Plan:
     return found
 
 
-def _hardware(asked: Asked) -> Hardware:
-    name = asked.device or (_device_here() if gpus() else "cpu")
+def _hardware(asked: Asked) -> tuple[Device, Cluster]:
+    name = device_name(asked.device)
     is_gpu = name.lower() != "cpu"
     per_machine = asked.per_machine or (device_called(name).per_machine if is_gpu else 1)
     device = device_called(name) if is_gpu else _this_cpu(per_machine, asked.mixed_precision)
@@ -109,14 +102,17 @@ def _hardware(asked: Asked) -> Hardware:
             f"{asked.processes} processes are more than a machine has ({per_machine}): say what each sends to "
             "another, such as --link 400Gbit."
         )
-    between = bytes_per_second(asked.link) if asked.link else device.link
     inside = Link(device.link, hop["inside"])
+    between = Link(bytes_per_second(asked.link) if asked.link else device.link, hop["between"])
     if asked.calibrate and is_gpu and (not gpus() or device.title not in torch.cuda.get_device_name()):
         raise UserError(f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu.")
-    return Hardware(name, device, Cluster(per_machine, inside, Link(between, hop["between"]), is_gpu))
+    return device, Cluster(per_machine, inside, between, is_gpu)
 
 
-def _device_here() -> str:
+def device_name(asked: str | None) -> str:
+    """Return the name of the device that was asked for, or is here. Raises :class:`UserError` where it is unknown."""
+    if asked or not gpus():
+        return asked or "cpu"
     title = torch.cuda.get_device_name()
     known = next((name for name, device in DEVICES.items() if device.title in title), None)
     if known is None:
@@ -133,15 +129,15 @@ def _this_cpu(processes: int, precision: str | None) -> Device:
     return Device("cpu", peak / processes, memory / processes, copied / processes, copied / 4)
 
 
-def _compute(asked: Asked, memory: Memory, hardware: Hardware) -> Compute | None:
+def _compute(asked: Asked, memory: Memory, device: Device, cluster: Cluster) -> Compute | None:
     subject, data = memory.subject, memory.subject.settings.data
     if asked.calibrate:
-        count = min(asked.processes, hardware.cluster.per_machine, gpus() or asked.processes)
+        count = min(asked.processes, cluster.per_machine, gpus() or asked.processes)
         rows = min(data.per_device_train_batch_size, data.global_batch_size)
         numbers = sum(part.numbers() for part in memory.parts(1) if part.is_trained)
         return calibrated(asked.recipe, asked.flags, count, rows, subject.precision, numbers)
-    found = estimated(memory, hardware.device, asked.mfu)
-    return found if found is None or hardware.cluster.nccl else found._replace(handling=GLOO_HANDLING)
+    found = estimated(memory, device, asked.mfu)
+    return found if found is None or cluster.nccl else found._replace(handling=GLOO_HANDLING)
 
 
 def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple[str, Sharding]]:
@@ -174,7 +170,7 @@ def _divides(memory: Memory, count: int) -> bool:
 
 
 def _way(name: str, sharding: Sharding, found: Plan) -> Way:
-    memory, hardware, compute, settings = found.memory, found.hardware, found.compute, found.memory.subject.settings
+    memory, compute, cluster, settings = found.memory, found.compute, found.cluster, found.memory.subject.settings
     batch, replicas = settings.data.global_batch_size, sharding.processes // sharding.together
     if batch % replicas:
         raise UserError(
@@ -183,7 +179,7 @@ def _way(name: str, sharding: Sharding, found: Plan) -> Way:
         )
     share = batch // replicas
     asked = min(settings.data.per_device_train_batch_size, share)
-    largest = memory.largest(sharding, share, hardware.device.memory * (1 - _FREE))
+    largest = memory.largest(sharding, share, found.device.memory * (1 - _FREE))
     rows = max(n for n in range(1, min(asked, largest or asked) + 1) if share % n == 0)
     accumulation = share // rows
     held = memory.of(sharding, rows, accumulation)
@@ -191,22 +187,20 @@ def _way(name: str, sharding: Sharding, found: Plan) -> Way:
         return Way(name, held, largest, rows, accumulation, None, 0.0, 0.0, {})
 
     def step_of(sharding: Sharding) -> Step:
-        return step_time(memory, compute, hardware.cluster, sharding, rows, accumulation)
+        return step_time(memory, compute, cluster, sharding, rows, accumulation)
 
     step = step_of(sharding)
     tokens = batch * memory.subject.positions
     alone = rows * accumulation * (compute.forward + compute.backward)
     alone += compute.optimizer + compute.whole + compute.other
     groups = {processes: processes // sharding.together for processes in SCALES if processes >= sharding.together}
-    scaled = {processes: _scaled(sharding, count, hardware.cluster.per_machine) for processes, count in groups.items()}
-    efficiency = {processes: alone / sharding.together / step_of(other).total for processes, other in scaled.items()}
+    scaled = {processes: step_of(_scaled(sharding, n, cluster.per_machine)) for processes, n in groups.items()}
+    efficiency = {processes: alone / sharding.together / step.total for processes, step in scaled.items()}
     hours = settings.optim.max_steps * step.total / 3600
     return Way(name, held, largest, rows, accumulation, step, tokens / step.total, hours, efficiency)
 
 
 def _scaled(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
     """Return the way over more processes, or fewer: so many groups that each have rows of their own."""
-    shards = 1
-    if sharding.shards > 1:
-        shards = groups if sharding.replicas == 1 else min(groups, per_machine)
+    shards = 1 if sharding.shards == 1 else groups if sharding.replicas == 1 else min(groups, per_machine)
     return replace(sharding, replicas=groups // shards, shards=shards)

@@ -64,7 +64,7 @@ def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
     assert found.blocks == 6
     four = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32)
     shallow = kept(memory(config=four).subject.model, MicroBatch(2, 32))
-    assert sum(found.peak()) - sum(shallow.peak()) == pytest.approx(2 * found.block)
+    assert sum(found.peak) - sum(shallow.peak) == pytest.approx(2 * found.block)
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
     assert kept(memory(config=again).subject.model, MicroBatch(2, 32)).block == 4 * 2 * 32 * 64  # a block's input
 
@@ -95,7 +95,7 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
     assert found.before == 4 * 2 * 8 * 16
     gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
     at_end = 3 * gradient if tied else gradient + found.before  # tied: of both ends, and their sum
-    assert found.most_after == pytest.approx(at_end, abs=8)
+    assert found.at_end == pytest.approx(at_end, abs=8)
 
 
 def test_the_largest_micro_batch_divides_and_fits() -> None:
