@@ -92,8 +92,10 @@ class Trial:
         return Outcome.read(str(layout), folder, self.arguments.float64)
 
     def run_and_kill(self, layout: Asked, folder: Path, step: int) -> int:
-        """Start the recipe, and SIGKILL all its processes when it has made ``step`` updates; returns how many it has
-        made by then. Raises :class:`UserError` where it ends before."""
+        """Start the recipe, and SIGKILL all its processes when it has made ``step`` updates.
+
+        Returns how many it has made by then. Raises :class:`UserError` where it ends before.
+        """
         import psutil  # noqa: F401 - here, so that the kill need not wait for it
 
         env, said = os.environ | ({"ACCELERATE_USE_CPU": "true"} if self.on_cpu else {}), folder.parent / "killed.err"
@@ -130,7 +132,7 @@ def last_step(folder: Path) -> int:
 
 
 class Outcome(NamedTuple):
-    """What a run left."""
+    """The files of a run that has ended, as they are compared."""
 
     name: str
     precision: str

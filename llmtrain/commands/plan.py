@@ -28,7 +28,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="such as h100-80gb, or cpu (default: what is here)")
     parser.add_argument("--link", metavar="RATE", help="what a process sends to another machine, such as 400Gbit")
     parser.add_argument("--per_machine", type=int, metavar="N", help="processes of a machine (default: the usual)")
-    parser.add_argument("--tensor", type=int, metavar="N", help="processes that cut matrices (default: a machine's)")
+    parser.add_argument("--tensor", type=int, metavar="N", help="processes that share matrices (default: a machine's)")
     parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline (default: as many, where layers allow)")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="(default: bf16 on a GPU)")
     help_mfu = "share of the device's arithmetic (default: %(default)s)"

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         well = _check(path, arguments.json) if checks else _list(path, arguments.json)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
-    sys.exit(0 if well else 1)
+    if checks:
+        sys.exit(0 if well else 1)
 
 
 def _list(path: Path, as_json: bool) -> bool:

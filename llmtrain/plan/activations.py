@@ -188,8 +188,10 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _whole_rows(fused: bool) -> Iterator[None]:
-    """Compute rows of one document, for there are no values by which to find several; ``fused`` with a GPU's attention,
-    where a CPU's keeps probabilities for rows up to some length."""
+    """Compute rows of one document, for there are no values by which to find several.
+
+    ``fused`` computes with a GPU's attention; that of a CPU keeps probabilities, for rows up to some length.
+    """
     masks = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as changed:
         if hasattr(masks, "find_packed_sequence_indices"):

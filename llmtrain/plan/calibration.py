@@ -17,8 +17,10 @@ _UPDATES = 12  # the first of which a reading leaves out
 
 
 def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precision: str, numbers: int) -> Compute:
-    """Return the seconds of the slowest of some processes, with micro-batches of ``rows`` rows and a model of which
-    ``numbers`` are trained. Raises :class:`UserError` with what the recipe said, where it failed."""
+    """Return the seconds of the slowest of some processes, with micro-batches of ``rows`` rows.
+
+    ``numbers`` of the model are trained. Raises :class:`UserError` with what the recipe said, where it failed.
+    """
     common: dict[str, object] = {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
     common |= {"pipeline_stages": 1} if "--pipeline_stages" in flags else {}
     alone = {"sync_every": 10**6, "ddp_comm_hook": "none"} if processes > 1 else {}

@@ -100,8 +100,10 @@ class Memory:
         at_loss: tuple[float, float],
         in_backward: float,
     ) -> Bytes:
-        """Return the bytes of these parameters, with so many of activations and logits at the loss and in the backward
-        pass. The total is that of the fullest moment: one of these, the end of the backward pass, or the optimizer."""
+        """Return the bytes of parameters, with those of activations at the loss (and of logits) and in the backward.
+
+        The total is that of the fullest moment: one of these, the end of the backward pass, or the optimizer.
+        """
         shards = sharding.shards
         weights = float(sum(part.numbers(shards) * part.size for part in parts))
         # AdamW has two numbers for each, and counts its updates in one for each tensor; Muon has one
@@ -166,9 +168,11 @@ class Memory:
         return float(most)
 
     def _gathered(self, parts: list[Part], at_once: bool, all_stay: bool) -> tuple[float, float]:
-        """Return bytes of gathered weights at two moments. One is the loss, when what stands outside of the units is
-        there, and the last unit. The other is after the backward pass of a block, when the one before it has come as
-        well, with the gradient to be reduced (if it does not count among those held whole) and what it is reduced in.
+        """Return the bytes of gathered weights at two moments of a micro-batch.
+
+        One is the loss, when what stands outside of the units is there, and the last unit. The other is after the
+        backward pass of a block, when the one before it has come as well, with the gradient to be reduced (if it does
+        not count among those held whole) and what it is reduced in.
         """
         held = {part.name: part for part in parts}
         stays, largest, gradient = 0, 0, 0.0
@@ -182,8 +186,10 @@ class Memory:
         return float(stays + largest), stays + 2 * largest + (2 if at_once else 1) * gradient
 
     def largest(self, sharding: Sharding, share: int, room: float) -> int:
-        """Return the rows of the largest micro-batch that fits into ``room`` bytes, of those that divide a process's
-        ``share`` of the global batch; 0 where not one row does."""
+        """Return the rows of the largest micro-batch that fits into ``room`` bytes; 0 where not one row does.
+
+        It divides the ``share`` of the global batch that a process has.
+        """
         sizes = [rows for rows in range(1, share + 1) if share % rows == 0]
         fitting = bisect.bisect_right(sizes, room, key=lambda rows: self.of(sharding, rows, share // rows).total)
         return [0, *sizes][fitting]
@@ -200,8 +206,10 @@ def _gradients(parts: list[Part], shards: int = 1) -> float:
 
 @functools.cache
 def fake_mesh(count: int) -> DeviceMesh:
-    """Return a mesh of so many processes that are not there, of which this one is the first. Raises
-    :class:`UserError` where this process already is one of real ones."""
+    """Return a mesh of so many processes that are not there, of which this one is the first.
+
+    Raises :class:`UserError` where this process already is one of real ones.
+    """
     import torch.distributed._tools.fake_collectives  # noqa: F401 - what is sent has a shape, and no memory
 
     if not dist.is_initialized():

@@ -53,9 +53,11 @@ def waits(
     return sent, (sharding.stages - 1) * (work + 2 * one) + sent
 
 
-def sharding_of(memory: "Memory", processes: int, at_most: int, asked: int | None) -> Sharding | None:
-    """Return how a plan cuts a model into stages: as it was asked to, else into as many as its layers and ``at_most``
-    allow; ``None`` where it cannot be cut."""
+def stages_for(memory: "Memory", processes: int, at_most: int, asked: int | None) -> Sharding | None:
+    """Return the sharding into stages, as many as were asked for; ``None`` where the model has no stages.
+
+    Where nobody asked, they are as many as its blocks and ``at_most`` allow.
+    """
     if not isinstance(memory.subject.model, Staged):
         return None
     stages = asked or memory.subject.settings.parallel.pipeline_stages

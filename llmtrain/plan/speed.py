@@ -117,8 +117,7 @@ def estimated(memory: Memory, device: Device, mfu: float) -> Compute | None:
 def step_time(
     memory: Memory, compute: Compute, cluster: Cluster, sharding: Sharding, rows: int, accumulation: int
 ) -> Step:
-    """Return the seconds of an update with so many micro-batches of so many rows on each process that has rows of its
-    own."""
+    """Return the seconds of an update, in which a process computes ``accumulation`` micro-batches of ``rows`` rows."""
     share = 1 / sharding.together
     forward, backward = rows * compute.forward * share, rows * compute.backward * share
     busy = accumulation * (forward + backward)
@@ -194,8 +193,10 @@ def _ahead(work: Sequence[float], fetching: Sequence[float]) -> float:
 
 
 def _of_units(memory: Memory, cluster: Cluster, sharding: Sharding) -> tuple[list[float], list[float], list[float]]:
-    """Return, for each unit that FSDP gathers and frees, the seconds to gather it and to reduce its gradients, and its
-    share of all that is computed. Units are in the order of the forward pass."""
+    """Return for each unit of FSDP the seconds to gather it and to reduce its gradients, and its share of the work.
+
+    Units are in the order of the forward pass.
+    """
     parts = memory.parts(sharding.tensor)
     numbers = {part.name: part.numbers() for part in parts}
     trained = {part.name for part in parts if part.is_trained}

@@ -65,14 +65,17 @@ class Subject(NamedTuple):
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
+        """``--gradient_checkpointing``: activations are computed again in the backward pass."""
         config = self.settings.model
         return isinstance(config, GPTConfig | ModelConfig) and config.gradient_checkpointing
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
-    """Return what a recipe would train with these flags. Its rows are made, for their vocabulary is a size of the
-    model. Raises :class:`UserError` where the recipe is none, or where its model cannot be built without weights."""
+    """Return what a recipe would train with these flags.
+
+    Its rows are made, for their vocabulary is a size of the model. Raises :class:`UserError` where the file is no
+    recipe, or where its model cannot be built without weights.
+    """
     try:
         found = runpy.run_path(recipe, run_name="llmtrain.recipe")
     except Exception as error:  # it is somebody's program, or none

@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All ways to train a subject on some hardware."""
+    """Some hardware, and the ways to train a subject on it."""
 
     memory: Memory
     device: Device
@@ -68,8 +68,10 @@ class Plan(NamedTuple):
 
 
 def plan(asked: Asked) -> Plan:
-    """Return the ways to train a recipe, and their cost. Raises :class:`UserError` where there is no way, or where the
-    recipe cannot be planned."""
+    """Return the ways to train a recipe, and their cost.
+
+    Raises :class:`UserError` where there is no way, or where the recipe cannot be planned.
+    """
     if asked.processes < 1:
         raise UserError(f"--processes {asked.processes}: there must be one or more.")
     for name, count in (("tensor", asked.tensor or 1), ("stages", asked.stages or 1)):
@@ -156,7 +158,7 @@ def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple
     if tensor > 1:
         rest = processes // tensor
         yield f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""), Sharding(1, rest, tensor=tensor)
-    staged = pipeline.sharding_of(memory, processes, close, asked.stages)
+    staged = pipeline.stages_for(memory, processes, close, asked.stages)
     if staged is not None:
         yield f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""), staged
 

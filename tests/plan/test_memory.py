@@ -71,7 +71,7 @@ def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
-    """Of three linear layers: what goes into each; and the logits' own."""
+    """Three linear layers keep the input of each, and what belongs to the logits."""
 
     class Tiny(nn.Module):
         def __init__(self) -> None:
