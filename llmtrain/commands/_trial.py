@@ -16,7 +16,7 @@ from llmtrain.record.history import read_lines
 from llmtrain.shipped import shipped_config
 
 if TYPE_CHECKING:
-    import torch
+    from llmtrain.contract import Facts
 
 _TOLERANCE = {  # for rounding in a few updates, relative to the value: loss, gradient norm, weights (L2)
     "float64": (1e-12, 1e-12, 1e-12),
@@ -83,13 +83,13 @@ class Trial:
         self.flags = ["--max_steps", str(steps), "--save_steps", str(save_steps), "--logging_steps", "1", "--log_rows"]
         self.flags += ["--report_to", "none", "--resume_from_checkpoint", "auto"]
 
-    def run(self, layout: Asked, folder: Path) -> "Outcome":
+    def run(self, layout: Asked, folder: Path, name: str | None = None) -> "Outcome":
         """Start the recipe and wait for its end. Raises :class:`UserError` with what it said, where it failed."""
         try:
             run_to_end(self._command(layout, folder), self.on_cpu)
         except UserError as error:
             raise UserError(f"{layout}: {error}") from None
-        return Outcome.read(str(layout), folder, self.arguments.float64)
+        return Outcome(name or str(layout), folder, self.arguments.float64)
 
     def run_and_kill(self, layout: Asked, folder: Path, step: int) -> int:
         """Start the recipe, and SIGKILL all its processes when it has made ``step`` updates.
@@ -131,42 +131,32 @@ def last_step(folder: Path) -> int:
     return next((int(line["step"]) for line in reversed(read_lines(folder / "metrics.jsonl"))), -1)
 
 
-class Outcome(NamedTuple):
+class Outcome:
     """The files of a run that has ended, as they are compared."""
 
-    name: str
-    precision: str
-    bitwise: bool
-    sync_each_batch: bool
-    rows: dict[int, list[int]]
-    targets: dict[int, int]  # trained tokens up to each step, by the data's own count
-    series: dict[str, dict[int, float | None]]  # of which JSON has no word for a number that is not finite
-    weights: "dict[str, torch.Tensor]"
-    digest: str
-
-    @classmethod
-    def read(cls, name: str, folder: Path, float64: bool = False) -> "Outcome":
+    def __init__(self, name: str, folder: Path, float64: bool) -> None:
         import torch
 
         from llmtrain.record.checkpoint import checkpoints, digest_of
         from llmtrain.record.tensors import read_tensors
 
+        self.name = name
         lines, ledger = read_lines(folder / "metrics.jsonl"), read_lines(folder / "rows.jsonl")
-        record = json.loads((folder / "run.json").read_text())
-        mixed = record["starts"][0]["mixed_precision"]
+        self.record: Facts = json.loads((folder / "run.json").read_text())
+        mixed = self.record["starts"][0]["mixed_precision"]
+        self.precision: str = "float64" if float64 else {"no": "float32"}.get(mixed, mixed)
+        self.rows: dict[int, list[int]] = {line["step"]: line["rows"] for line in ledger}
         counts = itertools.accumulate(sum(line["targets"]) for line in ledger)
-        bitwise, each = (bool(record["settings"].get(key, {}).get("value")) for key in ("bitwise", "sync_each_batch"))
-        return cls(
-            name,
-            "float64" if float64 else {"no": "float32"}.get(mixed, mixed),
-            bitwise,
-            each,
-            rows={line["step"]: line["rows"] for line in ledger},
-            targets={line["step"]: count for line, count in zip(ledger, counts, strict=True)},
-            series={key: {line["step"]: line[key] for line in lines if key in line} for key in _SERIES},
-            weights={name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")},
-            digest=digest_of(checkpoints(folder / "checkpoints")[-1]),
-        )
+        self.targets = dict(zip(self.rows, counts, strict=True))  # trained tokens up to each step, by the data's count
+        self.series: dict[str, dict[int, float | None]] = {  # JSON has no word for a number that is not finite
+            key: {line["step"]: line[key] for line in lines if key in line} for key in _SERIES
+        }
+        self.weights = {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
+        self.digest = digest_of(checkpoints(folder / "checkpoints")[-1])
+
+    def has(self, setting: str) -> bool:
+        """Return whether a switch was on; a recipe need not have it."""
+        return bool(self.record["settings"].get(setting, {}).get("value"))
 
     def miscounted(self) -> list[str]:
         """Say where the update counted other tokens than its rows hold; a wrong count is the same on every layout."""
@@ -193,7 +183,7 @@ class Outcome(NamedTuple):
         limits |= {"token counts differ": (deviations["tokens"], 0.0)}
         over = [(what, value, limit) for what, (value, limit) in limits.items() if not value <= limit]
         wrong += [f"{what} by {value:.1e}, more than {limit:.0e}" for what, value, limit in over]
-        if syncs > 1 and not other.sync_each_batch:
+        if syncs > 1 and not other.has("sync_each_batch"):
             wrong.append(f"gradients are reduced {syncs} times an update, where once is enough")
         if same_bits and self.digest != other.digest:
             wrong.append("other bits of weights or optimizer")

@@ -66,7 +66,7 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
     if len(layouts) < 2:
         raise UserError(f"--layouts {layouts[0]}: name two of them or more; the others are compared with the first.")
     reference = trial.run(layouts[0], scratch / "0")
-    if reference.bitwise and layouts[0].accumulation is None:  # which keeps the micro-batch
+    if reference.has("bitwise") and layouts[0].accumulation is None:  # which keeps the micro-batch
         reference = trial.run(Asked(1), scratch / "again")
     others, failures = [], reference.miscounted()
     for i, layout in enumerate(layouts[1:], start=1):
@@ -74,7 +74,7 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
             others.append(trial.run(layout, scratch / f"{i}"))
         except UserError as error:  # it works on the first layout and not on this one
             failures.append(str(error))
-    return _Found(reference, [reference.compare(other, reference.bitwise) for other in others], failures, [])
+    return _Found(reference, [reference.compare(other, reference.has("bitwise")) for other in others], failures, [])
 
 
 def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
@@ -93,9 +93,9 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
         first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
         made = trial.run_and_kill(layout, folder, draw.randint(first, max(first, share - 1)))
         history.append(f"{layout}, killed after update {made}")
-    resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
+    resumed = trial.run(starts[-1], folder, name="killed, resumed")
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
     began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
-    compared = straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)
+    compared = straight.compare(resumed, same_bits=straight.has("bitwise") or len(set(starts)) == 1)
     return _Found(straight, [compared], lost, history)
