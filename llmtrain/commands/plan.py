@@ -53,10 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def plain(found: "Plan") -> "Facts":
     """Return a plan for programs."""
-    ways = []
-    for way in found.ways:
-        step = None if way.step is None else {**way.step._asdict(), "total": way.step.total}
-        ways.append(way._asdict() | {"bytes": way.bytes._asdict(), "step": step})
+    steps = [way.step and way.step._asdict() | {"total": way.step.total} for way in found.ways]
+    parts = [{"bytes": way.bytes._asdict(), "step": step} for way, step in zip(found.ways, steps, strict=True)]
+    ways = [way._asdict() | more for way, more in zip(found.ways, parts, strict=True)]
     return {"ways": ways, "left_out": found.left_out}
 
 

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel.mesh import block_classes
 from llmtrain.parallel.tensor import cut_tensors
 
+Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
 _BLOCKS = 4  # a model of more is computed with these, and all others are like them
 
 
@@ -46,7 +47,7 @@ class Kept(NamedTuple):
 
     before: float  # kept by what stands before the blocks
     block: float  # kept by one of them
-    peak: tuple[float, float]  # activations, and what belongs to the logits, at the fullest moment
+    peak: Pair  # activations, and what belongs to the logits, at the fullest moment
     at_end: float  # at the fullest moment of the first block's backward and after, when the others' are gone
     blocks: int
 

@@ -19,7 +19,7 @@ from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding, local_shard
 from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.plan import pipeline
-from llmtrain.plan.activations import Kept, MicroBatch, kept
+from llmtrain.plan.activations import Kept, MicroBatch, Pair, kept
 from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
@@ -85,20 +85,14 @@ class Memory:
 
     def of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
         """Return the bytes with micro-batches of so many rows, and so many of them in an update."""
-        found = self.kept(rows, sharding)
+        found = self.kept(rows, sharding.tensor, spread(sharding))
         if sharding.stages > 1:
             return pipeline.fullest_stage(self, found, sharding, rows, accumulation)
         one_less = found.before + found.block * (found.blocks - 1)
         return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less)
 
     def fullest(
-        self,
-        parts: list[Part],
-        sharding: Sharding,
-        accumulation: int,
-        kept: Kept,
-        at_loss: tuple[float, float],
-        in_backward: float,
+        self, parts: list[Part], sharding: Sharding, accumulation: int, kept: Kept, at_loss: Pair, in_backward: float
     ) -> Bytes:
         """Return the bytes of parameters, with those of activations at the loss (and of logits) and in the backward.
 
@@ -141,12 +135,9 @@ class Memory:
             found.append(Part(name, rows, math.prod(row), p.element_size(), p.requires_grad, states))
         return found
 
-    def kept(self, rows: int, sharding: Sharding) -> Kept:
-        """Count the activations of a micro-batch. Raises :class:`UserError` where they depend on values."""
-        return self._kept(rows, sharding.tensor, spread(sharding))
-
     @functools.cache  # noqa: B019
-    def _kept(self, rows: int, tensor: int, gathered: bool) -> Kept:
+    def kept(self, rows: int, tensor: int, gathered: bool) -> Kept:
+        """Count the activations of a micro-batch. Raises :class:`UserError` where they depend on values."""
         names = [unit.names for unit in self.units if unit.half] if gathered else []
         mesh = fake_mesh(tensor) if tensor > 1 else None
         batch = MicroBatch(rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh)

@@ -109,7 +109,7 @@ def test_the_largest_micro_batch_divides_and_fits() -> None:
 def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
     half = Sharding(1, 1, stages=2)
-    activations = found.kept(1, half)
+    activations = found.kept(1, tensor=1, gathered=True)
     one, two, three = (pipeline.stage_of(found, activations, half, 0, 1, count) for count in (1, 2, 3))
     assert one.activations < two.activations == three.activations  # no more are under way than there are stages
     assert two.weights < found.of(Sharding(2, 1), 1, 2).weights
