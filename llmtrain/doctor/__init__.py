@@ -1,1 +1,1 @@
-"""What a run will stand on: this machine, and the way between machines."""
+"""Checks of this machine, and of the way between machines, before a run."""

@@ -1,5 +1,6 @@
-"""What can be found out about a machine by one process of it."""
+"""Checks that one process can make of its own machine."""
 
+import contextlib
 import http.client
 import importlib.metadata
 import os
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -24,12 +25,13 @@ from llmtrain.launch.launcher import Launcher, check_launch
 from llmtrain.record.provenance import versions
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
-_PATIENCE = 5.0  # seconds, of a server elsewhere
-_LITTLE_SPACE = 20 * 2**30
-_LITTLE_SHARED_MEMORY = 2**28  # what Docker gives is 64 MiB
+_PATIENCE = 5.0  # seconds, for a server
+_LITTLE_SPACE, _LITTLE_SHARED_MEMORY = 20 * 2**30, 2**28  # bytes; Docker gives 64 MiB of shared memory
 
 
 class Finding(NamedTuple):
+    """One line of the report."""
+
     level: str
     subject: str
     said: str
@@ -37,109 +39,84 @@ class Finding(NamedTuple):
 
 
 def findings(output_dir: Path, launcher: Launcher) -> list[Finding]:
-    """Of this process's machine."""
+    """Return what is to be said of this process's machine."""
     return [*_versions(), *_launch(launcher), *_devices(), *_memory(), *_folder(output_dir), *_servers()]
 
 
 def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    here = versions()
-    said = ", ".join(f"{name} {here[name]}" for name in ("python", "llmtrain", "torch", "accelerate", "transformers"))
-    wrong, right = [], []
-    for line in _required():
-        needed = Requirement(line)
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        try:
+    here, required, wrong, install = versions(), [], "", ["pip", "install"]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is on the path, not installed
+        required = [Requirement(line) for line in importlib.metadata.requires("llmtrain") or []]
+    for needed in required:
+        applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        version = ""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "absent"
-        if version == "absent" or not needed.specifier.contains(version, prereleases=True):
-            wrong.append(f"{needed.name} is {version}, and {needed.specifier or 'any'} is needed")
-            needed.marker = None
-            right.append(str(needed))
-    if wrong:
-        yield Finding(BAD, "versions", f"{said}; {'; '.join(wrong)}", shlex.join(["pip", "install", *right]))
-    else:
-        yield Finding(GOOD, "versions", said)
-
-
-def _required() -> list[str]:
-    try:
-        return importlib.metadata.requires("llmtrain") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path, and not installed
-        return []
+        if applies and not (version and needed.specifier.contains(version, prereleases=True)):
+            wrong += f"; {needed.name} is {version or 'absent'}, and {needed.specifier or 'any'} is needed"
+            install.append(f"{needed.name}{needed.specifier}")
+    said = ", ".join(f"{name} {here[name]}" for name in ("python", "llmtrain", "torch", "accelerate", "transformers"))
+    yield Finding(BAD if wrong else GOOD, "versions", said + wrong, shlex.join(install) if wrong else "")
 
 
 def _launch(launcher: Launcher) -> Iterator[Finding]:
-    """What the launcher was told, and where; and whether it did that."""
     try:
         check_launch()
         use_cpu(launcher)
     except UserError as error:
         yield Finding(BAD, "launch", str(error))
-    started = f"{os.environ.get('WORLD_SIZE', '1')} process(es)"
     file = f"config file {launcher.config_file}" if launcher.config_file else "no accelerate config"
     if launcher.config_file and not launcher.config:
-        remedy = "remove it, or write it anew with accelerate config"
-        yield Finding(BAD, "launch", f"{file} says nothing that can be read", remedy)
-    said = [f"{key} {value} ({where})" for key, value, where in _told(launcher)]
-    yield Finding(GOOD, "launch", f"{started}; {', '.join([file, *(said or ['no flags'])])}")
+        yield Finding(BAD, "launch", f"{file} says nothing that can be read", "remove it, or run accelerate config")
+    said = ", ".join([file, *(list(_settings(launcher)) or ["no flags"])])
+    yield Finding(GOOD, "launch", f"{os.environ.get('WORLD_SIZE', '1')} process(es); {said}")
 
 
-def _told(launcher: Launcher) -> Iterator[tuple[str, Any, str]]:
+def _settings(launcher: Launcher) -> Iterator[str]:
+    """Yield what the launcher was told, each with its source."""
     flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in launcher.words if word[:2] == "--"}
-    plain = {key: value for key, value in launcher.config.items() if not isinstance(value, dict | type(None))}
-    nested = {f"{name}.{key}": v for name, d in launcher.config.items() if isinstance(d, dict) for key, v in d.items()}
-    for key in dict.fromkeys([*sorted(flags - {"config_file"}), *plain, *nested]):
-        if key in flags:
-            yield key, launcher.said(key), "command line"
-        elif key not in ("compute_environment", "debug"):
-            yield key, (plain | nested)[key], "config file"
-    for name, value in sorted(launcher.environment.items()):
-        if name.startswith("ACCELERATE_"):
-            yield name, value, "environment"
+    for key in sorted(flags - {"config_file"}):
+        yield f"{key} {launcher.said(key)} (command line)"
+    for key, value in launcher.config.items():
+        for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            full = f"{key}.{name}".rstrip(".")
+            if inner is not None and full not in {*flags, "compute_environment", "debug"}:
+                yield f"{full} {inner} (config file)"
+    told = sorted(launcher.environment.items())
+    yield from (f"{key} {value} (environment)" for key, value in told if key.startswith("ACCELERATE_"))
 
 
 def _devices() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPU cores"
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        yield from _no_gpu(f"{cores} CPU cores")
-    elif device.type == "cuda":
-        yield from _gpus(f"{cores} CPU cores")
-    else:
+    if device is not None and device.type == "cuda":
+        yield from _gpus(cores)
+    elif device is not None:
         one = ", for one process alone" if device.type == "mps" else ""
-        yield Finding(GOOD, "devices", f"{torch.accelerator.device_count()} x {device.type}{one}, {cores} CPU cores")
+        yield Finding(GOOD, "devices", f"{torch.accelerator.device_count()} x {device.type}{one}, {cores}")
         yield Finding(GOOD, "precision", "float32, where no other is asked for")
-
-
-def _no_gpu(cores: str) -> Iterator[Finding]:
-    if shutil.which("nvidia-smi"):
-        why = f"this torch ({torch.__version__}) sees no GPU, though nvidia-smi is here"
-        yield Finding(BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi")
     else:
-        yield Finding(GOOD, "devices", f"no GPU, {cores}")
-    said = "float32 and bfloat16" if cpu_has_bfloat16() else "float32; bfloat16 is emulated here, and slow"
-    yield Finding(GOOD, "precision", said)
+        why = f"this torch ({torch.__version__}) sees no GPU, though nvidia-smi is here"
+        blind = Finding(BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi")
+        yield blind if shutil.which("nvidia-smi") else Finding(GOOD, "devices", f"no GPU, {cores}")
+        said = "float32 and bfloat16" if cpu_has_bfloat16() else "float32; bfloat16 is emulated here, and slow"
+        yield Finding(GOOD, "precision", said)
 
 
 def _gpus(cores: str) -> Iterator[Finding]:
     count = torch.cuda.device_count()
-    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-    yield Finding(GOOD, "devices", f"{count} x {names}, {cores}")
-    several, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1, int(os.environ.get("LOCAL_RANK", "0"))
-    for i in range(count):
-        if several and i != own:
-            continue  # to ask takes memory of a GPU: each process asks for its own
+    names = {torch.cuda.get_device_name(i) for i in range(count)}
+    yield Finding(GOOD, "devices", f"{count} x {', '.join(sorted(names))}, {cores}")
+    own, several = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    for i in range(count)[own : own + 1] if several else range(count):  # to ask takes memory of a GPU
         free, total = torch.cuda.mem_get_info(i)
         if free / total < 0.9:
-            who = "another process holds the rest: see nvidia-smi"
-            yield Finding(DOUBTFUL, "devices", f"of GPU {i} {free / total:.0%} of the memory is free", who)
-    bf16 = torch.cuda.is_bf16_supported()
-    said = "bfloat16 and float32" if bf16 else "float16 and float32: no bfloat16"
-    yield Finding(GOOD if bf16 else DOUBTFUL, "precision", said, "" if bf16 else "--mixed_precision fp16 or no")
+            said = f"of GPU {i} {free / total:.0%} of the memory is free"
+            yield Finding(DOUBTFUL, "devices", said, "another process holds the rest: see nvidia-smi")
+    half = Finding(DOUBTFUL, "precision", "float16 and float32: no bfloat16", "--mixed_precision fp16 or no")
+    yield Finding(GOOD, "precision", "bfloat16 and float32") if torch.cuda.is_bf16_supported() else half
 
 
 def _memory() -> Iterator[Finding]:
@@ -152,12 +129,12 @@ def _memory() -> Iterator[Finding]:
 
 
 def standing(folder: Path) -> Path:
-    """What is there of a folder that may be yet to be made."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(place for place in [folder, *folder.parents, Path()] if place.exists())
 
 
 def _folder(output_dir: Path) -> Iterator[Finding]:
-    """Whether a run could be kept there: written, forced to the disk, renamed, locked; and how much."""
+    """Try all that keeps a run in its folder: write, force to the disk, rename, lock."""
     import filelock
 
     place = standing(output_dir)
@@ -169,65 +146,53 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
             sync_file(folder / "new" / "file")
             (folder / "new").rename(folder / "there")
             sync_folder(folder)
-            if (folder / "there" / "file").read_bytes() != b"1" * 4096:
-                yield Finding(BAD, "run folder", f"{place} gives back other bytes than were written")
             with filelock.FileLock(folder / "lock").acquire(blocking=False):
                 pass
     except OSError as error:
-        yield Finding(
-            BAD, "run folder", f"{place}: {error.strerror or first_line(error)}", "name another with --output_dir"
-        )
+        said = f"{place}: {error.strerror or first_line(error)}"
+        yield Finding(BAD, "run folder", said, "name another with --output_dir")
         return
     free = shutil.disk_usage(place).free
     said = f"{place.absolute()} writes, flushes, renames and locks; {free / 2**30:.1f} GiB are free"
-    little = "a checkpoint needs three times the weights' size and more, and two are kept"
-    yield Finding(*((DOUBTFUL, "run folder", said, little) if free < _LITTLE_SPACE else (GOOD, "run folder", said)))
+    little = Finding(DOUBTFUL, "run folder", said, "two checkpoints are kept, each of three times the weights or more")
+    yield Finding(GOOD, "run folder", said) if free >= _LITTLE_SPACE else little
 
 
 def _servers() -> Iterator[Finding]:
-    """Weights & Biases, and the hub."""
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        yield Finding(GOOD, "wandb", f"WANDB_MODE is {os.environ['WANDB_MODE']}")
-    else:
-        url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-        yield _reached("wandb", url, "runs are logged offline: wandb sync sends them later")
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding(GOOD, "hub", "HF_HUB_OFFLINE is set: folders and the cache alone")
-    else:
-        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        yield _reached("hub", url, "name folders instead of hub names, or set HF_HUB_OFFLINE=1 to use the cache")
+    """Ask Weights & Biases, and the hub, where a run would."""
+    mode, hub = os.environ.get("WANDB_MODE", ""), os.environ.get("HF_HUB_OFFLINE", "").lower()
+    offline = f"WANDB_MODE is {mode}" if mode in ("offline", "disabled") else ""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    yield _server("wandb", url, offline, "runs are logged offline: wandb sync sends them later")
+    offline = "HF_HUB_OFFLINE is set: folders and the cache alone" if hub in ("1", "true", "yes", "on") else ""
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    yield _server("hub", url, offline, "name folders instead of hub names, or set HF_HUB_OFFLINE=1 to use the cache")
 
 
-def _reached(subject: str, url: str, remedy: str) -> Finding:
-    request = urllib.request.Request(url, method="HEAD")
+def _server(subject: str, url: str, offline: str, remedy: str) -> Finding:
+    if offline:
+        return Finding(GOOD, subject, offline)
     try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE):
-            pass
-    except urllib.error.HTTPError:  # it answers
-        pass
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_PATIENCE).close()
     except (OSError, ValueError, http.client.HTTPException) as error:  # a port that is no number, say
-        reason = getattr(error, "reason", error)
-        return Finding(DOUBTFUL, subject, f"{url} does not answer: {reason}", remedy)
+        if not isinstance(error, urllib.error.HTTPError):  # which is an answer
+            return Finding(DOUBTFUL, subject, f"{url} does not answer: {first_line(error)}", remedy)
     return Finding(GOOD, subject, f"{url} answers")
 
 
 def over_gloo(launcher: Launcher) -> bool:
-    """Whether a run's processes would meet on the CPU; so do these where they are too many for the GPUs here."""
-    try:
+    """Return whether a run's processes would meet on the CPU, or are too many for the GPUs here."""
+    with contextlib.suppress(UserError):  # which is among the findings
         return use_cpu(launcher)
-    except UserError:  # which is among the findings
-        return True
+    return True
 
 
 def address() -> list[Finding]:
-    """By which address other machines are told to reach this one over gloo."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return []
-    try:
+    """Return a finding where gloo would tell other machines an address at which they cannot reach this one."""
+    found = "no address"
+    with contextlib.suppress(OSError):
         found = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        found = "no address"
-    if not found.startswith("127.") and found != "no address":
+    if "GLOO_SOCKET_IFNAME" in os.environ or not found.startswith(("127.", "no ")):
         return []
     said = f"{platform.node()} resolves to {found}, where no other machine can reach it"
     return [Finding(BAD, "address", said, "export GLOO_SOCKET_IFNAME=DEVICE (see ip address)")]

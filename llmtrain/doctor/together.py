@@ -1,4 +1,4 @@
-"""What processes find out together: who has come, how fast they send, whose clock is wrong, who sees whose files."""
+"""Checks that processes make together: who has come, versions, clocks, links, and who sees whose files."""
 
 import contextlib
 import os
@@ -6,61 +6,75 @@ import platform
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding, standing
 from llmtrain.errors import first_line
 from llmtrain.record.provenance import versions
 
-_SIZE = 2**24  # bytes that are added up
-_SLOW = 0.5  # of the median of all links
-_SKEW_SECONDS = 1.0
-_PREFIX = "llmtrain/doctor"
+_SIZE = 2**24  # bytes of the tensor that is sent
+_SLOW, _SKEW_SECONDS = 0.5, 1.0  # a link's share of the median rate; a clock's distance from the median time
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
+    """A process, and the machine that it is on."""
+
     rank: int
     host: str
     machine: int
 
+    def __str__(self) -> str:
+        return f"{self.host} (machine {self.machine})"
+
 
 def here() -> Place:
-    rank, each = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Place(rank, platform.node(), rank // each)
+    """Return this process's place, as its launcher told it."""
+    rank = int(os.environ.get("RANK", "0"))
+    return Place(rank, platform.node(), _machine(rank))
+
+
+def _machine(rank: int) -> int:
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
-    """Join the process group; whether all have come. Of those that have, one names the others."""
-    place, world = here(), int(os.environ["WORLD_SIZE"])
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    wait = timedelta(seconds=patience)
+    """Join the process group, and return whether all ranks have come within ``patience`` seconds.
+
+    The first rank of those that have come names the others.
+    """
+
+    def failed(said: str, remedy: str) -> tuple[list[Finding], bool]:
+        return [Finding(BAD, "meeting", said, remedy)], False
+
+    place, world, wait = here(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=patience)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    where, opens = f"{address}:{port}", place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        opens = place.rank == 0 and not is_launchers
-        store = dist.TCPStore(address, port, world, opens, wait, wait_for_workers=False)
-        store.set(f"{_PREFIX}/{place.rank}", place.host)
+        store = TCPStore(address, int(port), world, opens, wait, wait_for_workers=False)
+        store.set(f"doctor/{place.rank}", place.host)
     except (RuntimeError, ValueError) as error:
         remedy = "is the first machine up, is its port open, is --main_process_ip its address?"
-        return [Finding(BAD, "meeting", f"{place.host} does not reach {where}: {first_line(error)}", remedy)], False
-    until = time.monotonic() + patience
-    missing = set(range(world))
+        return failed(f"{place.host} does not reach {where}: {first_line(error)}", remedy)
+    until, missing = time.monotonic() + patience, set(range(world))
     while missing and time.monotonic() < until:
-        missing = {rank for rank in missing if not store.check([f"{_PREFIX}/{rank}"])}
+        missing = {rank for rank in missing if not store.check([f"doctor/{rank}"])}
         time.sleep(0.05)
-    if missing and place.rank != min({*range(world)} - missing):
-        return [], False  # one tells it
     if missing:
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        machines = ", ".join(map(str, sorted({rank // each for rank in missing})))
-        said = f"rank {', '.join(map(str, sorted(missing)))} (machine {machines}) has not come to {where}"
+        if place.rank != min({*range(world)} - missing):
+            return [], False
+        absent = (sorted(missing), sorted({_machine(rank) for rank in missing}))
+        ranks, machines = (", ".join(map(str, numbers)) for numbers in absent)
         remedy = "was it started there with its --machine_rank, and what does it say of its way to that port?"
-        return [Finding(BAD, "meeting", f"{said} in {patience:.0f} s", remedy)], False
+        return failed(f"rank {ranks} (machine {machines}) has not come to {where} in {patience:.0f} s", remedy)
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     began = time.monotonic()
@@ -69,124 +83,100 @@ def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
         dist.all_reduce(torch.ones(1, device=_device()))
     except RuntimeError as error:
         remedy = "processes must reach each other on every port, not on that of the first alone"
-        said = f"{place.host} reaches {where}, but not every other process: {first_line(error)}"
-        return [Finding(BAD, "meeting", said, remedy)], False
-    seconds = time.monotonic() - began
-    return [Finding(GOOD, "meeting", f"{world} processes over {backend} in {seconds:.2f} s")], True
+        return failed(f"{place.host} reaches {where}, but not every other process: {first_line(error)}", remedy)
+    said = f"{world} processes over {backend} in {time.monotonic() - began:.2f} s"
+    return [Finding(GOOD, "meeting", said)], True
 
 
 def findings(output_dir: Path) -> list[Finding]:
-    """All processes call this; rank 0 is told what was found."""
+    """Return what the ranks found together; all of them call this."""
     return [*_same_versions(), *_clocks(), *_links(), *_shared(output_dir)]
 
 
-def gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
+def gathered(mine: T) -> list[T]:
+    """Gather an object of every rank, in their order."""
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
+part = dist.barrier  # the last meeting: the others do not see what happens to a process after it
+
+
 def _device() -> torch.device:
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _same_versions() -> list[Finding]:
+def _same_versions() -> Iterator[Finding]:
     everyone = gathered((here(), versions()))
-    found = []
     for package in everyone[0][1]:
-        counts = Counter(there[package] for _, there in everyone)
-        usual, _ = counts.most_common(1)[0]
-        odd = sorted({f"{place.host} (machine {place.machine})": there[package] for place, there in everyone}.items())
-        wrong = [f"{host} has {version}" for host, version in odd if version != usual]
-        if wrong:
-            said = f"{package}: {', '.join(wrong)}; the others have {usual}"
-            found.append(Finding(BAD, "versions", said, "install the same everywhere: pip install --constraint ..."))
-    return found
+        [(usual, _)] = Counter(there[package] for _, there in everyone).most_common(1)
+        odd = sorted({f"{place} has {there[package]}" for place, there in everyone if there[package] != usual})
+        if odd:
+            said = f"{package}: {', '.join(odd)}; the others have {usual}"
+            yield Finding(BAD, "versions", said, "install the same everywhere: pip install --constraint ...")
 
 
-def _clocks() -> list[Finding]:
+def _clocks() -> Iterator[Finding]:
     dist.barrier()
     times = gathered((here(), time.time()))
     middle = statistics.median(moment for _, moment in times)
-    wrong = {f"{place.host} (machine {place.machine})": moment - middle for place, moment in times}
-    off = [f"{name} by {skew:+.1f} s" for name, skew in wrong.items() if abs(skew) > _SKEW_SECONDS]
-    if off:
-        return [Finding(DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony")]
-    return [Finding(GOOD, "clocks", f"within {max(map(abs, wrong.values())):.2f} s of each other")]
+    skews = {str(place): moment - middle for place, moment in times}
+    off = [f"{place} by {skew:+.1f} s" for place, skew in skews.items() if abs(skew) > _SKEW_SECONDS]
+    apart = Finding(DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony")
+    same = Finding(GOOD, "clocks", f"within {max(map(abs, skews.values())):.2f} s of each other")
+    yield apart if off else same
 
 
-def _seconds(tensor: torch.Tensor, times: int) -> float:
-    """Of an all-reduce, the median of some."""
+def _seconds(action: Callable[[], object], times: int) -> float:
+    """Return this rank's median time of a collective or message, without the first, which may make the connection."""
     taken = []
-    for _ in range(times):
+    for _ in range(times + 1):
         dist.barrier()
         began = time.perf_counter()
-        dist.all_reduce(tensor)
-        if tensor.is_cuda:
+        action()
+        if _device().type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return statistics.median(taken[1:])
 
 
-def _links() -> list[Finding]:
-    """The ring's latency and bandwidth, and each machine's way to the next."""
-    world, device = dist.get_world_size(), _device()
-    small = _seconds(torch.zeros(2, device=device), 20)
-    large = _seconds(torch.zeros(_SIZE // 4, device=device), 5)
-    rate = 2 * (world - 1) / world * _SIZE / large
-    found = [Finding(GOOD, "all-reduce", f"{1e6 * small:.0f} us for 8 bytes; {rate / 1e6:,.0f} MB/s of a ring's link")]
-    places = gathered(here())
-    firsts = [min(p.rank for p in places if p.machine == machine) for machine in sorted({p.machine for p in places})]
+def _links() -> Iterator[Finding]:
+    """Measure an all-reduce, and each machine's link to the next."""
+    world, mine, places = dist.get_world_size(), here().rank, gathered(here())
+    few, many = torch.zeros(2, device=_device()), torch.zeros(_SIZE // 4, device=_device())
+    latency = _seconds(partial(dist.all_reduce, few), 20)
+    rate = 2 * (world - 1) / world * _SIZE / _seconds(partial(dist.all_reduce, many), 5)
+    said = f"{1e6 * latency:.0f} us for 8 bytes; {rate / 1e6:,.0f} MB/s of a ring's link"
+    yield Finding(GOOD, "all-reduce", said)
+    firsts = [place for place in places if place.rank == 0 or place.machine != places[place.rank - 1].machine]
     if len(firsts) < 3:  # of two, neither can be told to be the slow one
-        return found
-    mine = here().rank
+        return
     rates = {}
     for one, other in zip(firsts, [*firsts[1:], firsts[0]], strict=True):
-        rates[one, other] = 0.0
-        dist.barrier()
-        if mine in (one, other):
-            payload, peer = torch.zeros(_SIZE // 4, device=device), other if mine == one else one
-            taken = []
-            for _ in range(4):  # the first also makes the connection
-                began = time.perf_counter()
-                (dist.send if mine == one else dist.recv)(payload, peer)
-                if payload.is_cuda:
-                    torch.cuda.synchronize()
-                taken.append(time.perf_counter() - began)
-            rates[one, other] = _SIZE / statistics.median(taken[1:])
-    everyone = gathered(rates)
-    measured = {pair: everyone[pair[1]][pair] for pair in rates}
-    usual = statistics.median(measured.values())
-    slow = {pair: found for pair, found in measured.items() if found < _SLOW * usual}
-    for (one, other), found_rate in slow.items():
-        names = f"{places[one].host} (machine {places[one].machine}) to {places[other].host} ({places[other].machine})"
-        said = f"{names}: {found_rate / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} are usual"
-        found.append(Finding(DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME"))
-    return found
+        message = partial(dist.send, many, other.rank) if mine == one.rank else partial(dist.recv, many, one.rank)
+        seconds = gathered(_seconds(message if mine in (one.rank, other.rank) else (lambda: None), 3))[other.rank]
+        rates[f"{one} to {other.host} ({other.machine})"] = _SIZE / seconds
+    usual = statistics.median(rates.values())
+    for link, rate in rates.items():
+        if rate < _SLOW * usual:
+            said = f"{link}: {rate / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} are usual"
+            yield Finding(DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME")
 
 
-def _shared(output_dir: Path) -> list[Finding]:
-    """Whether other machines see a run's folder, as rank 0 writes it."""
-    place = standing(output_dir)
-    name = [f".doctor-{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(name)
-    token = place / name[0]
-    if here().rank == 0:
+def _shared(output_dir: Path) -> Iterator[Finding]:
+    """Look from every machine for a file that rank 0 has written in a run's folder."""
+    place, is_first = standing(output_dir), here().rank == 0
+    token = place / gathered(f".doctor-{os.getpid()}-{time.time_ns()}")[0]
+    if is_first:
         with contextlib.suppress(OSError):
-            token.write_text("1")
+            token.touch()
     dist.barrier()
     seen = gathered((here(), token.exists()))
-    if here().rank == 0:
-        if not token.exists():  # which is told of this machine
-            return []
+    if is_first:
         token.unlink(missing_ok=True)
-    blind = sorted({f"{p.host} (machine {p.machine})" for p, sees in seen if not sees})
-    if not blind:
-        return [Finding(GOOD, "run folder", f"{place.absolute()} is seen by all")]
-    said = f"{place.absolute()} of the first machine is not seen by {', '.join(blind)}"
-    return [Finding(DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone")]
-
-
-def part() -> None:
-    """The last meeting: what happens to one process after it, the others do not see."""
-    dist.barrier()
+    if seen[0][1]:  # else the first machine's own check says that its folder cannot be written
+        blind = sorted({str(machine) for machine, sees in seen if not sees})
+        said = f"{place.absolute()} of the first machine is not seen by {', '.join(blind)}"
+        alone = Finding(DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone")
+        yield alone if blind else Finding(GOOD, "run folder", f"{place.absolute()} is seen by all")

@@ -18,24 +18,22 @@ PROCESSES = 2
 
 
 def main() -> None:
-    told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    """Show what a launcher tells its processes, their store, and two collectives."""
+    told = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     assert not dist.is_initialized()
     accelerator = start_accelerator()
-    for rank, theirs in enumerate(gather_object([told])):
-        show(f"process {rank} was told " + ", ".join(f"{name}={value}" for name, value in theirs.items()))
+    for rank, words in enumerate(gather_object([told])):
+        show(f"process {rank} was told {words}")
     assert len(set(gather_object([os.getpid()]))) == 2
 
     store = dist.distributed_c10d._get_default_store()
     store.set(f"greeting from {dist.get_rank()}", "I am here")
-    other = 1 - dist.get_rank()
-    heard = store.get(f"greeting from {other}").decode()  # waits until it is there
+    heard = store.get(f"greeting from {1 - dist.get_rank()}").decode()  # waits until it is there
     show(f'process 0 reads in the store what process 1 has left there: "{heard}"')
 
     mine = torch.tensor([float(accelerator.process_index + 1)])
     total, everyone = accelerator.reduce(mine, reduction="sum"), accelerator.gather(mine)
     show(f"each brings its number, 1 and 2: the sum is {total.item():g} and all of them are {everyone.tolist()}")
-    assert total.item() == 3
-    assert everyone.tolist() == [1, 2]
-    here = accelerator.gather(total)
-    show(f"both hold the sum: {here.tolist()}")
-    assert here.tolist() == [3, 3]
+    sums = accelerator.gather(total).tolist()
+    show(f"both hold the sum: {sums}")
+    assert (everyone.tolist(), sums) == ([1, 2], [3, 3])

@@ -8,33 +8,25 @@ import socket
 import tempfile
 from pathlib import Path
 
-from llmtrain.launch.children import kill
-from llmtrain.lessons.stage import TINY_RUN, begin_recipe, finish, losses_of, show, train_recipe
+from llmtrain.lessons.stage import claim, training
+from llmtrain.record.history import read_lines
 
 PROCESSES = 1
 
 
 def main() -> None:
+    """Train under two launchers and under one, and compare the losses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as scratch:
-        folders = [Path(scratch) / name for name in ("two", "one")]
-        flags = [*TINY_RUN, "--max_steps", "8", "--save_steps", "8"]
-        meeting = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
-        launchers = []
-        try:
-            for machine in ("0", "1"):
-                words = (*meeting, "--node-rank", machine)
-                launchers.append(begin_recipe(1, *flags, "--output_dir", str(folders[0]), launcher_flags=words))
-            for launcher in launchers:
-                finish(launcher)
-        finally:
-            for launcher in launchers:
-                kill(launcher)
-        train_recipe(1, *flags, "--output_dir", str(folders[1]))
-        two, one = (losses_of(folder) for folder in folders)
-        same = all(abs(a - b) < 1e-5 for a, b in zip(two, one, strict=True))
-        show(f"two launchers with one process each, and one process: 8 losses, the same to 1e-5: {same}")
-        assert same
-        assert len(two) == 8
+        two, one = folders = Path(scratch) / "two", Path(scratch) / "one"
+        meeting = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+        with training(two, 8, launcher=(*meeting, "0")), training(two, 8, launcher=(*meeting, "1")):
+            pass
+        with training(one, 8):
+            pass
+        read = [read_lines(folder / "metrics.jsonl") for folder in folders]
+        losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in read]
+        same = len(losses[0]) == 8 and all(abs(a - b) < 1e-5 for a, b in zip(*losses, strict=True))
+        claim("two launchers with one process each, and one process: 8 losses, the same to 1e-5", same)

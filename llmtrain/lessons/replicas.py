@@ -1,45 +1,37 @@
-"""Replicas: every process holds the same weights, before and after each update, and nothing but the gradients' sum
-keeps it so."""
+"""Replicas: every process holds the same weights, and nothing but the sum of the gradients keeps it so."""
 
-from functools import partial
-from typing import Any
-
-from accelerate.utils import gather_object
+import torch
 
 from llmtrain.errors import UserError
 from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, digest, rows, show, small_gpt
-from llmtrain.observe.replicas import check_replicas
-from llmtrain.training.loop import accumulate, train_step
-from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.lessons.stage import batch, claim, my_rows, prepare, show, small_gpt
+from llmtrain.observe.replicas import check_replicas, fingerprint
+from llmtrain.training.step import Accumulation, train_step
 
 PROCESSES = 2
 
 
 def main() -> None:
+    """Compare the weights of two ranks after an update, and after one without a sum of the gradients."""
     accelerator = start_accelerator()
-    rank = accelerator.process_index
     plain = small_gpt()
-    optimizer = make_optimizer(plain, OptimConfig(optim="adamw", learning_rate=1e-3))
-    model, optimizer = accelerator.prepare(plain, optimizer)
+    model, optimizer = prepare(accelerator, plain)
 
-    def hashes() -> list[str]:
-        return gather_object([digest(plain.parameters())])
+    def fingerprints() -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = accelerator.gather(fingerprint(plain)[None])
+        return first, second
 
-    def mine(step: int) -> list[dict[str, Any]]:
-        return [batch(rows(8, step)[rank * 4 : rank * 4 + 4])]
+    before = fingerprints()
+    train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8))], 1.0)
+    after = fingerprints()
+    claim("before an update, the same weights on both", torch.equal(*before))
+    claim("after an update, each with its own rows, the same weights on both", torch.equal(*after))
+    claim("the update has changed them", not torch.equal(before[0], after[0]))
 
-    before = hashes()
-    train_step(accelerator, model, optimizer, mine(0), max_grad_norm=1.0)
-    after = hashes()
-    show(f"same weights before an update: {before[0] == before[1]}")
-    show(f"other rows, the same weights after it: {after[0] == after[1]}; other weights than before: {before != after}")
-    assert before[0] == before[1] != after[0] == after[1]
-
-    train_step(accelerator, model, optimizer, mine(1), 1.0, forward_backward=partial(accumulate, reduce="never"))
-    apart = hashes()
-    show(f"and after one more, without adding gradients: {apart[0] == apart[1]}")
-    assert apart[0] != apart[1]
+    apart = Accumulation(accelerator, model, reduce="never")
+    train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, 1))], 1.0, apart)
+    same = torch.equal(*fingerprints())
+    claim("after another, without the sum of the gradients, the same weights on both", same, expected=False)
     try:
         check_replicas(accelerator, model)
     except UserError as error:

@@ -11,45 +11,25 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.launch.children import kill
-from llmtrain.lessons.stage import TINY_RUN, begin_recipe, finish, show
+from llmtrain.lessons.stage import claim, show, training
+from llmtrain.record.history import read_lines
 
 PROCESSES = 1
 
 
 def main() -> None:
+    """Kill a rank in the middle of a run, and look at what the run has logged at its end."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "run"
-        flags = [*TINY_RUN, "--max_steps", "60", "--save_steps", "5", "--output_dir", str(folder)]
-        process = begin_recipe(2, *flags, launcher_flags=("--max-restarts", "1"))
-        try:
-            while last_checkpoint(folder) < 10:
-                assert process.poll() is None, "the run ended too early"
+        folder, restarts = Path(scratch) / "run", ("--standalone", "--max-restarts", "1")
+        with training(folder, 60, "--save_steps", "5", processes=2, launcher=restarts) as launcher:
+            while not any((folder / "checkpoints").glob("step-*[1-9]0")):
+                assert launcher.poll() is None, "the run ended too early"
                 time.sleep(0.01)
-            _rank_1_of(process.pid).kill()
-            show("rank 1 was killed with SIGKILL, in a run that had saved at least step 10")
-            finish(process)
-        finally:
-            kill(process)
+            workers = psutil.Process(launcher.pid).children()
+            next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
+            show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
         first, second = json.loads((folder / "run.json").read_text())["starts"]
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [line["step"] for line in lines if "train/loss" in line]
-        show(f"the run began at step {first['step']}, and again at step 10 or later: {second['step'] >= 10}")
-        show(f"every update is there once: {steps == list(range(1, 61))}; the last is {steps[-1]}")
-        assert second["step"] >= 10
-        assert steps == list(range(1, 61))
-
-
-def last_checkpoint(folder: Path) -> int:
-    found = sorted((folder / "checkpoints").glob("step-*"))
-    return int(found[-1].name.removeprefix("step-")) if found else 0
-
-
-def _rank_1_of(launcher: int) -> psutil.Process:
-    for child in psutil.Process(launcher).children(recursive=True):
-        try:
-            if child.environ().get("RANK") == "1":
-                return child
-        except psutil.Error:
-            continue
-    raise AssertionError("there is no rank 1")
+        steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+        begun = first["step"] == 0 and second["step"] >= 10
+        claim("the run began at step 0, and again at step 10 or later", begun)
+        claim("every update from 1 to 60 is logged once", steps == list(range(1, 61)))

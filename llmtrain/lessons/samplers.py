@@ -2,7 +2,7 @@
 
 torch's DistributedSampler deals a shuffled list out to the processes: it repeats rows so that the list divides, or
 drops some, as many as it takes for this number of processes. llmtrain's sampler is a function of the step: it yields
-whole global batches, of which each process takes its part; slots past the end of the data stay empty.
+whole global batches, of which each process takes its share; slots past the end of the data stay empty.
 """
 
 from collections import Counter
@@ -11,65 +11,54 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from llmtrain.data.loader import slots_of
-from llmtrain.lessons.stage import show
+from llmtrain.lessons.stage import claim, show
 
 PROCESSES = 1
 ROWS, BATCH = 10, 4
+STEPS = -(-ROWS // BATCH)
 
 
 def main() -> None:
+    """Show the rows of each step by both samplers, on 1, 2 and 4 processes."""
     show(f"{ROWS} rows, {BATCH} in each global batch")
     for processes in (1, 2, 4):
-        show(f"torch, {processes} process{'es' * (processes > 1)}: {torch_steps(processes)}")
-    seen = {n: [set(step) for step in torch_steps(n)] for n in (1, 2, 4)}
-    assert not seen[1] == seen[2] == seen[4]
+        show(f"torch on {processes}: {torch_steps(processes)}")
     draws = Counter(row for step in torch_steps(4) for row in step)
     twice = sorted(row for row, count in draws.items() if count > 1)
-    show(
-        f"on 4 processes {sum(draws.values())} rows are drawn; twice: {twice}; with drop_last {dropped(4)} are left out"
-    )
-    assert len(twice) == 2
-    assert dropped(4) == 2
+    dropped = ROWS - sum(map(len, torch_shares(4, drop_last=True)))
+    show(f"on 4, {draws.total()} rows are drawn, {twice} twice; with drop_last, {dropped} rows are left out")
+    assert (len(twice), dropped) == (2, 2)
 
+    ours = our_steps(1)
     for processes in (1, 2, 4):
-        show(f"llmtrain, {processes} process{'es' * (processes > 1)}: {our_steps(processes)}")
-        assert our_steps(processes) == our_steps(1)
-    drawn = [row for step in our_steps(1) for row in step if row is not None]
-    once, empty = sorted(drawn) == list(range(ROWS)), our_steps(1)[-1].count(None)
-    show(f"every row once: {once}; empty slots, which weigh nothing, in the last batch: {empty}")
-    assert once
-    assert empty == -ROWS % BATCH
+        show(f"llmtrain on {processes}: {our_steps(processes)}")
+        assert our_steps(processes) == ours
+    claim("every row is read once", sorted(row for step in ours for row in step if row is not None) == [*range(ROWS)])
+    show(f"empty slots in the last batch, which weigh nothing: {ours[-1].count(None)}")
+    assert ours[-1].count(None) == -ROWS % BATCH
 
-    resumed = [row for process in torch_shares(2) for row in process[:2]]
-    show(f"torch, resumed after 1 step by someone who does not skip: reads {sorted(resumed)} again")
-    assert set(resumed) == set(torch_steps(2)[0])
-    again = [slot.row for slot in slots_of(1, ROWS, BATCH, seed=0)]
-    show(f"llmtrain, asked for step 2 at once: {again}; nothing is skipped, for nothing is remembered")
-    assert again == our_steps(1)[1]
+    again = sorted(row for share in torch_shares(2) for row in share[:2])
+    show(f"torch, resumed after step 1 by a loop that does not skip: reads {again} again")
+    assert set(again) == set(torch_steps(2)[0])
+    second = [slot.row for slot in slots_of(1, ROWS, BATCH, seed=0)]
+    show(f"llmtrain, asked for step 2: {second}; it skips nothing, as it remembers nothing")
+    assert second == ours[1]
 
 
 def torch_shares(processes: int, drop_last: bool = False) -> list[list[int]]:
-    """What each process reads in the first epoch."""
+    """Return what each process reads in the first epoch."""
     rows = TensorDataset(torch.arange(ROWS))
     return [list(DistributedSampler(rows, processes, rank, seed=0, drop_last=drop_last)) for rank in range(processes)]
 
 
 def torch_steps(processes: int) -> list[list[int]]:
-    """The rows of each step, over all processes."""
+    """Return the rows of each step, over all processes."""
     shares, each = torch_shares(processes), BATCH // processes
-    steps = -(-len(shares[0]) // each)
-    return [[row for share in shares for row in share[step * each :][:each]] for step in range(steps)]
-
-
-def dropped(processes: int) -> int:
-    return ROWS - sum(len(share) for share in torch_shares(processes, drop_last=True))
+    return [[row for share in shares for row in share[step * each :][:each]] for step in range(STEPS)]
 
 
 def our_steps(processes: int) -> list[list[int | None]]:
-    """The rows of each step, put together from what each process takes."""
+    """Return the rows of each step, put together from what each process takes."""
     each = BATCH // processes
-    steps = []
-    for step in range(-(-ROWS // BATCH)):
-        slots = [slot.row for slot in slots_of(step, ROWS, BATCH, seed=0)]
-        steps.append([row for rank in range(processes) for row in slots[rank * each :][:each]])
-    return steps
+    steps = [[slot.row for slot in slots_of(step, ROWS, BATCH, seed=0)] for step in range(STEPS)]
+    return [[row for rank in range(processes) for row in slots[rank * each :][:each]] for slots in steps]

@@ -1,82 +1,125 @@
-"""What lessons share: a small model, rows to train on, and a voice."""
+"""A small model, rows to train on, and how lessons print and run recipes: shared by all of them."""
 
-import hashlib
-import json
+import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
+from llmtrain.contract import Batch
 from llmtrain.launch.children import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
+from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.exchange import Sum
 from llmtrain.shipped import shipped
-from llmtrain.training.loop import accumulate, train_step
+from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.step import Accumulation, train_step
 
 VOCABULARY, BLOCK = 64, 32
+LEARNING_RATE = 3e-3
 
 
-def show(text: str = "") -> None:
-    """A line, from one process."""
+def show(text: str) -> None:
+    """Print a line, from rank 0 alone."""
     if rank() == 0:
         print(text, flush=True)
 
 
+def claim(text: str, holds: bool, expected: bool = True) -> None:
+    """Print whether ``text`` holds. Raises :class:`AssertionError` where that is not as expected, on any rank."""
+    show(f"{text}: {holds}")
+    assert holds == expected, text
+
+
 def measured(text: str) -> None:
-    """A line with what this machine took."""
+    """Print a line that differs from machine to machine."""
     show(f"measured  {text}".rstrip())
 
 
 def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
-    """The same weights on every process that calls this."""
+    """Return a model that begins with the same weights on every rank."""
     return GPT(GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK), VOCABULARY, seed=0)
 
 
 def rows(count: int, step: int = 0) -> torch.Tensor:
-    """[count, BLOCK + 1] tokens with something to learn: each is the one before plus a step that its row keeps."""
+    """Return int64 [count, BLOCK + 1] tokens that can be learned: in a row each is the one before plus a constant."""
     draw = torch.Generator().manual_seed(step)
     first, stride = (torch.randint(1, VOCABULARY, (count, 1), generator=draw) for _ in range(2))
     return (first + stride % 7 * torch.arange(BLOCK + 1)) % VOCABULARY
 
 
-def batch(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def my_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
+    """Return this rank's share of a global batch of ``count`` rows."""
+    share: torch.Tensor = rows(count, step).chunk(accelerator.num_processes)[accelerator.process_index]
+    return share
+
+
+def batch(tokens: torch.Tensor) -> Batch:
+    """Return rows as a micro-batch."""
     return {"input_ids": tokens, "labels": tokens}
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """The first digits of a hash over all bits."""
-    whole = hashlib.sha256()
-    for tensor in tensors:
-        whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()[:12]
+def gradient(model: nn.Module) -> torch.Tensor:
+    """Return a copy of the gradient of all parameters, as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def prepare(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """Return the model as it trains on several ranks, and its AdamW."""
+    optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return model, optimizer
 
 
-def train_in_phases(
+def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
+    """Return a list that grows with every bucket that DDP sends, by its bytes."""
+    sent: list[int] = []
+
+    def watch(bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
+        sent.append(sent_bytes)
+        return send(bucket)
+
+    handler_of(accelerator).watch(model, watch)
+    return sent
+
+
+def updates(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
     phases: Phases,
-    mine: Iterable[torch.Tensor],
-    after: Callable[[int], None],
-) -> None:
-    """An update for each of this process's shares of a batch, telling the phases as the package's loop does; ``after``
-    is told how many are made."""
-    passes = phases.before_optimizer(accumulate)
-    for step, tokens in enumerate(phases.loading(mine)):
+    steps: int,
+    load: Callable[[int], torch.Tensor],
+) -> Iterator[int]:
+    """Train on the rows that ``load`` gives for each step, telling the phases as the package's loop does.
+
+    Yields the number of updates made, after each.
+    """
+    accumulation = Accumulation(accelerator, model)
+
+    def forward_backward(batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
+        nll = accumulation(batches, tokens)
+        phases.at("optimizer")
+        return nll
+
+    for step in range(steps):
+        phases.at("data")
+        window = [batch(load(step))]
         phases.at("count", step)
-        train_step(accelerator, model, optimizer, [batch(tokens)], 1.0, forward_backward=passes)
+        train_step(accelerator, model, optimizer, window, 1.0, forward_backward)
         phases.at("other", step + 1)
-        after(step + 1)
+        if step == 0:
+            phases.read()  # the first update takes longer for many reasons
+            phases.is_warm = True
+        yield step + 1
 
 
 TINY_RUN = [
@@ -85,28 +128,20 @@ TINY_RUN = [
 ]
 
 
-def begin_recipe(processes: int, *flags: str, launcher_flags: tuple[str, ...] = ()) -> subprocess.Popen:
-    """recipes/gpt.py under torchrun, in a process group of its own."""
-    meeting = () if "--nnodes" in launcher_flags else ("--standalone",)
-    launcher = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(processes), *launcher_flags]
-    command = [sys.executable, *launcher, str(shipped("recipes") / "gpt.py"), *flags]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+@contextlib.contextmanager
+def training(
+    folder: Path, steps: int, *flags: str, processes: int = 1, launcher: tuple[str, ...] = ("--standalone",)
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run recipes/gpt.py under torchrun, in a session of its own; yields the launcher.
 
-
-def finish(process: subprocess.Popen) -> None:
-    """Wait for a recipe that should end well."""
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 0, said.decode(errors="replace")[-2000:]
-
-
-def train_recipe(processes: int, *flags: str) -> None:
-    process = begin_recipe(processes, *flags)
+    Waits for its end where the context is left. Raises :class:`AssertionError` where it fails.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes)]
+    command += [f"{shipped('recipes')}/gpt.py", *TINY_RUN, f"--max_steps={steps}", f"--output_dir={folder}", *flags]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        finish(process)
+        yield process
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
     finally:
         kill(process)
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]

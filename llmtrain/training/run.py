@@ -19,7 +19,6 @@ from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
 from llmtrain.errors import UserError, explained, first_line
-from llmtrain.files import write_json
 from llmtrain.launch.process import leave_group
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
@@ -221,50 +220,59 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     makes no folder. Raises :class:`UserError` where the ranks are about to train different things, or where the folder
     cannot be used.
     """
-    wait = handler_of(accelerator).config.ddp_timeout
     layout = Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)
-    identity, settings, team = identity_of(accelerator, s, rows, built, layout), resolved(s), Team.everyone()
-    check_same_everywhere(team, what_runs(identity, settings, accelerator.mixed_precision))
+    identity, team = identity_of(accelerator, s, rows, built, layout), Team.everyone()
+    check_same_everywhere(team, what_runs(identity, resolved(s), accelerator.mixed_precision))
+    choice = Choice(Path(s.run.output_dir))
+    if not s.loop.dry_run:
+        choice = team.main(lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity))
+        say("run", f"{choice.folder} ({choice.why})")
+    folder = RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process)
+    saver = Saver(folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save)
+    saver.verified += [choice.checkpoint] if choice.checkpoint else []
+    deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
+    metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
+    run = Run(
+        *(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline),
+        resumed_from=choice.checkpoint,
+        update_before=(choice.before or {}).get("update"),
+        step=choice.step,
+        tokens=choice.tokens,
+    )
+    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team, choice):
+        yield run
+    leave_group()
+    if run.finished and run.is_main:
+        publish(folder.path / "model", s.run.push_to_hub)
 
-    def opened(choice: Choice) -> Run:
-        folder = RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process)
-        saver = Saver(folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save)
-        deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
-        metrics = Metrics(accelerator, folder.path, wait)
-        return Run(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline)
 
-    if s.loop.dry_run:
-        yield opened(Choice(Path(s.run.output_dir)))
-        leave_group()
-        return
-    choice = team.main(lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity))
-    run = opened(choice)
-    if choice.checkpoint:
-        run.resumed_from, run.step, run.tokens = choice.checkpoint, choice.step, choice.tokens
-        run.saver.verified.append(choice.checkpoint)
-        run.update_before = (choice.before or {}).get("update")
-    say("run", f"{run.folder.path} ({choice.why})")
-    with contextlib.ExitStack() as cleanup:
+@contextlib.contextmanager
+def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
+    """Hold a run's folder and tell its trackers; whatever ends the block is said in ``status.json``."""
+    s, accelerator, folder, settings = run.settings, run.accelerator, run.folder, resolved(run.settings)
+    with contextlib.ExitStack() as held:
 
         def claim() -> Facts:
-            cleanup.enter_context(run.folder.claimed(run.step))
-            here = {"processes": accelerator.num_processes, "sharded": None, "device": str(accelerator.device.type)}
+            held.enter_context(folder.claimed(run.step))
             sharding = sharding_of(accelerator)
-            here |= {"sharded": sharding.layout if sharding else None, "mixed_precision": accelerator.mixed_precision}
-            record = run_record(run.folder.path, identity, settings, asdict(rows.facts), choice, here)
-            write_json(run.folder.path / "run.json", record)
-            run.folder.status("running", run.step)
+            here = {
+                "processes": accelerator.num_processes,
+                "sharded": sharding.layout if sharding else None,
+                "device": str(accelerator.device.type),
+                "mixed_precision": accelerator.mixed_precision,
+            }
+            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
+            folder.write("run.json", record)
+            folder.status("running", run.step)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
-        about = team.main(claim)
+        told = {name: setting["value"] for name, setting in settings.items()} | team.main(claim)
         if accelerator.is_fsdp2:
-            run.saver.team = Team.of_all(run.folder.can_write(), wait + 60)
-        values = {name: setting["value"] for name, setting in settings.items()}
-        cleanup.enter_context(stop_signals(run.ask_to_stop))
+            run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
+        held.enter_context(stop_signals(run.ask_to_stop))
         try:
-            name = s.run.run_name or run.folder.path.name
-            run.metrics.start(tracker_names(s.run.report_to), values | about, name, choice.run_id)
-            yield run
+            run.metrics.start(tracker_names(s.run.report_to), told, s.run.run_name or folder.path.name, choice.run_id)
+            yield
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")
             raise
@@ -276,12 +284,9 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
             run.failed(reason)  # a save that was under way has said that the run is running
             run.metrics.close(exit_code=1)
             raise
-        run.folder.status(run.outcome[0], run.step, run.outcome[1])
-        model = run.folder.path / "model" if run.finished else None
-        run.metrics.close(exit_code=0, model=model)
-    leave_group()
-    if model is not None and run.is_main:
-        publish(model, s.run.push_to_hub)
+        state, reason = run.outcome
+        folder.status(state, run.step, reason)
+        run.metrics.close(exit_code=0, model=folder.path / "model" if run.finished else None)
 
 
 def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout) -> Facts:

@@ -10,6 +10,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.training import compiling
 from llmtrain.training.compiling import choose, eager_code
+from tests.launching import long_form
 
 IDS = torch.randint(50, (3, 17), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -96,9 +97,17 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long_form)])
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
-def test_compiled_blocks_compute_what_they_computed(accelerator: Accelerator) -> None:
+def test_compiled_blocks_compute_what_they_computed(backend: str, accelerator: Accelerator, monkeypatch) -> None:
     eager, model = gpt(), gpt()
+    if backend != "inductor":  # which alone takes most of a minute
+
+        def compile_without_code(model: GPT) -> None:
+            for block in model.transformer.h:
+                block.compile(backend=backend, dynamic=False)
+
+        monkeypatch.setattr(compiling, "_compile", compile_without_code)
     assert choose(accelerator, model, BATCH, 1, "always", None)
     for network in (eager, model):
         network(**BATCH).backward()
