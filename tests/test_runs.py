@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def check(capsys: pytest.CaptureFixture, path: Path) -> tuple[int, str, dict[int, str]]:
-    """Status, all that was said, and the line of each step in the order in which they came."""
+    """Return the status, all that was said, and the line of each step in the order in which they came."""
     status, out, err = ended(capsys, "runs", "check", str(path))
     assert not err
     return status, out, {int(line.split()[0]): line for line in out.splitlines() if line.split()[0].isdigit()}
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_fault(
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
-    """Of each path its inode, mode and time of change, and what it holds."""
+    """Return the inode, mode, time of change and content of each path."""
     found = {}
     for path in [folder, *folder.rglob("*")]:
         stat = path.lstat()

@@ -1,2 +1,5 @@
-"""What looks at runs. Each module has ``add_arguments(parser)`` and ``run(arguments)`` and imports nothing heavy until
-it runs, so that help comes at once."""
+"""The commands of ``llmtrain``. Each module has ``add_arguments(parser)`` and ``run(arguments)``.
+
+It imports nothing heavy until it runs, so that help comes at once. A module whose name begins with an underscore helps
+several commands.
+"""

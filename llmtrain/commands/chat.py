@@ -1,11 +1,13 @@
-"""Talk with a model that was fine-tuned on conversations. It answers line by line, and remembers what was said until an
-empty line or the end of the input."""
+"""Talk with a model that was fine-tuned on conversations.
+
+It answers line by line, and remembers what was said until an empty line or the end of the input.
+"""
 
 import argparse
 import json
 import sys
 
-from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
+from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
 from llmtrain.console import note
 
 
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _next_line(again: bool, silently: bool) -> str:
-    """What the person says; nothing where there is no more. A pipe is read silently."""
+    """Return what the person says; nothing where there is no more. A pipe is read silently."""
     if sys.stdin.isatty() and not silently:
         print("\n> " if again else "> ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")

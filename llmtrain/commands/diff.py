@@ -1,5 +1,7 @@
-"""Say why two runs differ: the first update at which their rows, losses, gradients or weights part, and what could be
-the cause (status 1); or that they are the same run, but for rounding where they were spread otherwise (status 0)."""
+"""Say why two runs differ: the first update at which rows, losses, gradients or weights part, and possible causes.
+
+Status 0: they are the same run, but for rounding where they were spread otherwise; else 1.
+"""
 
 import argparse
 import sys

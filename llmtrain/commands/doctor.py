@@ -1,22 +1,27 @@
-"""Say whether this machine, or several together, can train: versions, devices, the launcher's config, the run's folder,
-servers; and between machines who has come, how fast they send, whose clock and versions differ. For several, start it
-on each with its --machine_rank; or under the launcher: accelerate launch --config_file FILE -m llmtrain doctor. Status
-1 where something is bad."""
+"""Say whether this machine, or several together, can train.
+
+It looks at versions, devices, the launcher's config, the run's folder and servers; and between machines at who has
+come, how fast they send, whose clock and versions differ. For several, start it on each with its --machine_rank; or
+under the launcher: accelerate launch --config_file FILE -m llmtrain doctor. Status 1 where something is bad.
+"""
 
 import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.launch.children import read_config
 
 if TYPE_CHECKING:
+    from llmtrain.contract import Facts
     from llmtrain.doctor.here import Finding
+    from llmtrain.doctor.together import Place
 
 _SIGNS = {"good": ("ok", "32"), "doubtful": ("look", "33"), "bad": ("BAD", "31")}  # with their terminal colours
+_RANKS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 _MEETING = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
@@ -39,15 +44,14 @@ def run(arguments: argparse.Namespace) -> None:
     launcher = Launcher.find()
     if not launcher.words:
         launcher = Launcher.to_come([f"--{name}={value}" for name, value in _said(arguments, "config_file").items()])
-    output_dir, rank = Path(arguments.output_dir), int(os.environ.get("RANK", "0"))
+    output_dir, status = Path(arguments.output_dir), 1
+    rank, world, local = (int(os.environ.get(name, one)) for name, one in _RANKS.items())
     mine = here.findings(output_dir, launcher)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world == 1:
         sys.exit(_tell(mine, arguments.json))
-    several = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     over_gloo = here.over_gloo(launcher)
-    mine += here.address() if several and over_gloo else []
+    mine += here.address() if world > local and over_gloo else []
     met, all_came = together.meet("gloo" if over_gloo else "nccl", arguments.wait)
-    status = 1
     if all_came:
         try:
             found = together.findings(output_dir)
@@ -63,10 +67,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _act_as_launcher(arguments: argparse.Namespace) -> None:
-    """Set what a launcher of one process a machine would, where several machines are asked for and there is none: a
-    launcher itself waits for a quarter of an hour, without a word, for a machine that does not come."""
+    """Set what a launcher of one process a machine would, where several machines are asked for and there is none.
+
+    A launcher itself waits for a quarter of an hour, without a word, for a machine that does not come.
+    """
     config = read_config(arguments.config_file) if arguments.config_file else {}
-    found: dict[str, Any] = {**config, **_said(arguments)}
+    found: Facts = {**config, **_said(arguments)}
     machines, rank, address, port = (found.get(name) for name in _MEETING)
     if "WORLD_SIZE" in os.environ or machines in (None, 1):
         return
@@ -80,32 +86,29 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 
 
-def _said(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """Of the flags that are also a launcher's, those that were given."""
+def _said(arguments: argparse.Namespace, *more: str) -> "Facts":
+    """Return the flags that were given and are also a launcher's."""
     return {name: value for name in (*more, *_MEETING) if (value := getattr(arguments, name)) is not None}
 
 
-def _by_machine(everyone: list) -> list["Finding"]:
-    """What the first process of each machine found, and the others of their GPUs; what all found alike once."""
-    kept: dict[int, tuple[Any, list[Finding]]] = {}
+def _by_machine(everyone: "list[tuple[Place, list[Finding]]]") -> "list[Finding]":
+    """Return what the first process of each machine found, and the others of their GPUs; what all found alike once."""
+    machines: dict[int, tuple[Place, list[Finding]]] = {}
     for place, found in everyone:
-        first, known = kept.setdefault(place.machine, (place, []))
+        first, known = machines.setdefault(place.machine, (place, []))
         known += [one for one in found if place is first or (one.subject == "devices" and one not in known)]
-    machines = [kept[number] for number in sorted(kept)]
     result = []
-    for place, found in machines:
+    for number, (place, found) in sorted(machines.items()):
         for one in found:
-            holders = [other for other, theirs in machines if one in theirs]
-            if len(holders) == len(machines):
-                if place is machines[0][0]:
-                    result.append(one)
-            else:
-                result.append(one._replace(said=f"{place.host} (machine {place.machine}): {one.said}"))
+            if not all(one in theirs for _, theirs in machines.values()):
+                result.append(one._replace(said=f"{place.host} (machine {number}): {one.said}"))
+            elif one not in result:
+                result.append(one)
     return result
 
 
-def _tell(found: list["Finding"], as_json: bool) -> int:
-    """Print it; the status to end with."""
+def _tell(found: "list[Finding]", as_json: bool) -> int:
+    """Print what was found; returns the status to end with."""
     if as_json:
         print(json_text([one._asdict() for one in found], indent=1))
     else:

@@ -1,4 +1,4 @@
-"""Write the model of a run to a folder of its own; with --merge, an adapter's together with its base, as one model."""
+"""Write the model of a run to a folder of its own; with --merge, an adapter and its base as one model."""
 
 import argparse
 import json
@@ -8,9 +8,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
-    parser.add_argument(
-        "--merge", action="store_true", help="add a LoRA adapter to the weights of its base, in float32"
-    )
+    parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32")
     parser.add_argument("--json", action="store_true", help="print where it is for a program")
     parser.add_argument("--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)")
 
@@ -34,7 +32,5 @@ def run(arguments: argparse.Namespace) -> None:
             write_merged(source, working)
         else:
             shutil.copytree(source, working, dirs_exist_ok=True)
-    if arguments.json:
-        print(json.dumps({"model": str(target)}))
-        return
-    print(f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)")
+    said = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
+    print(json.dumps({"model": str(target)}) if arguments.json else said)

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from llmtrain.commands.sampling import add_sampling_arguments, sampling_of
+from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

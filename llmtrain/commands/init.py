@@ -1,5 +1,7 @@
-"""Copy a recipe, and an accelerate config that fits this machine, into a folder of your own to start from. Nothing is
-overwritten; with --config, what is there already is kept, and the rest is copied beside it."""
+"""Copy a recipe, and an accelerate config that fits this machine, into a folder of your own to start from.
+
+Nothing is overwritten; with --config, what is there already is kept, and the rest is copied beside it.
+"""
 
 import argparse
 import json
@@ -40,12 +42,11 @@ def run(arguments: argparse.Namespace) -> None:
                 target.write_text(_fitted(source, gpus, recipe, config_file))
     except OSError as error:
         raise UserError(f"{error.filename or folder} could not be written: {error.strerror}.") from None
-    command = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
-    if batch:
-        command = ["sbatch", str(targets[-1])]
+    launch = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
+    command = ["sbatch", str(targets[-1])] if batch else launch
     if arguments.json:
-        found = {"recipe": str(recipe), "config": str(config_file), "start": command, "kept": [*map(str, kept)]}
-        print(json.dumps(found))
+        places = {"recipe": str(recipe), "config": str(config_file)}
+        print(json.dumps({**places, "start": command, "kept": [*map(str, kept)]}))
         return
     for name, target in zip(("recipe", "config", "batch"), targets, strict=False):
         print(f"{name:<9} {target}{' (was there, and is kept)' if target in kept else ''}")
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
-    """What a file says, with this machine's GPUs, and with the places of what is copied beside it."""
+    """Return a file's text, with this machine's GPUs, and with the places of what is copied beside it."""
     text = source.read_text()
     if source.name in _ONE_A_GPU and gpus > 1:
         text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", text)

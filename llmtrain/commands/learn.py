@@ -1,9 +1,11 @@
-"""Distributed training, shown on this machine: each lesson runs real processes, prints what it sees and asserts what it
-claims. Without a name: the list."""
+"""Show distributed training on this machine, a lesson at a time; without a name, list the lessons.
+
+Each lesson runs real processes, prints what it sees and asserts what it claims.
+"""
 
 import argparse
-import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
-_MINUTES = 2.0  # in which a lesson ends, or is ended
+_MINUTES = 2  # in which a lesson ends, or is ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,33 +50,29 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def title(name: str) -> str:
-    return (ast.get_docstring(_tree(name)) or "").splitlines()[0]
+    """Return the first line of a lesson."""
+    return _said(r'^"""(.*?)(?:""")?$', name)
 
 
 def teach(name: str, printed_to: IO[str] | None = None) -> bool:
-    """Run a lesson's processes; whether it held."""
+    """Run a lesson's processes; returns whether it held."""
     from llmtrain.launch.children import kill, launcher_of
 
-    command = [*launcher_of(_processes(name), None), "-m", "llmtrain.lessons", name]
-    env = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    env.setdefault("OMP_NUM_THREADS", "1")
+    command = [*launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None), "-m", "llmtrain.lessons", name]
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=env, stdout=printed_to, start_new_session=True)
     try:
         process.wait(timeout=60 * _MINUTES)
     except subprocess.TimeoutExpired:
-        print(f"{name} did not end within {_MINUTES:g} minutes", file=sys.stderr)
+        print(f"{name} did not end within {_MINUTES} minutes", file=sys.stderr)
     finally:
         kill(process)
     return process.returncode == 0
 
 
-def _processes(name: str) -> int:
-    """What the lesson asks for; read, not imported, so that the list comes at once."""
-    for node in _tree(name).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "PROCESSES":
-            return int(ast.literal_eval(node.value))
-    raise AssertionError(name)
-
-
-def _tree(name: str) -> ast.Module:
-    return ast.parse((Path(__file__).parent.parent / "lessons" / f"{name}.py").read_text())
+def _said(pattern: str, name: str) -> str:
+    """Return a part of a lesson's text; it is not imported, so that the list comes at once."""
+    lesson = Path(__file__).parent.parent / "lessons" / f"{name}.py"
+    found = re.search(pattern, lesson.read_text(), re.MULTILINE)
+    assert found is not None, f"{lesson} has no line like {pattern}"
+    return found[1]

@@ -1,5 +1,8 @@
-"""Make one update of a run again from the checkpoint before it, bit for bit on a CPU or with --bitwise, and show its
-rows by their loss. It starts the recipe that the run was started with; the run's own folder is not touched."""
+"""Make one update of a run again from the checkpoint before it, and show its rows by their loss.
+
+On a CPU, or with --bitwise, it is the same bit for bit. The recipe is started that the run was started with; the run's
+own folder is not touched.
+"""
 
 import argparse
 import json
@@ -7,15 +10,15 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.launch.children import launcher_of, run_to_end
 
 if TYPE_CHECKING:
+    from llmtrain.contract import Facts
     from llmtrain.record.history import History
 
 _WIDTH = 80  # characters of a row's text
@@ -54,15 +57,13 @@ def run(arguments: argparse.Namespace) -> None:
         if not (again / "replay.json").exists():
             raise UserError(f"the recipe ended before update {step}; start it by hand with --replay_step {step}.")
         rows = json.loads((again / "replay.json").read_text())["rows"]
-        now = next(line for line in read_lines(again / "metrics.jsonl") if _is_of(line, step))
-    then = next((line for line in history.readings if _is_of(line, step)), None)
+        now = _reading(read_lines(again / "metrics.jsonl"), step)
+    then = _reading(history.readings, step)
+    assert now is not None, "a replay logs every update"
     compared = {key: (then[key], now[key]) for key in _COMPARED if then is not None and key in then}
     differing = [key for key, (first, second) in compared.items() if first != second]
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
-    decode = _decoder(history.folder)
-    for row in rows:
-        row["loss"] = row["loss"] if math.isfinite(row["loss"]) or not arguments.json else None
-        row["text"] = decode(row.pop("tokens"))
+    _add_text(rows, history.folder)
     if arguments.json:
         same = None if then is None else not differing
         print(json_text({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
@@ -81,22 +82,27 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
 
 
-def _decoder(folder: Path) -> Callable[[list[int]], str]:
+def _add_text(rows: "list[Facts]", folder: Path) -> None:
     from llmtrain.models.generation import model_folder, tokenizer_of
 
     try:
-        return tokenizer_of(model_folder(str(folder))).decode
+        tokenizer = tokenizer_of(model_folder(str(folder)))
     except UserError:  # no checkpoint has been made yet
-        return lambda tokens: " ".join(map(str, tokens))
+        tokenizer = None
+    for row in rows:
+        tokens = row.pop("tokens")
+        row["text"] = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
 
 
-def _is_of(line: dict[str, Any], step: int) -> bool:
-    return line["step"] == step and "train/loss" in line
+def _reading(lines: "list[Facts]", step: int) -> "Facts | None":
+    return next((line for line in lines if line["step"] == step and "train/loss" in line), None)
 
 
 def _before(history: "History", step: int) -> tuple[str, int]:
-    """What ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step; that
-    with which the run itself began counts, too."""
+    """Return what ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step.
+
+    The checkpoint with which the run itself began counts, too.
+    """
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
     origin = history.starts[0].get("from")
@@ -109,15 +115,18 @@ def _before(history: "History", step: int) -> tuple[str, int]:
     return "never", 0
 
 
-def _launch(folder: Path, start: dict[str, Any], config_file: str | None, more: list[str]) -> None:
-    recipe, *flags = start["command"]
+def _launch(folder: Path, start: "Facts", config_file: str | None, more: list[str]) -> None:
+    from llmtrain.config import without_retired
+    from llmtrain.training.settings import RETIRED
+
+    recipe, *flags = without_retired(start["command"], RETIRED)
     if not Path(recipe).is_file():
         raise UserError(f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started.")
     if Path(recipe).resolve().is_relative_to(folder.resolve()):
         raise UserError(
             f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it."
         )
-    shares = re.match(r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or "")  # replicas, shards, cuts of matrices
+    shares = re.match(r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or "")  # replicas, shards, shards of matrices
     if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
         raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")
     variables = {"ACCELERATE_MIXED_PRECISION": start["mixed_precision"], "OMP_NUM_THREADS": str(start["threads"])}

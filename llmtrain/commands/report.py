@@ -1,5 +1,7 @@
-"""Make one HTML page of one or more runs: curves, phases, memory, what differs, checkpoints, and what happened on the
-way. It is one file, and opens without a network."""
+"""Make one HTML page of one or more runs: curves, phases, memory, differences, checkpoints and incidents.
+
+It is one file, and opens without a network.
+"""
 
 import argparse
 from pathlib import Path
@@ -10,9 +12,8 @@ from llmtrain.files import json_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where the page goes (default: report.html in the run, or here for several)"
-    )
+    where = "where the page goes (default: report.html in the run, or here for several)"
+    parser.add_argument("--output", metavar="FILE", help=where)
     parser.add_argument("--json", action="store_true", help="print what the page says, for a program, and make none")
 
 

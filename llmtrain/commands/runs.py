@@ -1,5 +1,7 @@
-"""List the runs of a folder with their state, their losses and their age; or check one: how it stands, and whether its
-checkpoints are whole (status 0, else 1). Nothing is changed."""
+"""List the runs of a folder with their state, their losses and their age; or check one.
+
+A check says how the run stands, and whether its checkpoints are whole (status 0, else 1). Nothing is changed.
+"""
 
 import argparse
 import contextlib
@@ -8,13 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, read_object
 from llmtrain.record.history import History, runs_in
 
+if TYPE_CHECKING:
+    from llmtrain.contract import Facts
+
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
+_LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,54 +42,48 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
     path = Path(folders[0])
     try:
-        if not checks:
-            _list(path, arguments.json)
-        else:
-            sys.exit(0 if _check(path, arguments.json) else 1)
+        well = _check(path, arguments.json) if checks else _list(path, arguments.json)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
+    if checks:
+        sys.exit(0 if well else 1)
 
 
-def _list(path: Path, as_json: bool) -> None:
-    """The newest first."""
+def _list(path: Path, as_json: bool) -> bool:
+    """Print the runs, the newest first."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder; name the one that holds runs.")
-    runs = sorted((History.of(folder) for folder in runs_in(path)), key=History.age)
+    runs: list[Facts] = []
+    for run in sorted((History.of(folder) for folder in runs_in(path)), key=History.age):
+        facts = {"run": str(run.folder), "state": run.state, "step": run.step}
+        losses = {name: run.last(key) for name, key in _LOSSES.items()}
+        runs.append({**facts, "max_steps": run.settings.get("max_steps"), **losses, "age": round(run.age(), 1)})
     if as_json:
-        print(json_text([_facts(run) for run in runs], indent=1))
-        return
+        print(json_text(runs, indent=1))
+        return True
     if not runs:
         raise UserError(f"{path} holds no runs.")
-    width = max(3, *(len(str(run.folder)) for run in runs)) + 2
+    width = max(3, *(len(one["run"]) for one in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
-    for facts in map(_facts, runs):
-        step = f"{facts['step']:,}" + (f"/{facts['max_steps']:,}" if facts["max_steps"] else "")
-        losses = "".join(f"{'' if facts[key] is None else format(facts[key], '.4f'):>10}" for key in _LOSSES)
-        print(f"{facts['run']:<{width}}{facts['state']:<12}{step:>15}{losses}{_span(facts['age']):>10}")
-
-
-_LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
-
-
-def _facts(run: History) -> dict[str, Any]:
-    facts = {"run": str(run.folder), "state": run.state, "step": run.step, "max_steps": run.settings.get("max_steps")}
-    return {**facts, **{name: run.last(key) for name, key in _LOSSES.items()}, "age": round(run.age(), 1)}
+    for one in runs:
+        step = f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else "")
+        numbers = "".join(f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES)
+        print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{numbers}{_span(one['age']):>10}")
+    return True
 
 
 def _span(seconds: float) -> str:
-    """A span of time in its largest unit."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    """Return a span of time in its largest unit."""
+    units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+    unit, size = next(((unit, size) for unit, size in units.items() if seconds >= 2 * size), ("s", 1))
+    return f"{seconds / size:.0f} {unit}"
 
 
 def _check(path: Path, as_json: bool) -> bool:
-    """Print what there is to say; whether all is well."""
+    """Print how a run and its checkpoints stand; returns whether all is well."""
     from llmtrain.record.checkpoint import MANIFEST, checkpoints
 
-    place = path.absolute()  # "." too has a name
-    alone = False
+    place, alone = path.absolute(), False  # "." too has a name
     if path.is_dir() and (place.name.startswith("step-") or (path / MANIFEST).exists()):
         folder, found, alone = place.parent, [place], True
     elif any((path / name).exists() for name in ("run.json", "status.json")) or (path / "checkpoints").is_dir():
@@ -94,69 +94,62 @@ def _check(path: Path, as_json: bool) -> bool:
         raise UserError(f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt.")
     home = folder.parent
     history = History.found(home)
-    status, in_progress = history.status, history.in_progress
-    aside = [] if alone else sorted(folder.glob("damaged-*"))
-    leftovers = [] if alone else sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])
-    state, step = status.get("state"), status.get("step")
+    aside = [] if alone else [one.name for one in sorted(folder.glob("damaged-*"))]
+    leftovers = [] if alone else [one.name for one in sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])]
+    state, step = history.status.get("state"), history.status.get("step")
     # said to run at a step when it is saved
     lost = not found and bool(aside or state in _WITH_CHECKPOINT or (state == "running" and step))
-    checked = _checked(found, history.record.get("identity_sha256"), alone)
+    standing, checked = history.standing(), []
+    if not as_json:
+        _say("run", f"{home}: {standing}")
+        if found:
+            print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
+    for one in _checked(found, history.record.get("identity_sha256"), alone):
+        checked.append(one)
+        if not as_json:
+            held_out = "" if one["held_out"] is None else f"{one['held_out']:.4f}"
+            says = [one["fault"] or "whole"]
+            says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one["best"]
+            line = f"{one['step']:>10}{_size(one['bytes']):>12}  {one['written']:<19}{held_out:>10}"
+            print(f"{line}  {'; '.join(says)}", flush=True)
+    well = not lost and not any(one["fault"] for one in checked)
     if as_json:
-        each = list(checked)
-        well = not lost and not any(one["fault"] for one in each)
-        left = {"set_aside": [other.name for other in aside], "leftovers": [other.name for other in leftovers]}
-        whole = {"run": str(home), "standing": history.standing(), "well": well, "checkpoints": each, **left}
-        print(json_text(whole, indent=1))
+        facts = {
+            "run": str(home),
+            "standing": standing,
+            "well": well,
+            "checkpoints": checked,
+        }
+        print(json_text({**facts, "set_aside": aside, "leftovers": leftovers}, indent=1))
         return well
-    _say("run", f"{home}: {history.standing()}")
-    well = not lost
-    if found:
-        print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
-    for one in checked:
-        held_out = "" if one["held_out"] is None else f"{one['held_out']:.4f}"
-        says = [one["fault"] or "whole"]
-        says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one["best"]
-        line = f"{one['step']:>10}{_size(one['bytes']):>12}  {one['written']:<19}{held_out:>10}"
-        print(f"{line}  {'; '.join(says)}", flush=True)
-        well = well and one["fault"] is None
-    for other in aside:
-        _say("set aside", f"{other.name}: a resume found it damaged")
-    for other in leftovers:
-        what = "is being written or deleted" if in_progress else "left half-written; the next start deletes it"
-        _say("leftover", f"{other.name} {what}")
+    for name in aside:
+        _say("set aside", f"{name}: a resume found it damaged")
+    left = "is being written or deleted" if history.in_progress else "left half-written; the next start deletes it"
+    for name in leftovers:
+        _say("leftover", f"{name} {left}")
     if not found:
         _say("none", f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet")
     return well
 
 
-def _checked(found: list[Path], identity: str | None, alone: bool) -> Iterator[dict[str, Any]]:
-    """Each checkpoint, the newest first, as soon as it has been read."""
+def _checked(found: list[Path], identity: str | None, alone: bool) -> "Iterator[Facts]":
+    """Yield each checkpoint, the newest first, as soon as it has been read."""
     from llmtrain.record.checkpoint import find_fault
 
-    losses = {path: loss for path in found if (loss := _loss(path)) is not None}
-    best = min(losses, key=lambda path: losses[path], default=None)
+    states = {path: read_object(path / "state.json") for path in found}
+    said = {path: state.get("eval_loss") for path, state in states.items()}
+    losses = {path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)}
+    best = None if alone else min(losses, key=losses.__getitem__, default=None)
     taken = None
     for path in reversed(found):
         number = path.name.removeprefix("step-")
-        facts: dict[str, Any] = {
-            "step": int(number) if number.isdecimal() else number,
-            "bytes": _bytes(path),
-            "written": _time(path),
-            "held_out": losses.get(path),
-        }
-        fault = find_fault(path)
-        if fault is None and identity not in (None, read_object(path / "state.json").get("identity_sha256")):
-            fault = "it belongs to another run"
-        if not path.exists():  # a run in progress deletes old ones
-            continue
-        if not alone and fault is None and taken is None:
-            taken = path
-        yield {**facts, "fault": fault, "taken": path == taken, "best": not alone and path == best}
-
-
-def _loss(path: Path) -> float | None:
-    loss = read_object(path / "state.json").get("eval_loss")
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+        facts: Facts = {"step": int(number) if number.isdecimal() else number, "bytes": _bytes(path)}
+        facts |= {"written": _time(path), "held_out": losses.get(path), "fault": find_fault(path)}
+        if facts["fault"] is None and identity not in (None, states[path].get("identity_sha256")):
+            facts["fault"] = "it belongs to another run"
+        if path.exists():  # a run in progress deletes old ones
+            taken = taken or (path if facts["fault"] is None and not alone else None)
+            yield facts | {"taken": path == taken, "best": path == best}
 
 
 def _bytes(path: Path) -> int:
@@ -168,13 +161,13 @@ def _bytes(path: Path) -> int:
 def _size(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.{int(unit != 'B')}f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
 
 
 def _time(path: Path) -> str:
-    """When it was committed, or else when its folder was last changed."""
+    """Return when it was committed, or else when its folder was last changed."""
     for file in (path / "MANIFEST.json", path):
         with contextlib.suppress(OSError):
             return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.lstat().st_mtime))

@@ -8,18 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands.recipe import own_and_recipes, take_recipe
-from llmtrain.commands.trial import Asked, Comparison, Outcome, Trial, last_step, table
+from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.commands._trial import Asked, Comparison, Outcome, Trial, last_step, table
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=["layout", "resume"],
-        help="layout: one process against others; resume: a run that is killed against one that is not",
-    )
+    what = "layout: one process against others; resume: a run that is killed against one that is not"
+    parser.add_argument("what", choices=["layout", "resume"], help=what)
     take_recipe(parser, _add_options)
 
 
@@ -33,9 +30,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="updates of each run (layout: 5, resume: 20)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
-    parser.add_argument(
-        "--float64", action="store_true", help="compute in float64, where rounding cannot hide a wrong factor"
-    )
+    parser.add_argument("--float64", action="store_true", help="compute in float64, where no wrong factor can hide")
     parser.add_argument("--json", action="store_true", help="print what was found for a program")
 
 
@@ -48,12 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
         first = {"layout": found.reference.name, "digest": found.reference.digest}
         others = [other._asdict() for other in found.others]
         facts = {"same": not failures, "reference": first, "others": others, "failures": failures}
-        facts["history"] = found.history
-        print(json_text(facts, indent=1))
+        print(json_text({**facts, "history": found.history}, indent=1))
     else:
-        for line in [*found.history, *table(found.reference, found.others), *failures]:
-            print(line)
-        print("FAILED: not the same run" if failures else "passed: the same run")
+        result = "FAILED: not the same run" if failures else "passed: the same run"
+        print("\n".join([*found.history, *table(found.reference, found.others), *failures, result]))
     sys.exit(1 if failures else 0)
 
 
@@ -73,7 +66,7 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
     if len(layouts) < 2:
         raise UserError(f"--layouts {layouts[0]}: name two of them or more; the others are compared with the first.")
     reference = trial.run(layouts[0], scratch / "0")
-    if reference.bitwise and layouts[0].accumulation is None:  # which keeps the micro-batch
+    if reference.has("bitwise") and layouts[0].accumulation is None:  # which keeps the micro-batch
         reference = trial.run(Asked(1), scratch / "again")
     others, failures = [], reference.miscounted()
     for i, layout in enumerate(layouts[1:], start=1):
@@ -81,7 +74,7 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
             others.append(trial.run(layout, scratch / f"{i}"))
         except UserError as error:  # it works on the first layout and not on this one
             failures.append(str(error))
-    return _Found(reference, [reference.compare(other, reference.bitwise) for other in others], failures, [])
+    return _Found(reference, [reference.compare(other, reference.has("bitwise")) for other in others], failures, [])
 
 
 def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
@@ -98,12 +91,11 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
         share = steps * (i + 1) // len(starts)  # each start has its share of the updates, and is killed within it
         # not before there is something to go on from
         first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
-        step = draw.randint(first, max(first, share - 1))
-        killed_at = trial.kill_after(trial.begin(layout, folder), folder, step)
-        history.append(f"{layout}, killed after update {killed_at}")
-    resumed = trial.run(starts[-1], folder)._replace(name="killed, resumed")
+        made = trial.run_and_kill(layout, folder, draw.randint(first, max(first, share - 1)))
+        history.append(f"{layout}, killed after update {made}")
+    resumed = trial.run(starts[-1], folder, name="killed, resumed")
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
     began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
-    compared = straight.compare(resumed, same_bits=straight.bitwise or len(set(starts)) == 1)
+    compared = straight.compare(resumed, same_bits=straight.has("bitwise") or len(set(starts)) == 1)
     return _Found(straight, [compared], lost, history)

@@ -1,10 +1,13 @@
-"""Run some updates of a recipe, and show what each process does when: what it computes, when each bucket of gradients
-is full and travels, how much of that is hidden behind the backward pass, and who keeps the others waiting."""
+"""Run some updates of a recipe, and show what each process does when.
+
+It shows what is computed, when each bucket of gradients is full and travels, how much of that is hidden behind the
+backward pass, and who keeps the others waiting.
+"""
 
 import argparse
 import itertools
 
-from llmtrain.commands.recipe import own_and_recipes, take_recipe
+from llmtrain.commands._recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
 from llmtrain.launch.children import gpus, launcher_of, read_config, run_to_end
 
@@ -16,12 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     default = "(default: as the accelerate config says, or one a GPU, at least 2)"
     parser.add_argument("--processes", type=int, metavar="N", help=default)
-    parser.add_argument(
-        "--updates",
-        default="6:8",
-        metavar="A:B",
-        help="those to show; the first are not like others (%(default)s)",
-    )
+    which = "those to show; the first are not like others (%(default)s)"
+    parser.add_argument("--updates", default="6:8", metavar="A:B", help=which)
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the recipe is launched with")
     parser.add_argument("--json", action="store_true", help="print the numbers for a program")
 

@@ -1,5 +1,6 @@
-"""What a forward and a backward pass hold beside weights and gradients, found by making them on tensors that have a
-shape and no memory (torch's FakeTensor): the model's own code says what it keeps, not a rule of thumb.
+"""Activations of a forward and a backward pass, counted on tensors that have a shape and no memory.
+
+The passes are made on torch's ``FakeTensor``: the model's own code says what it keeps, not a rule of thumb.
 """
 
 import contextlib
@@ -7,8 +8,8 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -18,119 +19,98 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from llmtrain.contract import Facts
 from llmtrain.models import attention
+from llmtrain.models.gpt import GPT
 from llmtrain.parallel.mesh import block_classes
 from llmtrain.parallel.tensor import cut_tensors
 
-_BLOCKS = 4  # a model of more is looked at as if it had these, and all others are like them
+Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
+_BLOCKS = 4  # a model of more is computed with these, and all others are like them
+
+
+class MicroBatch(NamedTuple):
+    """The shape of a micro-batch, and how a model computes it."""
+
+    rows: int
+    positions: int  # of each
+    bf16: bool = False
+    gathered: frozenset[str] = frozenset()  # weights that FSDP2 gathers in bfloat16; autocast casts and keeps others
+    fused: bool = False  # attention is a GPU's, which keeps no probabilities
+    mesh: DeviceMesh | None = None  # matrices are sharded over it
 
 
 class Kept(NamedTuple):
     """Bytes of a micro-batch. Each of a model's blocks keeps as many as another."""
 
-    before: float  # what stands before the blocks keeps
-    block: float  # one of them keeps
-    most: dict[str, float]  # at the fullest moment until the first block's backward: ``activations`` and ``logits``
-    most_after: float  # at the fullest moment after it, when the blocks' are gone
+    before: float  # kept by what stands before the blocks
+    block: float  # kept by one of them
+    peak: Pair  # activations, and what belongs to the logits, at the fullest moment
+    at_end: float  # at the fullest moment of the first block's backward and after, when the others' are gone
     blocks: int
 
-    def peak(self) -> tuple[float, float]:
-        """Of activations, and of what belongs to the logits, at the fullest moment."""
-        activations, logits = self.most["activations"], self.most["logits"]
-        return (activations, logits) if activations + logits >= self.most_after else (self.most_after, 0)
 
-
-def kept(
-    model: nn.Module,
-    rows: int,
-    positions: int,
-    bf16: bool,
-    gathered: frozenset[str] = frozenset(),
-    fused: bool = False,
-    mesh: DeviceMesh | None = None,
-) -> Kept:
-    """Of ``rows`` rows of ``positions`` positions through a model whose parameters are on the meta device.
-
-    Weights whose names are in ``gathered`` come in bfloat16, as FSDP2 gathers them; autocast casts others, and keeps
-    what it cast. ``fused``: attention is a GPU's, which keeps no probabilities. ``mesh``: matrices are cut over it.
-    """
-    found = _list_of_blocks(model)
-    blocks = len(found) if found is not None else 1
-    here = min(blocks, _BLOCKS)
-    depths = [here // 2, here] if here > 1 else [here]
-    *fewer, live = (
-        _pass(_of_depth(model, n), rows, positions, bf16, gathered, fused, mesh, whole=n == here) for n in depths
-    )
-    most = {"activations": 0.0, "logits": 0.0, **live.most}
-    behind = live.after_blocks if live.after_blocks is not None else most["activations"]
-    block = (behind - (fewer[0].after_blocks or 0.0)) / (here - here // 2) if fewer else 0.0
-    most["activations"] += block * (blocks - here)
-    return Kept(behind - block * here, block, most, live.most_after, blocks)
-
-
-def _pass(
-    model: nn.Module,
-    rows: int,
-    positions: int,
-    bf16: bool,
-    gathered: frozenset[str],
-    fused: bool,
-    mesh: DeviceMesh | None,
-    whole: bool,
-) -> "_Live":
-    """Forward and backward; or, of which not the ``whole`` is wanted, as far as the last block's forward."""
-    if mesh is not None:
-        cut_tensors(model, mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(fused):
-        _make_fake(model, gathered)
+def kept(model: nn.Module, batch: MicroBatch) -> Kept:
+    """Count what a micro-batch keeps in a model whose parameters are on the meta device."""
+    blocks = list_of_blocks(model)
+    count = len(blocks) if blocks is not None else 1
+    model = _of_depth(model, min(count, _BLOCKS))
+    if batch.mesh is not None:
+        cut_tensors(model, batch.mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
+        _make_fake(model, batch.gathered)
         model.train()
-        blocks = _list_of_blocks(model)
-        ids = torch.zeros(rows, positions + 1, dtype=torch.int64)
-        labels = ids.clone()
-        live = _Live(model)
-        if blocks is not None:
-            _watch_ends(live, blocks)
+        ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
+        labels, live = ids.clone(), _Live(model)
         with live:
-            with contextlib.suppress(_Enough), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                live.stop = not whole
+            with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
                 nll = model(input_ids=ids, labels=labels)
-            if whole:
-                nll.backward()
-    return live
+            nll.backward()
+    after, half = live.after_block or [live.most["activations"]], len(live.after_block) // 2
+    block = (after[-1] - after[half - 1]) / (len(after) - half) if half else 0.0
+    peak = live.most["activations"] + block * (count - len(after)), live.most["logits"]
+    peak = peak if sum(peak) >= live.at_end else (live.at_end, 0)
+    return Kept(after[-1] - block * len(after), block, peak, live.at_end, count)
 
 
-class _Enough(Exception):  # noqa: N818
-    """What was looked for is known."""
+def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
+    """Return the one list that holds all of a model's blocks; ``None`` where they stand otherwise."""
+    names = block_classes(model)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and {type(b).__name__ for b in m} <= names]
+    return lists[0] if len(lists) == 1 and len(lists[0]) > 0 else None
 
 
-class _Live(TorchDispatchMode):
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are alive, apart from weights and gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind = "activations"
         self.bytes: Counter[str] = Counter()
-        self.most: dict[str, float] = {}
-        self.most_after = 0.0
-        self.after_blocks: float | None = None
-        self.is_last_part = self.stop = False
-        self._known: dict[int, tuple[str, int]] = {}
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self._known[_storage(tensor)._cdata] = ("weights", 0)
+        self.most: Counter[str] = Counter()
+        self.at_end = 0
+        self.after_block: list[int] = []  # bytes at the end of each one's forward
+        self.blocks_are_gone = False
+        self._known = {_storage(tensor)._cdata: ("weights", 0) for tensor in [*model.parameters(), *model.buffers()]}
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._is_gradient)
+                parameter.register_post_accumulate_grad_hook(self._is_gradient)  # type: ignore[no-untyped-call]
+        self._blocks = list_of_blocks(model) or ()
+        for block in self._blocks:
+            block.register_forward_hook(self._after_block)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Callable[..., object], _: object, args: tuple[object, ...] = (), kwargs: Facts | None = None
+    ) -> object:
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+                self._see(_storage(tensor))
         return made
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+    def _see(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
@@ -138,10 +118,10 @@ class _Live(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key)
         self.bytes[self.kind] += size
         total = self.bytes.total()
-        if self.is_last_part:
-            self.most_after = max(self.most_after, total)
-        elif total > sum(self.most.values()):
-            self.most = dict(self.bytes)
+        if self.blocks_are_gone:
+            self.at_end = max(self.at_end, total)
+        elif total > self.most.total():
+            self.most = self.bytes.copy()
 
     def _forget(self, key: int) -> None:
         kind, size = self._known.pop(key)
@@ -154,83 +134,65 @@ class _Live(TorchDispatchMode):
         self.bytes[kind] -= size
         self._known[key] = "weights", 0
 
+    def _after_block(self, _: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        if len(self.after_block) == len(self._blocks):  # activations are computed again
+            return
+        self.after_block.append(self.bytes.total())
+        hidden = out[0] if isinstance(out, tuple) else out
+        if len(self.after_block) == 1 and hidden.requires_grad:  # at its backward no more than one block's are left
+            hidden.register_hook(lambda _: setattr(self, "blocks_are_gone", True))  # type: ignore[no-untyped-call]
+        if len(self.after_block) == len(self._blocks):  # until its backward the head makes what comes
+            self.kind = "logits"
+            hidden.register_hook(lambda _: setattr(self, "kind", "activations"))  # type: ignore[no-untyped-call]
 
-def _storage(tensor: torch.Tensor) -> Any:
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def _watch_ends(live: _Live, blocks: nn.ModuleList) -> None:
-    """What is made between the last block's forward and its backward is the head's; after the first block's backward
-    has begun, there are no more than one block's activations."""
-
-    def last(_: Any, __: Any, out: Any) -> None:
-        if live.after_blocks is None:  # not where activations are computed again
-            live.after_blocks, live.kind = live.bytes.total(), "logits"
-            if live.stop:
-                raise _Enough
-            _first(out).register_hook(lambda _: setattr(live, "kind", "activations"))
-
-    def first(_: Any, __: Any, out: Any) -> None:
-        if live.after_blocks is None and _first(out).requires_grad:
-            _first(out).register_hook(lambda _: setattr(live, "is_last_part", True))
-
-    blocks[0].register_forward_hook(first)
-    blocks[-1].register_forward_hook(last)
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
-    """The one list that holds all of a model's blocks; None where they stand otherwise."""
-    names = block_classes(model)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and {type(b).__name__ for b in m} <= names]
-    return lists[0] if len(lists) == 1 and len(lists[0]) > 0 else None
-
-
 def _of_depth(model: nn.Module, depth: int) -> nn.Module:
+    """Copy a model with its first ``depth`` blocks."""
     shallow = copy.deepcopy(model)
-    blocks = _list_of_blocks(shallow)
+    blocks = list_of_blocks(shallow)
     if blocks is None:
         return shallow
     del blocks[depth:]
-    config: Any = getattr(shallow, "config", None)
-    if hasattr(shallow, "keep"):  # the GPT, whose blocks may be on other stages
-        config.n_layer = depth
-        shallow.keep(0, 1)  # type: ignore[operator]
-    elif hasattr(config, "get_text_config"):
-        config.get_text_config().num_hidden_layers = depth
+    if isinstance(shallow, GPT):
+        shallow.config.n_layer = depth
+        shallow.keep(0, 1)
+    elif isinstance(shallow, PreTrainedModel):
+        shallow.config.get_text_config().num_hidden_layers = depth
     return shallow
 
 
 def _make_fake(model: nn.Module, gathered: frozenset[str]) -> None:
-    made: dict[int, nn.Parameter] = {}  # what is tied stays so
-    for prefix, module in model.named_modules():
-        for key, parameter in [*module.named_parameters(recurse=False)]:
-            name = f"{prefix}.{key}" if prefix else key
-            if id(parameter) not in made:
-                dtype = torch.bfloat16 if name in gathered and parameter.is_floating_point() else parameter.dtype
-                made[id(parameter)] = nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
-            module.register_parameter(key, made[id(parameter)])
-        for key, buffer in [*module.named_buffers(recurse=False)]:
-            setattr(module, key, _fake(buffer, buffer.dtype))
+    """Put fake tensors in place of parameters and buffers; ties stay."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        owner, _, key = name.rpartition(".")
+        if parameter not in made:
+            half = name in gathered and parameter.is_floating_point()
+            fake = _fake(parameter, torch.bfloat16 if half else parameter.dtype)
+            made[parameter] = nn.Parameter(fake, parameter.requires_grad)
+        model.get_submodule(owner).register_parameter(key, made[parameter])
+    for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, _fake(buffer, buffer.dtype))
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        local = torch.empty(tensor.to_local().shape, dtype=dtype)
-        return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
-        )
-    return torch.empty(tensor.shape, dtype=dtype)
+    if not isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=dtype)
+    local, kind = torch.empty(tensor.to_local().shape, dtype=dtype), (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(local, *kind, shape=tensor.shape, stride=tensor.stride(), run_check=False)
 
 
 @contextlib.contextmanager
 def _whole_rows(fused: bool) -> Iterator[None]:
-    """Rows of one document, as there are no values to find several by; and the attention of a GPU where asked for: that
-    of a CPU keeps probabilities, for rows up to some length."""
+    """Compute rows of one document, for there are no values by which to find several.
+
+    ``fused`` computes with a GPU's attention; that of a CPU keeps probabilities, for rows up to some length.
+    """
     masks = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as changed:
         if hasattr(masks, "find_packed_sequence_indices"):

@@ -1,6 +1,10 @@
-"""A few real updates on this machine: by processes that compute side by side and send nothing; then, over gloo, by the
-same ones together, for what sending takes from those that compute."""
+"""A few real updates on this machine, from which a plan takes its seconds.
 
+Processes compute side by side and send nothing; then, over gloo, the same ones send, which shows what sending takes
+from those that compute.
+"""
+
+import math
 import tempfile
 from pathlib import Path
 
@@ -13,33 +17,35 @@ _UPDATES = 12  # the first of which a reading leaves out
 
 
 def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precision: str, numbers: int) -> Compute:
-    """What ``processes`` processes need for micro-batches of ``rows`` rows, the slowest of them, with a model of which
-    ``numbers`` are trained. Raises :class:`UserError` with what the recipe said, where it failed."""
+    """Return the seconds of the slowest of some processes, with micro-batches of ``rows`` rows.
+
+    ``numbers`` of the model are trained. Raises :class:`UserError` with what the recipe said, where it failed.
+    """
     common: dict[str, object] = {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
     common |= {"pipeline_stages": 1} if "--pipeline_stages" in flags else {}
     alone = {"sync_every": 10**6, "ddp_comm_hook": "none"} if processes > 1 else {}
     phases = _updates(recipe, flags, processes, precision, common | alone)
-
-    def seconds(*names: str) -> float:
-        return max(sum(ranks) for ranks in zip(*(phases[name] for name in names), strict=True))
-
     found = Compute(
-        seconds("forward") / rows,
-        seconds("backward") / rows,
-        optimizer=seconds("optimizer"),
-        other=seconds("data", "other"),
+        _slowest(phases, "forward") / rows,
+        _slowest(phases, "backward") / rows,
+        optimizer=_slowest(phases, "optimizer"),
+        other=_slowest(phases, "data", "other"),
     )
     if processes == 1 or gpus() >= processes:
         return found
     together = _updates(recipe, flags, processes, precision, common)
-    more = max(sum(ranks) for ranks in zip(*together.values(), strict=True)) - seconds(*OWN)
+    more = _slowest(together, *together) - _slowest(phases, *OWN)
     return found._replace(handling=max(0.0, more) / (2 * (processes - 1) / processes * 4 * numbers))
+
+
+def _slowest(phases: dict[str, list[float]], *names: str) -> float:
+    return max(map(math.fsum, zip(*(phases[name] for name in names), strict=True)))
 
 
 def _updates(
     recipe: str, flags: list[str], processes: int, precision: str, forced: dict[str, object]
 ) -> dict[str, list[float]]:
-    """Mean seconds of an update in each phase, by rank."""
+    """Return the mean seconds of an update in each phase, by rank."""
     forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"} | forced
     forced |= {"report_to": "none", "eval_steps": 0}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
@@ -48,4 +54,5 @@ def _updates(
         command = [*launcher_of(processes, None), recipe, *flags, *words, "--output_dir", str(run)]
         run_to_end(command, on_cpu=processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
         lines = read_lines(run / "metrics.jsonl")
-    return next(line["phases"] for line in reversed(lines) if "phases" in line)
+    found: dict[str, list[float]] = next(line["phases"] for line in reversed(lines) if "phases" in line)
+    return found

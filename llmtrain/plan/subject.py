@@ -1,84 +1,99 @@
-"""What a recipe would train, without memory for it: the recipe itself builds its model, on the meta device."""
+"""The model that a recipe would train, made by the recipe's own ``build`` on the meta device, without memory."""
 
 import contextlib
-import dataclasses
 import io
 import runpy
-import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from llmtrain import start
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from llmtrain.config import parse
+from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line
-from llmtrain.parallel.paper import PaperAccelerator, Taken
+from llmtrain.models.gpt import GPTConfig
+from llmtrain.models.pretrained import ModelConfig
+from llmtrain.models.summed import SummedLoss
+from llmtrain.parallel.mesh import Staged
+from llmtrain.plan.activations import list_of_blocks
+
+if TYPE_CHECKING:
+    from llmtrain.training.settings import Settings
+
+_NEEDED = ("DEFAULTS", "tokenized", "build")
+
+
+@runtime_checkable
+class _CountsFlops(Protocol):
+    def flops_per_token(self) -> int: ...
 
 
 class Subject(NamedTuple):
-    model: Any  # on the meta device
-    settings: Any  # every flag of the recipe by its name
+    """A model to plan for, and how it would be trained."""
+
+    model: nn.Module  # on the meta device
+    settings: "Settings[Any, Any]"
     precision: str  # "no" or "bf16"
+    positions: int  # of a row, that a micro-batch computes
 
     @property
-    def positions(self) -> int:
-        """Of a row, that a micro-batch computes."""
-        return self.settings.block_size
+    def kind(self) -> str:
+        """The name of the model's class, as its author calls it."""
+        own: type = getattr(self.model, "own_class", type(self.model))
+        return own.__name__
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
-        return self.model.config.n_embd if hasattr(self.model, "keep") else self._text.hidden_size
+        """Size of the hidden states. Raises :class:`UserError` where the model does not say it."""
+        if isinstance(self.model, Staged):
+            return self.model.width
+        if isinstance(self.model, PreTrainedModel):
+            return int(self.model.config.get_text_config().hidden_size)
+        raise UserError(f"{self.kind} does not say the width of its hidden states.")
 
     @property
     def blocks(self) -> int:
-        return self.model.config.n_layer if hasattr(self.model, "keep") else self._text.num_hidden_layers
+        if isinstance(self.model, PreTrainedModel):
+            return int(self.model.config.get_text_config().num_hidden_layers)
+        return len(list_of_blocks(self.model) or [self.model])
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward; 0 where nobody knows."""
-        found = getattr(self.model, "flops_per_token", None)
-        return found() if found is not None else 0
+        """FLOPs of a forward and a backward pass; 0 where nobody knows."""
+        return self.model.flops_per_token() if isinstance(self.model, _CountsFlops) else 0
 
     @property
-    def _text(self) -> Any:
-        return self.model.config.get_text_config()
+    def recomputes(self) -> bool:
+        """``--gradient_checkpointing``: activations are computed again in the backward pass."""
+        config = self.settings.model
+        return isinstance(config, GPTConfig | ModelConfig) and config.gradient_checkpointing
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
-    """Of a recipe with these flags. It prepares its data, whose vocabulary is a size of the model, and gets as far as
-    where its model would be spread over processes. Raises :class:`UserError` where it does not."""
+    """Return what a recipe would train with these flags.
+
+    Its rows are made, for their vocabulary is a size of the model. Raises :class:`UserError` where the file is no
+    recipe, or where its model cannot be built without weights.
+    """
     try:
         found = runpy.run_path(recipe, run_name="llmtrain.recipe")
     except Exception as error:  # it is somebody's program, or none
         raise UserError(f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}") from None
-    main, defaults = found.get("main"), found.get("DEFAULTS")
-    if main is None or defaults is None:
-        raise UserError(f"{recipe} has no main(argv) and DEFAULTS, by which a plan knows it; see recipes/gpt.py.")
-    settings = _joined(parse(*defaults, argv=flags))
-    start.paper = PaperAccelerator(precision)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), _called(recipe):
-            main(flags)
-    except Taken as taken:
-        model: Any = taken.model
-        if hasattr(model, "head_is_linear"):  # which is found out by values; nearly all are
-            model.head_is_linear = True
-        return Subject(model, settings, precision)
-    finally:
-        start.paper = None
-    raise UserError(f"{recipe} does not call shard(accelerator, model, weights), where a plan takes its model.")
-
-
-def _joined(configs: tuple[Any, ...]) -> Any:
-    fields = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
-    return dataclasses.make_dataclass("Settings", fields)(**fields)
-
-
-@contextlib.contextmanager
-def _called(recipe: str) -> Iterator[None]:
-    """With the name of the program that its errors show."""
-    before, sys.argv = sys.argv, [recipe]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    missing = " and no ".join(name for name in _NEEDED if name not in found)
+    if missing:
+        raise UserError(f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.")
+    settings: Settings[Any, Any] = parse(found["DEFAULTS"], flags)
+    with contextlib.redirect_stdout(io.StringIO()):
+        rows = found["tokenized"](settings)
+        try:
+            with torch.device("meta"):
+                built: Built | nn.Module = found["build"](settings, rows, precision)
+        except (RuntimeError, NotImplementedError) as error:  # it asks for a value
+            raise UserError(
+                f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}"
+            ) from None
+    model = built.model if isinstance(built, Built) else built
+    if isinstance(model, SummedLoss):
+        model.head_is_linear = True  # as nearly all are; a run finds it out by values
+    return Subject(model, settings, precision, rows.facts.block_size)

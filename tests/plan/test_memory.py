@@ -1,25 +1,32 @@
 """Bytes by part, from the shapes of a model that has no memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from llmtrain import GPT, GPTConfig, UserError
-from llmtrain.devices import DEVICES, bytes_per_second, check_room, device_called, peak_of
-from llmtrain.parallel.fsdp import Sharding
-from llmtrain.plan.activations import kept
+from llmtrain.devices import DEVICES, bytes_per_second, device_called, peak_of
+from llmtrain.errors import UserError
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.fsdp import check_room
+from llmtrain.parallel.mesh import Sharding, ShardingPlugin
+from llmtrain.plan import pipeline
+from llmtrain.plan.activations import MicroBatch, kept
 from llmtrain.plan.memory import Memory
-from llmtrain.plan.subject import Subject
+from llmtrain.plan.subject import Subject, subject_of
+from llmtrain.training.optim import OptimConfig
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 
 
-def memory(optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **settings: object) -> Memory:
+def memory(optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **parallel: object) -> Memory:
     with torch.device("meta"):
         model = GPT(config, 1000)
-    return Memory(Subject(model, SimpleNamespace(optim=optim, block_size=32, **settings), precision), on_gpu=False)
+    settings = SimpleNamespace(model=config, optim=OptimConfig(optim), parallel=PipelineConfig(**parallel))
+    return Memory(Subject(model, settings, precision, positions=32), on_gpu=False)
 
 
 def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
@@ -53,17 +60,18 @@ def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None
 
 
 def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
-    found = kept(memory().subject.model, 2, 32, bf16=False)
+    found = kept(memory().subject.model, MicroBatch(2, 32))
     assert found.blocks == 6
-    shallow = kept(memory(config=GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32)).subject.model, 2, 32, False)
-    assert sum(found.peak()) - sum(shallow.peak()) == pytest.approx(2 * found.block)
+    four = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32)
+    shallow = kept(memory(config=four).subject.model, MicroBatch(2, 32))
+    assert sum(found.peak) - sum(shallow.peak) == pytest.approx(2 * found.block)
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
-    assert kept(memory(config=again).subject.model, 2, 32, False).block == 4 * 2 * 32 * 64  # what goes into a block
+    assert kept(memory(config=again).subject.model, MicroBatch(2, 32)).block == 4 * 2 * 32 * 64  # a block's input
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
-    """Of three linear layers: what goes into each; and the logits' own."""
+    """Three linear layers keep the input of each, and what belongs to the logits."""
 
     class Tiny(nn.Module):
         def __init__(self) -> None:
@@ -82,12 +90,12 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
 
     with torch.device("meta"):
         model = Tiny()
-    found = kept(model, 2, 7, bf16=False)
+    found = kept(model, MicroBatch(2, 7))
     assert found.block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
     assert found.before == 4 * 2 * 8 * 16
     gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
     at_end = 3 * gradient if tied else gradient + found.before  # tied: of both ends, and their sum
-    assert found.most_after == pytest.approx(at_end, abs=8)
+    assert found.at_end == pytest.approx(at_end, abs=8)
 
 
 def test_the_largest_micro_batch_divides_and_fits() -> None:
@@ -101,7 +109,8 @@ def test_the_largest_micro_batch_divides_and_fits() -> None:
 def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
     half = Sharding(1, 1, stages=2)
-    one, two, three = (found._of_stage(half, 0, 1, count) for count in (1, 2, 3))
+    activations = found.kept(1, tensor=1, gathered=True)
+    one, two, three = (pipeline.stage_of(found, activations, half, 0, 1, count) for count in (1, 2, 3))
     assert one.activations < two.activations == three.activations  # no more are under way than there are stages
     assert two.weights < found.of(Sharding(2, 1), 1, 2).weights
     assert three.total > two.total  # with three, there are gradients when it is fullest
@@ -125,14 +134,46 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
 def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Linear(2**14, 2**14, bias=False)  # a GiB
-    gpu: object = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("llmtrain.devices._memory_of", lambda _: 2.9 * 2**30)
+    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace())
+    monkeypatch.setattr("llmtrain.parallel.fsdp._memory_of", lambda _: 2.9 * 2**30)
     with pytest.raises(UserError, match=r"3\.0 GiB a process and more: 1\.0 for weights, 1\.0 for .* has 2\.9"):
         check_room(gpu, model)
-    check_room(gpu, model, trained=False)  # LoRA's base, before it is frozen
     model.requires_grad_(False)
     check_room(gpu, model)
     model.requires_grad_(True)
-    check_room(SimpleNamespace(device=torch.device("cpu")), model)
-    plugin = SimpleNamespace(sharding=Sharding(1, 2))
-    check_room(SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    check_room(SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace()), model)
+    gpu.state.fsdp_plugin = ShardingPlugin(Sharding(1, 2))
+    check_room(gpu, model)
+
+
+def recipe(folder: Path, *lines: str) -> str:
+    rows = "SimpleNamespace(facts=SimpleNamespace(block_size=8))"
+    head = ["from dataclasses import dataclass, field", "from types import SimpleNamespace", "import torch"]
+    head += ["from llmtrain.parallel.config import ParallelConfig", "from llmtrain.training.optim import OptimConfig"]
+    head += ["@dataclass", "class Settings:"]
+    head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
+    head += ["    parallel: ParallelConfig = field(default_factory=ParallelConfig)", "    model: object = None"]
+    head += ["DEFAULTS = Settings()", f"def tokenized(s): return {rows}"]
+    path = folder / "own.py"
+    path.write_text("\n".join([*head, *lines]))
+    return str(path)
+
+
+def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
+    subject = subject_of(recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no")
+    assert (subject.positions, subject.kind, subject.flops_per_token, subject.blocks) == (8, "Linear", 0, 1)
+    assert Memory(subject, on_gpu=False).parts(1)[0].numbers() == 2**40
+
+
+def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "def build(*_): return torch.nn.Linear(int(torch.ones(1).item()), 2)")
+    with pytest.raises(UserError, match=r"own\.py: build\(\) needs values of weights"):
+        subject_of(path, [], "no")
+
+
+def test_a_recipe_says_all_that_a_plan_needs(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text("DEFAULTS = 1")
+    with pytest.raises(UserError, match=r"bare\.py has no tokenized and no build"):
+        subject_of(str(tmp_path / "bare.py"), [], "no")
+    with pytest.raises(UserError, match="could not be loaded: FileNotFoundError"):
+        subject_of(str(tmp_path / "absent.py"), [], "no")

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.parallel.fsdp import Sharding
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.memory import Memory, Part, Unit
 from llmtrain.plan.speed import Cluster, Compute, Link, _ahead, _behind, bytes_sent, ddp_buckets, step_time
 
@@ -44,20 +45,20 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
     assert _ahead([1, 1, 1], [2, 2, 2]) == pytest.approx(4.0)  # all of them, and the last one's work: 7 to 3
 
 
-def memory_of(*sizes: int, **settings: object) -> Memory:
+def memory_of(*sizes: int, buckets: tuple[float, ...] = (25.0,)) -> Memory:
     parts = [Part(f"{number}", size, 1, 4, True, 2) for number, size in enumerate(sizes)]
-    subject = SimpleNamespace(settings=SimpleNamespace(**settings), blocks=len(sizes), positions=8, width=2**14)
-    units = [Unit(frozenset([part.name]), multiplied=True, stays=False) for part in reversed(parts)]
+    settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=[*buckets]))
+    subject = SimpleNamespace(settings=settings, blocks=len(sizes), positions=8, width=2**14)
+    units = [Unit(frozenset([part.name]), half=False, stays=False) for part in reversed(parts)]
     found = SimpleNamespace(subject=subject, parts=lambda _: parts, units=units, bf16=False, held_whole=True)
     return found  # type: ignore[return-value]
 
 
 def test_buckets_are_filled_from_the_last_parameter_and_the_first_is_small() -> None:
     mib = 2**18  # numbers of four bytes
-    sizes = [size / 2**20 for size in ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib))]
-    assert sizes == [3, 50]
-    sizes = [s / 2**20 for s in ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, ddp_bucket_cap_mb=8))]
-    assert sizes == [3, 10, 10, 30]
+    for buckets, sizes in (((25.0,), [3, 50]), ((8.0,), [3, 10, 10, 30]), ((4.0, 25.0), [13, 40])):
+        found = ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, buckets=buckets))
+        assert [size / 2**20 for size in found] == sizes
 
 
 def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> None:

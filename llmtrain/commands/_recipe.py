@@ -7,13 +7,8 @@ from pathlib import Path
 from llmtrain.errors import UserError
 
 
-def check_recipe(path: str) -> None:
-    if not Path(path).is_file():
-        raise UserError(f"{path} is not a file; name a recipe, such as recipes/gpt.py.")
-
-
 def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
-    """A recipe and its flags; a command's own options stand before them or among them (:func:`own_and_recipes`)."""
+    """Take a recipe and its flags; a command's own options stand before or among them (:func:`own_and_recipes`)."""
     parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
     add_options(parser)
     options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
@@ -24,5 +19,6 @@ def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse
 
 def own_and_recipes(arguments: argparse.Namespace) -> None:
     """Leave in ``arguments.flags`` those that are the recipe's. Raises :class:`UserError` where there is no recipe."""
-    check_recipe(arguments.recipe)
+    if not Path(arguments.recipe).is_file():
+        raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
     _, arguments.flags = arguments.options.parse_known_args(arguments.flags, arguments)
