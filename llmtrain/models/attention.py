@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
+_SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
 
 Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys that they meet
 
@@ -35,34 +36,27 @@ def hasten_transformers() -> None:
     known = WeakTensorKeyDictionary()  # the blocks of masks, each of which all layers of a model share
 
     def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **others: object,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         q, k, v, mask = query, key, value, attention_mask
         if mask is not None and len(mask) < len(q):
             mask = mask.expand(len(q), -1, -1, -1)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        special = dropout or any(others.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+        special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
         whole = q.shape[2] == k.shape[2] and 1 < q.shape[2] <= LONGEST  # else a cache holds earlier keys
+        scale, causal = options.get("scaling"), options.get("is_causal")
         blocks = None
         if q.device.type == "cpu" and whole and q.shape[-1] == v.shape[-1] and not special:
-            blocks = _blocks_of(mask, known) if mask is not None else _blocks(len(q), q.shape[2]) if causal else None
+            if mask is not None:
+                blocks = _blocks_of(mask, known)
+            elif getattr(module, "is_causal", True) if causal is None else causal:
+                blocks = _blocks(len(q), q.shape[2])
         if blocks is None:
-            result: tuple[Tensor, None] = theirs(
-                module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
-            )
+            result: tuple[Tensor, None] = theirs(module, q, k, v, mask, **options)
             return result
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = _in_blocks(q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling, mask, blocks)
+        out = _in_blocks(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mask, blocks)
         return out.transpose(1, 2).contiguous(), None
 
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
@@ -96,17 +90,6 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
     return out
 
 
-class _Context(Protocol):
-    """What forward leaves for backward."""
-
-    saved_tensors: tuple[Tensor, ...]
-    scale: float
-    blocks: Blocks
-    heads: int
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _Blockwise(torch.autograd.Function):
     """Attention in which a block of queries at a time meets the keys up to its last.
 
@@ -118,9 +101,7 @@ class _Blockwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: _Context, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, blocks: Blocks
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, blocks: Blocks) -> Tensor:
         shape = q.shape
         heads, length, size = shape[1:]
         q, k, v = (each.reshape(-1, length, size) for each in (q, k, v))
@@ -144,7 +125,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *probabilities = ctx.saved_tensors
         shape, grad = grad.shape, grad.reshape(q.shape)
         grad_q, summed = torch.empty_like(q), list[Tensor]()

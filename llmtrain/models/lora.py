@@ -97,11 +97,9 @@ def _draw(model: nn.Module, seed: int) -> None:
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer) and isinstance(module, nn.Module)]
     for number, layer in enumerate(layers):
-        for name, parameter in [*layer.named_parameters()]:
-            if parameter.is_meta and not name.startswith(("base_layer", "lora_magnitude_vector")):
-                place, _, leaf = name.rpartition(".")
-                real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-                setattr(layer.get_submodule(place), leaf, real)
+        for own in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+            if any(parameter.is_meta for parameter in own.parameters()):
+                own.to_empty(device="cpu")
         torch.manual_seed((seed + (number << 32)) % 2**63)
         layer.reset_lora_parameters("default", True)
 

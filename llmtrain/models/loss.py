@@ -1,6 +1,6 @@
 """The one place where labels are shifted, and the sum that every model of this package returns."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,17 +112,6 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return gather_from(F.linear(copy_to(hidden, mesh), to_local(weight), local_bias), mesh, len(weight))
 
 
-class _Context(Protocol):
-    """What forward leaves for backward."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, torch.dtype | None]
-    softcap: float | None
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _HeldNLL(torch.autograd.Function):
     """The summed nll of targets [N], none of them ignored, which are few enough to hold their logits.
 
@@ -131,7 +120,7 @@ class _HeldNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -161,7 +150,7 @@ class _HeldNLL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, grad = ctx.saved_tensors
         for_weight, for_bias = ctx.dtypes
         needed = ctx.needs_input_grad
@@ -180,7 +169,7 @@ class _BlockwiseNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -204,7 +193,7 @@ class _BlockwiseNLL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if for_hidden else None

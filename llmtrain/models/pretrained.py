@@ -72,16 +72,15 @@ class ModelConfig(Config):
         require(named, "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
 
 
-class _DataFacts(Protocol):
-    @property
-    def dataset(self) -> str: ...
+class _Named(Protocol):
+    dataset: str
 
 
 class Rows(Protocol):
     """The rows that a model is built for."""
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerFast": ...
+    tokenizer: "PreTrainedTokenizerFast"
+    new_tokens: list[int]  # that a chat template has added
 
     @property
     def packed(self) -> bool:
@@ -89,14 +88,11 @@ class Rows(Protocol):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens at which an answer ends."""
+        """The tokens at which an answer ends."""
 
     @property
-    def new_tokens(self) -> list[int]:
-        """Tokens that a chat template has added."""
-
-    @property
-    def facts(self) -> _DataFacts: ...
+    def facts(self) -> _Named:
+        """The facts about the data, of which its name is one."""
 
 
 def load_model(
@@ -159,6 +155,7 @@ def _build(
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     hasten_transformers()
     name, trust = config.model_name_or_path, {"trust_remote_code": config.trust_remote_code}
     options = {"dtype": dtype, **trust}

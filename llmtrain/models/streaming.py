@@ -37,35 +37,26 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def draw(model: "PreTrainedModel", seed: int, within: nn.Module) -> None:
-    """Give the modules ``within`` one module of a model random weights by the model's own rules, in place.
+def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) -> Stream:
+    """Yield random weights by the model's own rules for every parameter, or for those of ``only`` some pieces.
 
     The weights of a module depend on the seed and on its place in the model alone, not on what was drawn before.
     """
     from transformers import PreTrainedModel, initialization
 
-    chosen = {*within.modules()}
-    owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-    with torch.no_grad(), initialization.guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
-        for place, (name, module) in reversed([*enumerate(model.named_modules())]):  # what holds others comes after
-            if module in chosen:
-                owner = max((o for o in owners if not o or f"{name}.".startswith(f"{o}.")), key=len)
-                torch.manual_seed((seed + (place << 32)) % 2**63)
-                owners[owner]._init_weights(module)  # type: ignore[no-untyped-call]
-
-
-def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) -> Stream:
-    """Yield what :func:`draw` gives every parameter, or those of ``only`` some pieces."""
     ties, given = plan.get_expanded_tied_weights_keys(all_submodels=True), _Given()
+    owners = {name: module for name, module in plan.named_modules() if isinstance(module, PreTrainedModel)}
+    places = {name: place for place, (name, _) in enumerate(plan.named_modules())}
     for prefix, piece in pieces(plan):
         if only and piece not in only:
             continue
-        with _restored(piece):
-            for module in piece.modules():
-                for name, p in module.named_parameters(recurse=False):
-                    setattr(module, name, nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad))
-            draw(plan, seed, piece)
-            yield from _new(prefix, piece, ties, given)
+        real = copy.deepcopy(piece).to_empty(device="cpu")
+        with torch.no_grad(), initialization.guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
+            for name, module in reversed([*real.named_modules(prefix=prefix)]):  # what holds others comes after
+                owner = max((o for o in owners if not o or f"{name}.".startswith(f"{o}.")), key=len)
+                torch.manual_seed((seed + (places[name] << 32)) % 2**63)
+                owners[owner]._init_weights(module)  # type: ignore[no-untyped-call]
+        yield from _new(prefix, real, ties, given)
 
 
 def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Collection[nn.Module] = ()) -> Stream:
@@ -92,13 +83,15 @@ def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Coll
                 continue
             mapping = copy.deepcopy(transforms)
             settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=mapping)
-            with _restored(piece):
-                found, _ = convert_and_load_state_dict_in_model(plan, slices[prefix], settings)  # type: ignore[arg-type]
-                for key, *shapes in found.mismatched_keys:
-                    raise UserError(f"{folder}: {key} is of another shape: {shapes[0]}.")
-                for error in [*found.conversion_errors.values(), *found.error_msgs]:
-                    raise UserError(f"{folder}: {first_line(Exception(error))}")
-                yield from _new(prefix, piece, ties, given, twice)
+            before = [(m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)]
+            found, _ = convert_and_load_state_dict_in_model(plan, slices[prefix], settings)
+            for key, *shapes in found.mismatched_keys:
+                raise UserError(f"{folder}: {key} is of another shape: {shapes[0]}.")
+            for error in [*found.conversion_errors.values(), *found.error_msgs]:
+                raise UserError(f"{folder}: {first_line(Exception(error))}")
+            yield from _new(prefix, piece, ties, given, twice)
+            for module, name, parameter in before:  # without memory again
+                setattr(module, name, parameter)
     if not only and (absent := sorted({name for name, _ in plan.named_parameters()} - given.keys())):
         raise UserError(f"{folder}: {absent[0]} is missing ({len(absent)} are).")
 
@@ -160,15 +153,3 @@ def _new(prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twi
             yield kept, parameter.detach()
         elif (before := given[kept]) is not None and not torch.equal(before, parameter):
             raise UserError(f"{name} differs from {kept}, to which it is tied; set tie_word_embeddings to false.")
-
-
-@contextlib.contextmanager
-def _restored(piece: nn.Module) -> Iterator[None]:
-    """Put the parameters that a piece has now back in the end."""
-    before = {module: dict(module.named_parameters(recurse=False)) for module in piece.modules()}
-    try:
-        yield
-    finally:
-        for module, parameters in before.items():
-            for name, parameter in parameters.items():
-                setattr(module, name, parameter)
