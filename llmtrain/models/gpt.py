@@ -154,7 +154,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
         x = x + self.drop_1(self.attn(self.ln_1(x)), keys)
-        return x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+        x = x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+        return x
 
 
 class Transformer(nn.Module):

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
 
@@ -78,7 +78,7 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: PeftModel = peft.get_peft_model(model, settings)  # type: ignore[assignment]  # it is no mixed one
+        adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
     taken = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
@@ -101,7 +101,7 @@ def _draw(model: nn.Module, seed: int) -> None:
             if any(parameter.is_meta for parameter in own.parameters()):
                 own.to_empty(device="cpu")
         torch.manual_seed((seed + (number << 32)) % 2**63)
-        layer.reset_lora_parameters("default", True)
+        layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 
 def with_magnitudes(model: nn.Module, weights: Weights) -> Stream:
@@ -157,7 +157,7 @@ def write_merged(adapter: Path, folder: Path) -> None:
     """Write one model of an adapter and its base: weights that compute the same logits, in float32."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+    tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = adapted.peft_config["default"].base_model_name_or_path
     merged: PreTrainedModel = adapted.merge_and_unload()
@@ -185,7 +185,7 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         if "sha256" in known and origin_of(base) != known:
             raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
         model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
-        if vocabulary > len(model.get_input_embeddings().weight):
+        if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
             model.resize_token_embeddings(vocabulary)
         return PeftModel.from_pretrained(model, name)
     except UserError:

@@ -113,21 +113,27 @@ def load_model(
     require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
     model = _build(config, rows.tokenizer, dtype, frozen=lora is not None)
-    first, plan = None, copy.deepcopy(model) if model.device.type == "meta" else None  # before it is changed
+    settings = model.config.get_text_config()
+    positions = getattr(settings, "max_position_embeddings", None) or config.block_size
+    if positions < config.block_size:
+        raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
+    if is_mixture_of_experts(settings):
+        settings.output_router_logits = False
+
+    is_meta = model.device.type == "meta"
+    plan = copy.deepcopy(model) if is_meta else model  # for it is changed below
+    first = functools.partial(stored, plan, local_folder(name), dtype) if name else functools.partial(drawn, plan, seed)
     before = {parameter: key for key, parameter in model.named_parameters()}
-    if plan is not None:
-        folder = local_folder(name) if name else None
-        first = functools.partial(stored, plan, folder, dtype) if folder else functools.partial(drawn, plan, seed)
-        if rows.new_tokens:  # their rows are made from the values of others
-            ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]  # type: ignore[no-untyped-call]
-            for key, whole in first([end for end in ends if end is not None]):
-                module, _, leaf = key.rpartition(".")
-                setattr(model.get_submodule(module), leaf, nn.Parameter(whole))
-            model.tie_weights()  # type: ignore[no-untyped-call]
+    if rows.new_tokens and is_meta:  # their rows are made from the values of others
+        ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]  # type: ignore[no-untyped-call]
+        for key, whole in first([end for end in ends if end is not None]):
+            module, _, leaf = key.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(whole))
+        model.tie_weights()
     _fit_vocabulary(model, config, rows, seed)
     _freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
 
     origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
     described = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
@@ -140,10 +146,11 @@ def load_model(
     if bitwise:
         _check_no_dropout(trained)
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
-    weights = first and with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
+    weights = with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
     asked = lora and {**asdict(lora), "use_rslora": False}  # as earlier versions have it in a run's identity
     start = {"weights": origin, "lora": asked, "freeze": config.freeze}
-    return Built(trained, files, weights, start, functools.partial(_check, trained, rows.packed, config.block_size))
+    check = functools.partial(_check, trained, rows.packed, config.block_size)
+    return Built(trained, files, weights if is_meta else None, start, check)
 
 
 def _build(
@@ -175,9 +182,9 @@ def _build(
                 return _quantized(config, options, frozen)
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(described, **options)  # type: ignore[no-untyped-call]
-        model.tie_weights()  # type: ignore[no-untyped-call]  # which making them empty one by one has undone
+        model.tie_weights()  # which making them empty one by one has undone
         if name is not None:
-            load_buffers(model.eval(), local_folder(name))
+            load_buffers(model.train(False), local_folder(name))
             with contextlib.suppress(OSError):  # it has none of its own
                 model.generation_config = GenerationConfig.from_pretrained(name)
     except UserError:
@@ -185,12 +192,6 @@ def _build(
     except Exception as error:  # each library has its own ways to refuse a folder
         asked = "--model_name_or_path" if name else "--from_config"
         raise UserError(f"{asked} {name or config.from_config}: {hub_said(error)}") from None
-    settings = model.config.get_text_config()
-    positions = getattr(settings, "max_position_embeddings", None) or config.block_size
-    if positions < config.block_size:
-        raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
-    if is_mixture_of_experts(settings):
-        settings.output_router_logits = False
     return model
 
 
@@ -201,11 +202,12 @@ def _quantized(config: ModelConfig, options: dict[str, object], frozen: bool) ->
     if config.load_in_4bit:
         require(frozen, "--load_in_4bit holds frozen weights: it needs --lora_r.")
         require(torch.cuda.is_available(), "--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
-        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        options["quantization_config"] = BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=torch.bfloat16)
+        settings: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+        options["quantization_config"] = BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
     loaded: object = load_causal_lm(name, **options, output_loading_info=True)
-    model, found = cast("tuple[PreTrainedModel, dict[str, set[object]]]", loaded)
-    absent = sorted(map(str, found["missing_keys"] | found["mismatched_keys"]))
+    model, found = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
+    absent = [*sorted(map(str, found["missing_keys"])), *map(str, found["mismatched_keys"])]
     if absent:
         raise UserError(f"--model_name_or_path {name}: {absent[0]} is missing or of another shape ({len(absent)} are).")
     return model

@@ -21,6 +21,7 @@ from llmtrain.parallel.mesh import block_classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 Stream = Iterator[tuple[str, Tensor]]  # names and full tensors
 _Given = dict[str, Tensor | None]  # parameters that were given already; those that come twice, with their tensor
@@ -76,12 +77,12 @@ def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Coll
     twice = set()  # tied, and stored under another name, too
     with contextlib.ExitStack() as opened:
         for file, key, name in _keys(plan, folder, opened):
-            slices[homes.get(name, "")][key] = file.get_slice(key)
+            slices[homes.get(name, "")][key] = file.get_slice(key)  # type: ignore[no-untyped-call]
             twice |= {ties[name]} if name in ties else set()
         for prefix, piece in pieces(plan):
             if only and piece not in only:
                 continue
-            mapping = copy.deepcopy(transforms)
+            mapping: list[WeightRenaming | WeightConverter] = copy.deepcopy(transforms)  # type: ignore[arg-type]
             settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=mapping)
             before = [(m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)]
             found, _ = convert_and_load_state_dict_in_model(plan, slices[prefix], settings)
@@ -103,7 +104,7 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
     with contextlib.ExitStack() as opened:
         for file, key, name in _keys(model, folder, opened):
             if name in buffers:
-                buffers.pop(name).copy_(file.get_tensor(key))
+                buffers.pop(name).copy_(file.get_tensor(key))  # type: ignore[no-untyped-call]
     if buffers:
         raise UserError(f"{folder}: {min(buffers)} is missing ({len(buffers)} are).")
 

@@ -19,12 +19,12 @@ from llmtrain.parallel.mesh import reshard
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 else:  # when a program runs, they stand in front of a class that is one
     PreTrainedModel = Module = object
 
 
-class SummedLoss(PreTrainedModel):
+class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
     """A ``forward`` in front of a Hugging Face causal LM's own. A subclass and no wrapper module, so that parameter
     names, tied weights and the units that sharding knows stay what they are."""
 
@@ -41,16 +41,16 @@ class SummedLoss(PreTrainedModel):
         Documents whose ``position_ids`` [B, T] restart do not see each other. Without labels, return what the model's
         own class does.
         """
-        own = super().forward
+        own, head = super().forward, _head_of(self)
         if labels is None:
             output: ModelOutput = own(input_ids=input_ids, position_ids=position_ids, **others)
             return output
         positions = None if position_ids is None else inputs_of(position_ids)
         # a cache, or a mask, would keep transformers from seeing where documents end
         arguments = {"input_ids": inputs_of(input_ids), "position_ids": positions, "use_cache": False}
-        if self.head_is_linear:
+        if self.head_is_linear and head is not None:
             hidden = self.base_model(**arguments).last_hidden_state
-            nll: Tensor = _head_of(self)(hidden, targets_of(labels), softcap_of(self))
+            nll: Tensor = head(hidden, targets_of(labels), softcap_of(self))
             return nll
         return summed_nll(own(**arguments).logits, targets_of(labels))
 
@@ -207,7 +207,7 @@ def _head_is_linear(model: SummedLoss) -> bool:
 @contextlib.contextmanager
 def _trying(model: SummedLoss) -> Iterator[None]:
     """Without dropout, gradients or autocast, whose rounding would hide what is looked for."""
-    training, _ = model.training, model.eval()
+    training, _ = model.training, model.train(False)
     try:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
