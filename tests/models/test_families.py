@@ -269,10 +269,8 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
     built = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
     assert all(p.is_meta or lora or grown for p in built.model.parameters())
     model, expected = place(accelerator, built).model, reference(base, lora, tokenizer)
-    for ours, theirs in (
-        (model.named_parameters(), expected.named_parameters()),
-        (model.named_buffers(), expected.named_buffers()),
-    ):
+    for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
+        ours, theirs = (getattr(each, f"named_{kind}")() for each in (model, expected))
         for (name, one), (other_name, other) in zip(ours, theirs, strict=True):
             assert (name, one.dtype, one.requires_grad) == (other_name, other.dtype, other.requires_grad)
             assert torch.equal(one, other), name
@@ -280,8 +278,6 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
     assert model.training == expected.training
     assert type(model).__name__ == type(expected).__name__
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    assert (head.weight is embedding.weight) == (family == "gpt2")
 
 
 def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
