@@ -4,7 +4,6 @@ A piece is a block of the model, or a module outside the blocks that has weights
 is the plan; one piece of it is real at a time, on the host.
 """
 
-import contextlib
 import copy
 import json
 from collections import defaultdict
@@ -73,26 +72,29 @@ def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Coll
     transforms = get_model_conversion_mapping(plan)
     ties, given = plan.get_expanded_tied_weights_keys(all_submodels=True), _Given()
     homes = {key: name for name, piece in pieces(plan) for key in piece.state_dict(prefix=f"{name}." if name else "")}
-    slices: dict[str, dict[str, object]] = defaultdict(dict)
+    places: dict[str, dict[Path, list[str]]] = defaultdict(lambda: defaultdict(list))
     twice = set()  # tied, and stored under another name, too
-    with contextlib.ExitStack() as opened:
-        for file, key, name in _keys(plan, folder, opened):
-            slices[homes.get(name, "")][key] = file.get_slice(key)  # type: ignore[no-untyped-call]
-            twice |= {ties[name]} if name in ties else set()
-        for prefix, piece in pieces(plan):
-            if only and piece not in only:
-                continue
-            mapping: list[WeightRenaming | WeightConverter] = copy.deepcopy(transforms)  # type: ignore[arg-type]
-            settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=mapping)
-            before = [(m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)]
-            found, _ = convert_and_load_state_dict_in_model(plan, slices[prefix], settings)
-            for key, *shapes in found.mismatched_keys:
-                raise UserError(f"{folder}: {key} is of another shape: {shapes[0]}.")
-            for error in [*found.conversion_errors.values(), *found.error_msgs]:
-                raise UserError(f"{folder}: {first_line(Exception(error))}")
-            yield from _new(prefix, piece, ties, given, twice)
-            for module, name, parameter in before:  # without memory again
-                setattr(module, name, parameter)
+    for path, key, name in _keys(plan, folder):
+        places[homes.get(name, "")][path].append(key)
+        twice |= {ties[name]} if name in ties else set()
+    for prefix, piece in pieces(plan):
+        if only and piece not in only:
+            continue
+        slices: dict[str, object] = {}
+        for path, keys in places[prefix].items():  # opened for each piece anew, or pages that were read would stay
+            file = safe_open(path, "pt")
+            slices |= {key: file.get_slice(key) for key in keys}  # type: ignore[no-untyped-call]
+        mapping: list[WeightRenaming | WeightConverter] = copy.deepcopy(transforms)  # type: ignore[arg-type]
+        settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=mapping)
+        before = [(m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)]
+        found, _ = convert_and_load_state_dict_in_model(plan, slices, settings)
+        for key, *shapes in found.mismatched_keys:
+            raise UserError(f"{folder}: {key} is of another shape: {shapes[0]}.")
+        for error in [*found.conversion_errors.values(), *found.error_msgs]:
+            raise UserError(f"{folder}: {first_line(Exception(error))}")
+        yield from _new(prefix, piece, ties, given, twice)
+        for module, name, parameter in before:  # without memory again
+            setattr(module, name, parameter)
     if not only and (absent := sorted({name for name, _ in plan.named_parameters()} - given.keys())):
         raise UserError(f"{folder}: {absent[0]} is missing ({len(absent)} are).")
 
@@ -101,16 +103,15 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
     """Fill the buffers that a model is published with, which are small and full on every rank."""
     tensors = model.state_dict(keep_vars=True)
     buffers = {name: tensor.detach() for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-    with contextlib.ExitStack() as opened:
-        for file, key, name in _keys(model, folder, opened):
-            if name in buffers:
-                buffers.pop(name).copy_(file.get_tensor(key))  # type: ignore[no-untyped-call]
+    for path, key, name in _keys(model, folder):
+        if name in buffers:
+            buffers.pop(name).copy_(safe_open(path, "pt").get_tensor(key))  # type: ignore[no-untyped-call]
     if buffers:
         raise UserError(f"{folder}: {min(buffers)} is missing ({len(buffers)} are).")
 
 
-def _keys(model: "PreTrainedModel", folder: Path, opened: contextlib.ExitStack) -> Iterator[tuple[safe_open, str, str]]:
-    """Open the files of a folder: file, published name, and the name of this model that it becomes or goes into."""
+def _keys(model: "PreTrainedModel", folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the files of a folder with each name in them, and the name of this model that it becomes or goes into."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -120,12 +121,12 @@ def _keys(model: "PreTrainedModel", folder: Path, opened: contextlib.ExitStack) 
     known = model.state_dict()
     for path in _files(folder):
         try:
-            file = opened.enter_context(safe_open(path, "pt"))
+            keys = [*safe_open(path, "pt").keys()]
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: {first_line(error)}") from None
-        for key in file.keys():  # noqa: SIM118 - it is no dict
+        for key in keys:
             name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            yield file, key, name if name in known else key
+            yield path, key, name if name in known else key
 
 
 def _files(folder: Path) -> list[Path]:
