@@ -46,12 +46,8 @@ class GPTConfig(Config):
     n_head: int = flag(4, "attention heads in a block; must divide n_embd")
     n_embd: int = flag(256, "width of the residual stream")
     block_size: int = flag(128, "tokens that the model can look at", acts="model data")
-    dropout: float = flag(
-        0.0, "share of activations dropped after the embedding and in each residual branch", acts="pass"
-    )
-    gradient_checkpointing: bool = flag(
-        False, "compute activations again in the backward pass instead of keeping them", acts="layout"
-    )
+    dropout: float = flag(0.0, "share of activations dropped after the embedding and in each branch", acts="pass")
+    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")

@@ -14,7 +14,6 @@ from llmtrain.config import Config, Retired, flag, require, require_at_least
 from llmtrain.contract import Facts, Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.streaming import Stream
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
 
 if TYPE_CHECKING:
@@ -51,14 +50,12 @@ class LoraConfig(Config):
 
 
 def add_lora(
-    model: "PreTrainedModel", config: LoraConfig, base: str | None, seed: int, new_tokens: Sequence[int]
+    model: "PreTrainedModel", config: LoraConfig, base: str, seed: int, new_tokens: Sequence[int]
 ) -> "PeftModel":
     """Put the trained matrices into ``model``, in place, and freeze the rest; returns peft's view, which can save it.
 
-    ``new_tokens`` are rows of the embedding that the base does not have, which are trained as well.
+    ``base`` names the weights. ``new_tokens`` are rows of the embedding that they lack, which are trained as well.
     """
-    if base is None:
-        raise UserError("--lora_r needs --model_name_or_path: random weights are not worth keeping.")
     try:
         import peft
     except ImportError:
@@ -86,8 +83,9 @@ def add_lora(
         if target != "all-linear" and not any(name.endswith(target) for name in taken):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
     _draw(model, seed)
-    place = str(Path(base).resolve()) if Path(base).is_dir() else base  # it will be looked for from anywhere
-    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=place)
+    if Path(base).is_dir():  # it will be looked for from anywhere
+        base = str(Path(base).resolve())
+    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=base)
     return adapted
 
 
@@ -104,7 +102,7 @@ def _draw(model: nn.Module, seed: int) -> None:
         layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 
-def with_magnitudes(model: nn.Module, weights: Weights) -> Stream:
+def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
     """Yield weights, and the magnitudes that DoRA begins with: the norms of the rows of the weight beside them."""
     layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_magnitude_vector", None)}
     for name, whole in weights:

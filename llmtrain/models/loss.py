@@ -1,6 +1,6 @@
 """The one place where labels are shifted, and the sum that every model of this package returns."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from llmtrain.parallel.mesh import to_local
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
 _ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
 _HELD = _BLOCK  # logits that may be held
+_Mesh: TypeAlias = DeviceMesh | None
 _TILE = 1 << 19  # of these, those that are worked on at a time: 2 MiB, which stay in a processor's cache
 
 
@@ -93,14 +94,13 @@ def linear_nll(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     few = targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16  # whose range needs the loss scale
-    nll: Tensor
     if few and mesh is None:
-        nll = _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-        return nll
+        held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        return held
     if mesh is not None:
         targets = targets - shard_range(len(weight), mesh).start
         weight, bias = to_local(weight), None if bias is None else to_local(bias)
-    nll = _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, mesh)  # type: ignore[no-untyped-call]
+    nll: Tensor = _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, mesh)  # type: ignore[no-untyped-call]
     return nll
 
 
@@ -125,7 +125,7 @@ class _HeldNLL(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        softcap: float | None,
+        cap: float | None,
         learning: bool,
     ) -> Tensor:
         dtype = hidden.dtype
@@ -135,13 +135,13 @@ class _HeldNLL(torch.autograd.Function):
         wanted, nll = learning and any(ctx.needs_input_grad), list[Tensor]()
         size = max(_TILE // max(len(weight), 1), 1)
         for tile, target in zip(torch.split(logits, size), torch.split(targets[:, None], size), strict=True):
-            capped = tile if softcap is None else softcap * torch.tanh(tile.to(wide) / softcap)
+            capped = tile if cap is None else cap * torch.tanh(tile.to(wide) / cap)
             log_p = torch.log_softmax(capped, 1, dtype=wide)
             nll.append(-log_p.gather(1, target).sum())
             if wanted:
                 grad = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-                if softcap is not None:
-                    grad.mul_(1 - (capped / softcap).square())
+                if cap is not None:
+                    grad.mul_(1 - (capped / cap).square())
                 tile.copy_(grad)
         if wanted:
             ctx.save_for_backward(hidden, weight_used, logits)
@@ -169,17 +169,11 @@ class _BlockwiseNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        softcap: float | None,
-        mesh: DeviceMesh | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, mesh: _Mesh
     ) -> Tensor:
         sums, chosen = [], torch.zeros(len(targets), 1, device=hidden.device)
         for block in _blocks(len(weight), len(targets)):
-            logits, column, inside = _logits(hidden, weight, bias, targets, softcap, block)
+            logits, column, inside = _logits(hidden, weight, bias, targets, cap, block)
             sums.append(logits.logsumexp(1))
             chosen = torch.where(inside, logits.gather(1, column), chosen)
         log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
@@ -188,7 +182,7 @@ class _BlockwiseNLL(torch.autograd.Function):
             log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
             chosen = all_reduce(chosen, mesh)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total)
-        ctx.softcap = softcap
+        ctx.softcap = cap
         return (log_total - chosen[:, 0]).sum()
 
     @staticmethod

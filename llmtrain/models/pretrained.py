@@ -51,11 +51,9 @@ class ModelConfig(Config):
     config_overrides: str | None = flag(None, 'of --from_config: "hidden_size=256,num_hidden_layers=8"')
     block_size: int = flag(512, "tokens of a row", acts="model data")
     attn_implementation: str | None = flag(
-        None, "sdpa, eager, flash_attention_2, ... (default: as the model says)", acts="pass"
+        None, "sdpa, eager, flash_attention_2, ... (default: the model's)", acts="pass"
     )
-    gradient_checkpointing: bool = flag(
-        False, "compute activations again in the backward pass instead of keeping them", acts="layout"
-    )
+    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
     freeze: str | None = flag(None, "a regular expression: parameters with a matching name are not trained")
     load_in_4bit: bool = flag(False, "hold the frozen weights of a LoRA run in 4 bits (bitsandbytes, on a GPU)")
     trust_remote_code: bool = flag(False, "run code that comes with a model or a tokenizer")
@@ -110,6 +108,7 @@ def load_model(
     each other.
     """
     lora, name = lora if lora is not None and lora.lora_r else None, config.model_name_or_path
+    require(not lora or name is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
     require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
     model = _build(config, rows.tokenizer, dtype, frozen=lora is not None)
@@ -139,7 +138,7 @@ def load_model(
     described = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
     described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
     files = ModelFiles(described, rows.tokenizer, rows.facts.dataset, name, _generation(model, rows))
-    if lora is not None:
+    if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
     trained = summed(model, config.block_size)

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from llmtrain.contract import Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.mesh import block_classes
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-Stream = Iterator[tuple[str, Tensor]]  # names and full tensors
 _Given = dict[str, Tensor | None]  # parameters that were given already; those that come twice, with their tensor
 
 
@@ -37,7 +37,7 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) -> Stream:
+def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) -> Weights:
     """Yield random weights by the model's own rules for every parameter, or for those of ``only`` some pieces.
 
     The weights of a module depend on the seed and on its place in the model alone, not on what was drawn before.
@@ -59,7 +59,7 @@ def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) 
         yield from _new(prefix, real, ties, given)
 
 
-def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Collection[nn.Module] = ()) -> Stream:
+def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Collection[nn.Module] = ()) -> Weights:
     """Yield every parameter as a folder's safetensors files have it, or those of ``only`` some pieces.
 
     Published names are converted to those of the model as transformers does. Raises :class:`UserError` where a
@@ -121,7 +121,7 @@ def _keys(model: "PreTrainedModel", folder: Path) -> Iterator[tuple[Path, str, s
     known = model.state_dict()
     for path in _files(folder):
         try:
-            keys = [*safe_open(path, "pt").keys()]
+            keys = [*safe_open(path, "pt").keys()]  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: {first_line(error)}") from None
         for key in keys:
@@ -141,7 +141,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _new(prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twice: Collection[str] = ()) -> Stream:
+def _new(prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twice: Collection[str] = ()) -> Weights:
     """Yield the parameters of a piece that are real, and were not given already under another name of theirs.
 
     Raises :class:`UserError` where one comes ``twice`` and differs: ``from_pretrained`` would untie it.

@@ -25,8 +25,11 @@ else:  # when a program runs, they stand in front of a class that is one
 
 
 class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """A ``forward`` in front of a Hugging Face causal LM's own. A subclass and no wrapper module, so that parameter
-    names, tied weights and the units that sharding knows stay what they are."""
+    """A ``forward`` in front of a Hugging Face causal LM's own.
+
+    It is in a subclass and in no wrapper module, so that parameter names, tied weights and the units that sharding
+    knows stay what they are.
+    """
 
     own_class: ClassVar[type]
     head_is_linear: bool = False  # logits are made of hidden states, head and softcap alone
@@ -73,7 +76,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 class SummedHead(Module):
-    """A ``forward`` in front of a linear head's own, for sharded weights are gathered only where a module is called."""
+    """A ``forward`` in front of a linear head's own: sharded weights are gathered only where their module is called."""
 
     own_class: ClassVar[type]
 
