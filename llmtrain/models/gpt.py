@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _INIT_STD = 0.02
-_PLAIN = {  # where GPT-2 has variants
+# The values of a plain GPT-2, where there are variants.
+_PLAIN = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -270,22 +271,11 @@ class GPT(nn.Module):
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""
         c = self.config
-        return {
-            **_PLAIN,
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": self.vocab_size,
-            "n_positions": c.block_size,
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-            "initializer_range": _INIT_STD,
-            "embd_pdrop": c.dropout,
-            "resid_pdrop": c.dropout,
-            "attn_pdrop": 0.0,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
-            "dtype": "float32",
-        }
+        sizes = {"n_positions": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head}
+        drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
+        ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        kind = {"architectures": ["GPT2LMHeadModel"], "initializer_range": _INIT_STD, "dtype": "float32"}
+        return {**_PLAIN, **kind, "vocab_size": self.vocab_size, **sizes, **drops, **ends}
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":

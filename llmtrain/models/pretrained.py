@@ -82,7 +82,7 @@ class Rows(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether a row may hold several documents, which must not see each other."""
+        """A row may hold several documents, which must not see each other."""
 
     @property
     def ends(self) -> tuple[int, ...]:
