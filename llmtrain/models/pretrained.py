@@ -295,7 +295,7 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
     """Try a model that has its weights, and tell in the banner of what people would not expect."""
     probe(model)
     if packed and leaks(model):
-        kind = type(model).__name__
+        kind = model.own_class.__name__
         raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
     settings = model.config.get_text_config()
     if is_mixture_of_experts(settings):

@@ -124,7 +124,7 @@ def probe(model: SummedLoss) -> None:
         ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
         other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
         if _differ(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
-            kind = type(model).__name__
+            kind = model.own_class.__name__
             raise UserError(f"{kind} lets tokens see the ones that follow: it is no causal language model.")
 
 
@@ -215,7 +215,7 @@ def _trying(model: SummedLoss) -> Iterator[None]:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
-        raise UserError(f"{type(model).__name__} cannot be trained here: {first_line(error)}") from None
+        raise UserError(f"{model.own_class.__name__} cannot be trained here: {first_line(error)}") from None
     finally:
         reshard(model)
         model.train(training)
