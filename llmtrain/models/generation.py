@@ -4,13 +4,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from llmtrain.config import require
 from llmtrain.errors import UserError, first_line, hub_said
 from llmtrain.models.lora import adapted_model, is_adapter
-from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
+from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, refuse_pickles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -24,51 +28,42 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "temperature", "top_k"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name} {getattr(self, name)} is out of range: it must be at least 0.")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+            require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is out of range: it must be at least 0.")
+        require(0 <= self.seed < 2**63, f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
 
 
 class TextModel:
     """A causal LM and its tokenizer, loaded from a folder or hub name."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # a bar for reading weights would stand in the middle of the text
-
-        if Path(name).is_dir() and not holds_model(Path(name)):
-            raise UserError(f"{name} holds no model (no config.json).")
+        folder = Path(name)
+        require(holds_model(folder) or not folder.is_dir(), f"{name} holds no model (no config.json).")
         refuse_pickles(name)
         self.tokenizer = tokenizer_of(name)
         try:
-            if is_adapter(Path(name)):
-                self.model = adapted_model(name, len(self.tokenizer)).eval()
-            else:
-                self.model = AutoModelForCausalLM.from_pretrained(name, **WEIGHTS_ONLY).eval()
+            loaded = adapted_model(name, len(self.tokenizer)) if is_adapter(folder) else load_causal_lm(name)
         except UserError:
             raise
         except Exception as error:  # each library has its own ways to refuse a folder
             raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
-        if torch.cuda.is_available():
-            self.model = self.model.to("cuda")
-        self.context = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        self.model = cast("PreTrainedModel", loaded.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
+        self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
         ends = getattr(self.model.generation_config, "eos_token_id", None)
-        own = Path(name) / "generation_config.json"  # an adapter's, whose base knows nothing of its turns
-        if is_adapter(Path(name)) and own.exists():
+        own = folder / "generation_config.json"  # an adapter's, whose base knows nothing of its turns
+        if is_adapter(folder) and own.exists():
             ends = json.loads(own.read_text())["eos_token_id"]
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
 
     def check_chats(self) -> None:
         """Raise :class:`UserError` where the tokenizer has no chat template."""
-        if self.tokenizer.chat_template is None:
-            raise UserError("this model has no chat template: it continues text; use llmtrain generate.")
+        absent = "this model has no chat template: it continues text; use llmtrain generate."
+        require(self.tokenizer.chat_template is not None, absent)
 
     def fitting_prompt(self, messages: list[dict[str, str]], kept: int, answer: int) -> tuple[int, list[int]]:
-        """The tokens that ask for an answer of up to ``answer`` tokens; and how many messages after the first ``kept``
-        had to go for it, questions together with their answers."""
+        """Return the tokens that ask for an answer of up to ``answer`` tokens, after the number of messages dropped.
+
+        Messages after the first ``kept`` go where there is no room, questions together with their answers.
+        """
         dropped = 0
         while True:
             told = [*messages[:kept], *messages[kept + dropped :]]
@@ -76,51 +71,46 @@ class TextModel:
                 text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
             except Exception as error:  # a template can raise whatever Python can
                 raise UserError(f"the chat template refuses this: {first_line(error)}") from None
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) + answer <= self.context or kept + dropped + 2 >= len(messages):
                 return dropped, ids
             dropped += 2
 
     @torch.no_grad()
     def stream(self, prompt: str | list[int], sampling: Sampling) -> Iterator[str]:
-        """Yield pieces of text that continue ``prompt``, a text or its tokens, until the end of a text or of a turn, or
-        ``max_new_tokens``.
+        """Yield pieces of text that continue ``prompt``, a text or its tokens.
 
-        A model with learned positions sees ``context`` tokens. When they are full, the older half is forgotten and
-        the cache is filled anew from the rest.
+        It ends with a text or a turn, or after ``max_new_tokens``. A model with learned positions sees ``context``
+        tokens. When they are full, the older half is forgotten and the cache is filled anew from the rest.
         """
-        device = self.model.device
         generator = torch.Generator().manual_seed(sampling.seed)
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+        words = self.tokenizer
+        ids = words(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not prompt:
-            start = self.tokenizer.bos_token_id
-            ids = [start if start is not None else end]
+            ids = [words.eos_token_id if words.bos_token_id is None else words.bos_token_id]
         if not ids or ids == [None]:
             raise UserError("this model's tokenizer has no token to begin a text with; give a --prompt.")
-        ids = ids[-(self.context - 1) :] if self.context > 1 else ids[-1:]
-        fresh, cache = ids, None
-        made: list[int] = []
-        shown = ""
+        ids = ids[-max(self.context - 1, 1) :]
+        fresh, cache, made, shown = ids, None, list[int](), ""
         for _ in range(sampling.max_new_tokens):
             if len(ids) >= self.context:
                 ids = ids[-max(self.context // 2, 1) :]
                 fresh, cache = ids, None
-            out = self.model(torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
+            out = self.model(torch.tensor([fresh], device=self.model.device), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             token = draw(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.ends:
                 break
             ids, fresh = [*ids, token], [token]
             made.append(token)
-            text = str(self.tokenizer.decode(made, skip_special_tokens=True))
+            text = str(words.decode(made, skip_special_tokens=True))
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # wait for the rest of a character
                 yield text[len(shown) :]
                 shown = text
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token, by its ``logits`` [V]."""
+    """Draw the next token by its ``logits`` [V]."""
     if sampling.temperature < 1e-6:
         return int(logits.argmax())
     logits = logits / sampling.temperature
@@ -130,30 +120,28 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def tokenizer_of(name: str) -> Any:
-    """Of a model folder or hub name. Raises :class:`UserError` where there is none to load."""
+def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer of a model folder or hub name. Raises :class:`UserError` where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, **DATA_ONLY)
+        return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
     except Exception as error:  # each library has its own ways to refuse a folder
         raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether there is a model, or an adapter of one."""
+    """Return whether there is a model, or an adapter of one."""
     return (folder / "config.json").exists() or is_adapter(folder)
 
 
 def model_folder(name: str) -> str:
-    """The model of a run folder (finished, else the newest checkpoint's), or ``name`` itself."""
+    """Return the model of a run folder (finished, else the newest checkpoint's), or ``name`` itself."""
     run = Path(name)
-    if name.startswith((".", "/", "~")) and not run.is_dir():
-        raise UserError(f"{name} is no folder.")
+    require(run.is_dir() or not name.startswith((".", "/", "~")), f"{name} is no folder.")
     if not run.is_dir() or holds_model(run):
         return name
-    candidates = [run / "model", *sorted(run.glob("checkpoints/step-*/model"), reverse=True)]
-    for folder in candidates:
+    for folder in (run / "model", *sorted(run.glob("checkpoints/step-*/model"), reverse=True)):
         if holds_model(folder):
             return str(folder)
     raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")

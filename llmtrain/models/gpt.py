@@ -7,20 +7,33 @@ B rows, T positions, C = n_embd, H heads, V vocabulary. The state dict of this m
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import Config, flag, require, require_at_least
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import causal_attention
+from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
-from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, refuse_pickles
+from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm
+from llmtrain.parallel.mesh import fill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _INIT_STD = 0.02
+# The values of a plain GPT-2, where there are variants.
+_PLAIN = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass
@@ -33,9 +46,9 @@ class GPTConfig(Config):
     n_layer: int = flag(4, "transformer blocks")
     n_head: int = flag(4, "attention heads in a block; must divide n_embd")
     n_embd: int = flag(256, "width of the residual stream")
-    block_size: int = flag(128, "tokens that the model can look at")
-    dropout: float = flag(0.0, "share of activations dropped after the embedding and in each residual branch")
-    gradient_checkpointing: bool = flag(False, "compute activations again in the backward pass instead of keeping them")
+    block_size: int = flag(128, "tokens that the model can look at", acts="model data")
+    dropout: float = flag(0.0, "share of activations dropped after the embedding and in each branch", acts="pass")
+    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
@@ -50,17 +63,19 @@ class GPTConfig(Config):
 
 
 class Projection(nn.Module):
-    """x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints."""
+    """A linear layer x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints."""
+
+    bias: nn.Parameter | None  # none where each rank has rows of the weight: it is added to the sum of all ranks
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
         self.bias = nn.Parameter(torch.empty(n_out))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2)  # of a part of what goes in, the bias is added to the sum of all parts
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
         y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class KeyedDropout(nn.Module):
@@ -74,7 +89,7 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.site = p, site
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # x [B, T, C], keys [B]
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # x [B, T, C], keys [B]
         if keys is None or not self.p or not self.training:
             return x
         low, high = keys & _MASK31, (keys >> 31) & _MASK31
@@ -87,38 +102,44 @@ class KeyedDropout(nn.Module):
 _MASK31 = 2**31 - 1
 
 
-def _mix31(h: torch.Tensor) -> torch.Tensor:
-    """A multiply-xorshift hash of 31-bit integers (the shape of MurmurHash3's finaliser), exact in int64."""
+def _mix31(h: Tensor) -> Tensor:
+    """Return a multiply-xorshift hash of 31-bit integers (the shape of MurmurHash3's finaliser), exact in int64."""
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK31
     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & _MASK31
     return h ^ (h >> 16)
 
 
 class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
         self.c_proj = Projection(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, C]
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (q, k, v))  # [B, H, T, C/H]
-        y = causal_attention(q, k, v)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1))
+        x = self.c_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))  # q, k, v [B, H, T, C/H]
+        return x
 
 
 class MLP(nn.Module):
+    """Two projections with a GELU between them."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = Projection(config.n_embd, 4 * config.n_embd)
         self.c_proj = Projection(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return x
 
 
 class Block(nn.Module):
+    """Attention and MLP, each behind its norm and added to the residual stream."""
+
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -128,12 +149,15 @@ class Block(nn.Module):
         self.drop_1 = KeyedDropout(config.dropout, 2 * index + 1)
         self.drop_2 = KeyedDropout(config.dropout, 2 * index + 2)
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
         x = x + self.drop_1(self.attn(self.ln_1(x)), keys)
-        return x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+        x = x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+        return x
 
 
 class Transformer(nn.Module):
+    """The embeddings, the blocks and the last norm."""
+
     def __init__(self, config: GPTConfig, vocab_size: int) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab_size, config.n_embd)
@@ -144,7 +168,7 @@ class Transformer(nn.Module):
         self.compute_again = config.gradient_checkpointing
         self.layers = range(config.n_layer)  # that are here
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:  # [B, T] -> [B, T, C]
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # [B, T] -> [B, T, C]
         if self.layers.start == 0:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.drop(self.wte(x) + self.wpe(positions), keys)
@@ -153,7 +177,9 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, keys, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
             else:
                 x = block(x, keys)
-        return self.ln_f(x) if self.layers.stop == len(self.h) else x
+        if self.layers.stop == len(self.h):
+            x = self.ln_f(x)
+        return x
 
 
 class GPT(nn.Module):
@@ -168,19 +194,19 @@ class GPT(nn.Module):
     }
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
-        """Weights are drawn from ``seed`` alone: normal with deviation 0.02, and 0.02 / sqrt(2 n_layer) for what is
-        added to the residual stream (Radford et al. 2019, section 2.3)."""
+        """Draw the first weights from ``seed``, but on the meta device, where they are filled later."""
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.transformer = Transformer(config, vocab_size)
-        parameters = dict(self.named_parameters())
-        if not self.transformer.wte.weight.is_meta:  # else they are filled elsewhere, each process its part
-            with torch.no_grad():
-                for name, drawn in self.first_weights(seed):
-                    parameters[name].copy_(drawn)
+        if not self.transformer.wte.weight.is_meta:
+            fill(dict(self.named_parameters()), self.first_weights(seed))
 
-    def first_weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What every parameter begins with, one at a time."""
+    def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the first weights of every parameter, one at a time, drawn from ``seed`` alone.
+
+        They are normal with deviation 0.02, and 0.02 / sqrt(2 n_layer) for what is added to the residual stream
+        (Radford et al. 2019, section 2.3).
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -191,102 +217,85 @@ class GPT(nn.Module):
                 nn.init.normal_(drawn, std=_INIT_STD * scale, generator=generator)
             yield name, drawn
 
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, dropout_keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Logits [B, T, V] of ``input_ids`` [B, T]; with ``labels`` [B, T] (not shifted), the summed nll in nats.
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+        """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
 
-        Of a pipeline's stage: hidden states [B, T - 1, C] go in, but for the first, and come out, but for the last."""
+        ``labels`` [B, T] are not shifted. In a stage of a pipeline hidden states [B, T - 1, C] go in, but
+        for the first, and come out, but for the last.
+        """
         if labels is None:
             return linear_logits(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
         layers = self.transformer.layers
-        hidden = self.transformer(inputs_of(input_ids) if layers.start == 0 else input_ids, dropout_keys)
+        hidden: Tensor = self.transformer(inputs_of(input_ids) if layers.start == 0 else input_ids, dropout_keys)
         if layers.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.transformer.wte.weight, targets_of(labels))
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns of a batch that it takes beside tokens and labels."""
+        """The columns of a batch that it takes beside tokens and labels."""
         return frozenset({"dropout_keys"} if self.config.dropout else ())
 
     @property
     def width(self) -> int:
-        """Size of the hidden states."""
+        """The size of the hidden states."""
         return self.config.n_embd
 
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
-        """The stages of a pipeline that hold a parameter."""
+        """Return the stages of a pipeline that hold a parameter."""
         last = stages - 1
         ends = {"wte": (0, last), "wpe": (0,), "ln_f": (last,)}
-        _, part, *rest = name.split(".")
-        return ends[part] if part in ends else (int(rest[0]) * stages // self.config.n_layer,)
+        _, module, *rest = name.split(".")
+        return ends[module] if module in ends else (int(rest[0]) * stages // self.config.n_layer,)
 
     def keep(self, stage: int, stages: int) -> None:
-        """Compute as a stage of a pipeline: the layers that it holds. Raises :class:`UserError` where one has none."""
+        """Compute one stage of a pipeline from now on. Raises :class:`UserError` where a stage has no layer."""
         if stages > self.config.n_layer:
             raise UserError(f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer).")
         held = [n for n in range(self.config.n_layer) if n * stages // self.config.n_layer == stage]
         self.transformer.layers = range(held[0], held[-1] + 1)
 
     def flops_per_token(self) -> int:
-        """Forward and backward, matrix products alone: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B)."""
+        """Return the operations of forward and backward, matrix products alone.
+
+        They are 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+        """
         c = self.config
         weights = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
 
-    def hf_config(self, end_of_text: int | None = None) -> dict[str, Any]:
-        """``config.json`` of the stock ``gpt2`` model that computes the same."""
+    def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
+        """Return the files of a folder that transformers loads as its stock ``gpt2`` model."""
+        return ModelFiles(self.hf_config(tokenizer.eos_token_id), tokenizer, trained_on)
+
+    def hf_config(self, end_of_text: int | None = None) -> Facts:
+        """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""
         c = self.config
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "activation_function": "gelu_new",
-            "vocab_size": self.vocab_size,
-            "n_positions": c.block_size,
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": _INIT_STD,
-            "embd_pdrop": c.dropout,
-            "resid_pdrop": c.dropout,
-            "attn_pdrop": 0.0,
-            "tie_word_embeddings": True,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
-            "dtype": "float32",
-        }
+        sizes = {"n_positions": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head}
+        drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
+        ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        kind = {"architectures": ["GPT2LMHeadModel"], "initializer_range": _INIT_STD, "dtype": "float32"}
+        return {**_PLAIN, **kind, "vocab_size": self.vocab_size, **sizes, **drops, **ends}
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
-        """The weights of any ``gpt2`` checkpoint, a folder or a hub name. Raises :class:`UserError` for another
-        architecture, or for a variant of GPT-2 that computes something else."""
-        from transformers import AutoConfig, GPT2LMHeadModel
+        """Load the weights of a ``gpt2`` checkpoint, a folder or a hub name.
+
+        Raises :class:`UserError` for another architecture, or for a variant of GPT-2 that computes something else.
+        """
+        from transformers import AutoConfig
 
         try:
             config = AutoConfig.from_pretrained(name, **DATA_ONLY)
         except (OSError, ValueError) as error:
             raise UserError(f"{name} is no model folder or hub name: {hub_said(error)}") from None
-        expected = {
-            "model_type": "gpt2",
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "tie_word_embeddings": True,
-            "add_cross_attention": False,
-        }
-        if expected["model_type"] == config.model_type and config.n_inner is not None:
-            expected["n_inner"] = 4 * config.n_embd
-        for key, value in expected.items():
+        plain = {**_PLAIN, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+        plain |= {"add_cross_attention": False, "n_inner": getattr(config, "n_inner", None) and 4 * config.n_embd}
+        for key, value in plain.items():
             if getattr(config, key, value) != value:
                 raise UserError(f"{name} is not a plain GPT-2: its {key} is {getattr(config, key)!r}, not {value!r}.")
-        model = cls(
-            GPTConfig(config.n_layer, config.n_head, config.n_embd, config.n_positions, config.resid_pdrop),
-            config.vocab_size,
-        )
-        refuse_pickles(name)
-        weights = GPT2LMHeadModel.from_pretrained(name, **WEIGHTS_ONLY).state_dict()
+        sizes = config.n_layer, config.n_head, config.n_embd, config.n_positions, config.resid_pdrop
+        model = cls(GPTConfig(*sizes), config.vocab_size)
+        weights = load_causal_lm(name).state_dict()
         model.load_state_dict({key: weights[key] for key in model.state_dict()})
         return model

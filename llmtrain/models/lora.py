@@ -2,23 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
+from torch import Tensor, nn
 
-from llmtrain.config import Config, flag, require, require_at_least
+from llmtrain.config import Config, Retired, flag, require, require_at_least
+from llmtrain.contract import Facts, Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.streaming import Weights
-from llmtrain.models.untrusted import DATA_ONLY, WEIGHTS_ONLY, origin_of, refuse_pickles
+from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
-
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
 
@@ -29,18 +29,20 @@ class LoraConfig(Config):
 
     _argument_group_name: ClassVar[str] = "LoRA"
     acts: ClassVar[str] = "model"
+    retired: ClassVar[Mapping[str, Retired]] = {
+        "use_rslora": Retired("multiply --lora_alpha by the square root of --lora_r", harmless=False)
+    }
 
     lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")
     lora_alpha: int = flag(32, "their product is scaled by alpha / r")
     lora_target_modules: list[str] = flag(["all-linear"], "modules beside which they stand, by the end of their names")
-    lora_dropout: float = flag(0.0, "share of their inputs dropped")
-    use_rslora: bool = flag(False, "scale by alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)")
+    lora_dropout: float = flag(0.0, "share of their inputs dropped", acts="pass")
     use_dora: bool = flag(False, "train magnitudes apart from directions (Liu et al. 2024, arXiv:2402.09353)")
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "lora_r")
-        idle = not self.lora_r and (self.lora_dropout or self.use_rslora or self.use_dora)
-        require(not idle, "--lora_dropout, --use_rslora and --use_dora need --lora_r.")
+        idle = not self.lora_r and (self.lora_dropout or self.use_dora)
+        require(not idle, "--lora_dropout and --use_dora need --lora_r.")
         whole = "all-linear" not in self.lora_target_modules or len(self.lora_target_modules) == 1
         require(whole, "--lora_target_modules: all-linear is all of them; name no others beside it.")
         require(self.lora_alpha > 0, f"--lora_alpha {self.lora_alpha} must be above 0.")
@@ -48,59 +50,61 @@ class LoraConfig(Config):
 
 
 def add_lora(
-    model: "PreTrainedModel", config: LoraConfig, base: str | None, seed: int, new_tokens: list[int]
+    model: "PreTrainedModel", config: LoraConfig, base: str, seed: int, new_tokens: Sequence[int]
 ) -> "PeftModel":
-    """Put the trained matrices into ``model``, in place, and freeze the rest. ``new_tokens`` are rows of the embedding
-    that the base does not have, which are trained as well. Returns peft's view of it, which knows its format."""
-    require(base is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
+    """Put the trained matrices into ``model``, in place, and freeze the rest; returns peft's view, which can save it.
+
+    ``base`` names the weights. ``new_tokens`` are rows of the embedding that they lack, which are trained as well.
+    """
     try:
         import peft
     except ImportError:
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
+    ends = [model.get_input_embeddings()]  # the matrices that rows of new tokens are trained in
+    if not model.config.get_text_config().tie_word_embeddings:
+        ends.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     targets = config.lora_target_modules
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules=targets[0] if len(targets) == 1 and targets[0] == "all-linear" else targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        trainable_token_indices=_both_ends(model, new_tokens) if new_tokens else None,
+        trainable_token_indices={names[end]: [*new_tokens] for end in ends} if new_tokens else None,
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = peft.get_peft_model(model, settings)
+        adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
-    names = [name for name, _ in model.named_modules() if name.endswith("lora_A")]
+    taken = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
     for target in targets:
-        if target != "all-linear" and not any(name.removesuffix(".lora_A").endswith(target) for name in names):
+        if target != "all-linear" and not any(name.endswith(target) for name in taken):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
     _draw(model, seed)
-    place = str(Path(str(base)).resolve()) if Path(str(base)).is_dir() else base  # it will be looked for from anywhere
-    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=place)
+    if Path(base).is_dir():  # it will be looked for from anywhere
+        base = str(Path(base).resolve())
+    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=base)
     return adapted
 
 
-def _draw(model: "PreTrainedModel", seed: int) -> None:
-    """Random matrices that depend on the seed and their place alone; real ones, also in a model without memory."""
+def _draw(model: nn.Module, seed: int) -> None:
+    """Draw matrices that depend on the seed and their place alone; they are real, also in a model on meta."""
     from peft.tuners.lora import LoraLayer
 
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and isinstance(module, nn.Module)]
     for number, layer in enumerate(layers):
-        for name, parameter in [*layer.named_parameters()]:
-            if parameter.is_meta and not name.startswith(("base_layer", "lora_magnitude_vector")):
-                place, _, leaf = name.rpartition(".")
-                real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-                setattr(layer.get_submodule(place), leaf, real)
+        for own in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+            if any(parameter.is_meta for parameter in own.parameters()):
+                own.to_empty(device="cpu")
         torch.manual_seed((seed + (number << 32)) % 2**63)
-        layer.reset_lora_parameters("default", True)
+        layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 
-def with_magnitudes(model: "PreTrainedModel", weights: Weights) -> Weights:
-    """Weights for a model without memory, and what DoRA begins with: the norm of each row of a weight beside which it
-    stands."""
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if getattr(m, "lora_magnitude_vector", None)}
+def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
+    """Yield weights, and the magnitudes that DoRA begins with: the norms of the rows of the weight beside them."""
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_magnitude_vector", None)}
     for name, whole in weights:
         yield name, whole
         layer = name.removesuffix(".base_layer.weight")
@@ -109,58 +113,52 @@ def with_magnitudes(model: "PreTrainedModel", weights: Weights) -> Weights:
             yield f"{layer}.lora_magnitude_vector.default.weight", torch.linalg.norm(rows, dim=1).to(whole.dtype)
 
 
-def _both_ends(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]]:
-    """The matrices in which rows of new tokens are trained: the embedding, and the head where it is another."""
-    ends = [model.get_input_embeddings()]
-    if not model.config.get_text_config().tie_word_embeddings:
-        ends.append(model.get_output_embeddings())
-    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    return {names[end]: tokens for end in ends}
-
-
 @dataclass(frozen=True)
 class AdapterFiles(ModelFiles):
-    """A model folder in peft's format: the adapter alone, and whose it is."""
+    """A model folder in peft's format: the adapter alone, and the name of its base."""
 
     adapted: "PeftModel | None" = None
-    origin: dict[str, Any] = field(default_factory=dict)  # of the base
+    origin: Facts = field(default_factory=dict)  # of the base
+
     weights: ClassVar[str] = "adapter_model.safetensors"
     divisible: ClassVar[bool] = False
 
-    def write(self, folder: Path, parameters: int) -> None:
+    def write_config(self, folder: Path) -> None:
+        """Write the adapter's settings, and which weights it belongs to."""
         assert self.adapted is not None
-        self.write_beside(folder, parameters)
         self.adapted.peft_config["default"].save_pretrained(str(folder))
         (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
 
-    def _title(self, parameters: int) -> str:
-        return f"A LoRA adapter of {parameters:,} parameters for a {self.config['model_type']}"
-
-    def tensors(self, model: Any) -> dict[str, torch.Tensor]:
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the adapter's own tensors, by peft's names."""
         from peft import get_peft_model_state_dict
 
         assert self.adapted is not None
-        return get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
+        kept: dict[str, Tensor] = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
+        return kept
 
-    def exported(self, model: Any) -> dict[str, torch.Tensor]:
-        return self.tensors(model)
+    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors unchanged."""
+        return tensors
 
-    def publishing(self, model: Any) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
-        return lambda name, whole: {name: whole}
+    def title(self, parameters: int) -> str:
+        """Return the title of the model card."""
+        return f"A LoRA adapter of {parameters:,} parameters for a {self.config['model_type']}"
 
 
 def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter."""
     return (folder / "adapter_config.json").exists()
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """One model of an adapter and its base: weights that compute the same logits, in float32."""
+    """Write one model of an adapter and its base: weights that compute the same logits, in float32."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+    tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = adapted.peft_config["default"].base_model_name_or_path
-    merged = adapted.merge_and_unload()
+    merged: PreTrainedModel = adapted.merge_and_unload()
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     card = ModelFiles(merged.config.to_dict(), tokenizer, "the data of its adapter", base).card(merged.num_parameters())
@@ -169,31 +167,26 @@ def write_merged(adapter: Path, folder: Path) -> None:
         shutil.copy(adapter / "generation_config.json", folder)
 
 
-def adapted_model(folder: str, vocabulary: int, dtype: Any = "auto") -> Any:
-    """The base of an adapter's folder with the adapter in it, and an embedding for as many tokens.
+def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
+    """Load the base of an adapter's folder with the adapter in it, and an embedding for as many tokens.
 
     Raises :class:`UserError` where the base is not the one that the adapter was trained on.
     """
+    from peft import PeftConfig, PeftModel
+
+    folder = Path(name)
     try:
-        return _adapted_model(Path(folder), vocabulary, dtype)
+        base: str | None = PeftConfig.from_pretrained(name).base_model_name_or_path
+        if not base:
+            raise UserError(f"{folder} does not say whose adapter it is (base_model_name_or_path).")
+        known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
+        if "sha256" in known and origin_of(base) != known:
+            raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
+        model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
+        if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
+            model.resize_token_embeddings(vocabulary)
+        return PeftModel.from_pretrained(model, name)
     except UserError:
         raise
     except Exception as error:  # of peft, safetensors, json, transformers: a folder can be broken in many ways
         raise UserError(f"{folder}: its adapter could not be loaded: {first_line(error)}") from None
-
-
-def _adapted_model(folder: Path, vocabulary: int, dtype: Any) -> Any:
-    from peft import PeftConfig, PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
-    require(bool(base), f"{folder} does not say whose adapter it is (base_model_name_or_path).")
-    refuse_pickles(str(base))
-    known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
-    if "sha256" in known and origin_of(str(base)) != known:
-        raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
-    options = {**WEIGHTS_ONLY, "dtype": dtype, "revision": known.get("commit") or "main"}
-    model: Any = AutoModelForCausalLM.from_pretrained(base, **options)
-    if vocabulary > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(vocabulary)
-    return PeftModel.from_pretrained(model, str(folder))

@@ -1,10 +1,11 @@
 """The one place where labels are shifted, and the sum that every model of this package returns."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,28 +18,29 @@ from llmtrain.parallel.mesh import to_local
 _BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
 _ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
 _HELD = _BLOCK  # logits that may be held
+_Mesh: TypeAlias = DeviceMesh | None
 _TILE = 1 << 19  # of these, those that are worked on at a time: 2 MiB, which stay in a processor's cache
 
 
-def targets_of(labels: torch.Tensor) -> torch.Tensor:
-    """What each position is to predict: [B, T] -> [B, T - 1]."""
+def targets_of(labels: Tensor) -> Tensor:
+    """Return what each position is to predict: [B, T] -> [B, T - 1]."""
     return labels[:, 1:]
 
 
-def inputs_of(input_ids: torch.Tensor) -> torch.Tensor:
-    """The positions that predict something: [B, T] -> [B, T - 1]. The last has no next token."""
+def inputs_of(input_ids: Tensor) -> Tensor:
+    """Return the positions that predict something: [B, T] -> [B, T - 1]. The last has no next token."""
     return input_ids[:, :-1]
 
 
-def count_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Number of trained tokens in ``labels`` [B, T], counted after the shift; an int64 scalar."""
+def count_targets(labels: Tensor) -> Tensor:
+    """Return the number of trained tokens in ``labels`` [B, T], counted after the shift; an int64 scalar."""
     return (targets_of(labels) != IGNORED).sum()
 
 
-def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood in nats, summed over the targets that are not ignored, in float32 (or wider).
+def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-likelihood in nats, summed over the targets that are not ignored.
 
-    A sum, not a mean: only a sum adds up over micro-batches and processes.
+    It is taken in float32 (or wider). It is no mean, for only a sum adds up over micro-batches and processes.
 
     Args:
         logits: [B, T, V].
@@ -49,13 +51,9 @@ def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def linear_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """``summed_nll(F.linear(hidden, weight, bias), targets)``, without ever holding more logits than a block has.
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, softcap: float | None = None
+) -> Tensor:
+    """Return ``summed_nll(F.linear(hidden, weight, bias), targets)``, holding no more logits than a block has.
 
     Positions that are ignored never meet the head. Where the logits of the others are no more than a block's, they are
     turned into their own gradient in place, a few rows at a time, which on a CPU halves the time in bf16: most of it
@@ -69,8 +67,8 @@ def linear_nll(
     The products are in the dtype of ``hidden``, or autocast's. Logits, their sums and the gradient of ``hidden`` are
     added up in float32, or float64. The bits are the same each time; there is no second derivative.
 
-    Where the vocabulary is cut over a few processes (tensor parallelism), each has the logits of its part, and only the
-    sums of their exponentials, and the targets' own, are sent.
+    Where the vocabulary is sharded over a few ranks (tensor parallelism), each has the logits of its shard, and only
+    the sums of their exponentials, and the targets' own, are sent.
 
     Args:
         hidden: [B, T, C].
@@ -88,64 +86,62 @@ def linear_nll(
     if isinstance(hidden, FakeTensor):  # which has no values: all are trained on
         hidden, targets = hidden.flatten(0, 1).clone(), targets.flatten()
     else:
-        hidden, targets = _trained(hidden, targets, len(weight))
+        trained = targets != IGNORED
+        hidden, targets = hidden[trained], targets[trained]
+        if ((targets < 0) | (targets >= len(weight))).any():
+            raise IndexError(f"a target is neither {IGNORED} nor below {len(weight)}, the size of the vocabulary")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
+    few = targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16  # whose range needs the loss scale
+    if few and mesh is None:
+        held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        return held
     if mesh is not None:
         targets = targets - shard_range(len(weight), mesh).start
-        return _BlockwiseNLL.apply(hidden, to_local(weight), to_local(bias), targets, softcap, mesh)
-    if targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16:  # whose range needs the loss scale
-        return _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())
-    return _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, None)
+        weight, bias = to_local(weight), None if bias is None else to_local(bias)
+    nll: Tensor = _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, mesh)  # type: ignore[no-untyped-call]
+    return nll
 
 
-def _trained(hidden: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions that are not ignored, [N, C], and their targets, [N]."""
-    trained = targets != IGNORED
-    hidden, targets = hidden[trained], targets[trained]
-    if ((targets < 0) | (targets >= vocabulary)).any():
-        raise IndexError(f"a target is neither {IGNORED} nor below {vocabulary}, the size of the vocabulary")
-    return hidden, targets
-
-
-def linear_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear``, also where the vocabulary is cut over a few processes."""
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear``, also where the vocabulary is sharded over a few ranks."""
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight, bias)
-    mesh = weight.device_mesh
-    logits = F.linear(copy_to(hidden, mesh), to_local(weight), to_local(bias))
-    return gather_from(logits, mesh, len(weight))
+    mesh, local_bias = weight.device_mesh, None if bias is None else to_local(bias)
+    return gather_from(F.linear(copy_to(hidden, mesh), to_local(weight), local_bias), mesh, len(weight))
 
 
 class _HeldNLL(torch.autograd.Function):
-    """Of hidden [N, C], weight [V, C], bias [V] or None, and targets [N], none of them ignored; few enough to hold
-    their logits."""
+    """The summed nll of targets [N], none of them ignored, which are few enough to hold their logits.
+
+    Takes hidden [N, C], weight [V, C], and bias [V] or None.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        softcap: float | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        cap: float | None,
         learning: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         dtype = hidden.dtype
         weight_used = weight.to(dtype)
         logits = F.linear(hidden, weight_used, None if bias is None else bias.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)
-        wanted, nll = learning and any(ctx.needs_input_grad), []
+        wanted, nll = learning and any(ctx.needs_input_grad), list[Tensor]()
         size = max(_TILE // max(len(weight), 1), 1)
-        for tile, target in zip(logits.split(size), targets[:, None].split(size), strict=True):
-            capped = None if softcap is None else softcap * torch.tanh(tile.to(wide) / softcap)
-            log_p = torch.log_softmax(tile if capped is None else capped, 1, dtype=wide)
+        for tile, target in zip(torch.split(logits, size), torch.split(targets[:, None], size), strict=True):
+            capped = tile if cap is None else cap * torch.tanh(tile.to(wide) / cap)
+            log_p = torch.log_softmax(capped, 1, dtype=wide)
             nll.append(-log_p.gather(1, target).sum())
             if wanted:
                 grad = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-                if softcap is not None and capped is not None:
-                    grad.mul_(1 - (capped / softcap).square())
+                if cap is not None:
+                    grad.mul_(1 - (capped / cap).square())
                 tile.copy_(grad)
         if wanted:
             ctx.save_for_backward(hidden, weight_used, logits)
@@ -154,7 +150,7 @@ class _HeldNLL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, grad = ctx.saved_tensors
         for_weight, for_bias = ctx.dtypes
         needed = ctx.needs_input_grad
@@ -165,23 +161,19 @@ class _HeldNLL(torch.autograd.Function):
 
 
 class _BlockwiseNLL(torch.autograd.Function):
-    """Of hidden [N, C], weight [V, C], bias [V] or None, and targets [N], none of them ignored; of a part of the
-    vocabulary, with targets counted from its first, where a mesh has others."""
+    """The summed nll of targets [N], none of them ignored, one block of the vocabulary at a time.
+
+    Takes hidden [N, C], weight [V, C], and bias [V] or None. Where a mesh is given they are this rank's shard of the
+    vocabulary, and targets are counted from its first.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        softcap: float | None,
-        mesh: DeviceMesh | None,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, mesh: _Mesh
+    ) -> Tensor:
         sums, chosen = [], torch.zeros(len(targets), 1, device=hidden.device)
         for block in _blocks(len(weight), len(targets)):
-            logits = _logits(hidden, weight, bias, softcap, block)
-            column, inside = _columns(targets, block)
+            logits, column, inside = _logits(hidden, weight, bias, targets, cap, block)
             sums.append(logits.logsumexp(1))
             chosen = torch.where(inside, logits.gather(1, column), chosen)
         log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
@@ -190,21 +182,20 @@ class _BlockwiseNLL(torch.autograd.Function):
             log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
             chosen = all_reduce(chosen, mesh)
         ctx.save_for_backward(hidden, weight, bias, targets, log_total)
-        ctx.softcap = softcap
+        ctx.softcap = cap
         return (log_total - chosen[:, 0]).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_total = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias else None
         for block in _blocks(len(weight), len(targets)):
-            logits = _logits(hidden, weight, bias, ctx.softcap, block)
+            logits, column, inside = _logits(hidden, weight, bias, targets, ctx.softcap, block)
             scale = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
-            column, inside = _columns(targets, block)
             grad = logits.sub_(log_total[:, None]).exp_()  # the probabilities
             grad.scatter_(1, column, grad.gather(1, column) - inside.to(grad.dtype)).mul_(scale)
             if grad_bias is not None:
@@ -219,23 +210,22 @@ class _BlockwiseNLL(torch.autograd.Function):
 
 
 def _blocks(vocabulary: int, tokens: int) -> list[slice]:
-    """The vocabulary in pieces whose logits for so many tokens number about ``_BLOCK``."""
+    """Return blocks of the vocabulary whose logits for so many tokens number about ``_BLOCK``."""
     rows = max(_BLOCK // max(tokens, 1) // _ROWS, 1) * _ROWS
     return [slice(start, min(start + rows, vocabulary)) for start in range(0, vocabulary, rows)]
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, block: slice
-) -> torch.Tensor:
-    """Of one block of the vocabulary, [N, block]; float32 (or wider) and nobody else's, to be overwritten."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None, block: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of a block of the vocabulary, and where in it the targets are.
+
+    Logits [N, block] are float32 (or wider), and may be overwritten. Columns of the targets are [N, 1], and so is
+    which of them are inside.
+    """
     dtype = hidden.dtype
     logits = F.linear(hidden, weight[block].to(dtype), None if bias is None else bias[block].to(dtype))
     logits = logits.float() if dtype != torch.float64 else logits
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _columns(targets: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each target in a block of the vocabulary, and whether it is in there; [N, 1] both."""
-    column = targets[:, None] - block.start
-    size = block.stop - block.start
-    return column.clamp(0, size - 1), (column >= 0) & (column < size)
+    column, size = targets[:, None] - block.start, block.stop - block.start
+    inside = (column >= 0) & (column < size)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap), column.clamp(0, size - 1), inside

@@ -4,27 +4,28 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 import yaml
+from torch import nn
 
 from llmtrain.config import Config, did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
+from llmtrain.contract import Built, Facts
 from llmtrain.errors import UserError, hub_said
 from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
-from llmtrain.models.streaming import Weights, draw, drawn, load_buffers, renamed, stored
-from llmtrain.models.summed import is_mixture_of_experts, leaks, probe, summed
-from llmtrain.models.untrusted import WEIGHTS_ONLY, local_folder, origin_of, refuse_pickles
+from llmtrain.models.streaming import drawn, load_buffers, stored
+from llmtrain.models.summed import SummedLoss, is_mixture_of_experts, leaks, probe, summed
+from llmtrain.models.untrusted import load_causal_lm, local_folder, origin_of, refuse_pickles
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # The sizes of an architecture that is named by its type alone: for a laptop. Each class takes those that it knows.
 _SMALL = {
@@ -36,7 +37,7 @@ _SMALL = {
 
 @dataclass
 class ModelConfig(Config):
-    """Which model of Hugging Face's is trained, from which weights, and what of it. Each field is a flag."""
+    """The model of Hugging Face's that is trained, and the weights that it starts from. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "model"
     acts: ClassVar[str] = "model"
@@ -48,333 +49,261 @@ class ModelConfig(Config):
         "configuration is taken",
     )
     config_overrides: str | None = flag(None, 'of --from_config: "hidden_size=256,num_hidden_layers=8"')
-    block_size: int = flag(512, "tokens of a row")
-    attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, ... (default: as the model says)")
-    gradient_checkpointing: bool = flag(False, "compute activations again in the backward pass instead of keeping them")
+    block_size: int = flag(512, "tokens of a row", acts="model data")
+    attn_implementation: str | None = flag(
+        None, "sdpa, eager, flash_attention_2, ... (default: the model's)", acts="pass"
+    )
+    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
     freeze: str | None = flag(None, "a regular expression: parameters with a matching name are not trained")
     load_in_4bit: bool = flag(False, "hold the frozen weights of a LoRA run in 4 bits (bitsandbytes, on a GPU)")
     trust_remote_code: bool = flag(False, "run code that comes with a model or a tokenizer")
 
     def __post_init__(self) -> None:
         require_at_least(self, 2, "block_size")
-        with _readable_pattern(self.freeze):
+        try:
             re.compile(self.freeze or "")
-        named = self.model_name_or_path or self.from_config
+        except re.error as error:
+            raise UserError(f"--freeze '{self.freeze}' is no regular expression: {error}.") from None
         overrides = self.config_overrides and self.model_name_or_path
         require(not overrides, "--config_overrides is for --from_config: the weights of a model fit its own sizes.")
-        require(bool(named), "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
+        named = bool(self.model_name_or_path or self.from_config)
+        require(named, "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
+
+
+class _Named(Protocol):
+    dataset: str
+
+
+class Rows(Protocol):
+    """The rows that a model is built for."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    new_tokens: list[int]  # that a chat template has added
 
     @property
-    def trust(self) -> dict[str, Any]:
-        return {"trust_remote_code": self.trust_remote_code}
+    def packed(self) -> bool:
+        """A row may hold several documents, which must not see each other."""
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens at which an answer ends."""
 
-class Loaded(NamedTuple):
-    model: "PreTrainedModel"
-    files: ModelFiles
-    start: dict[str, Any]  # what was trained, and from which weights, for a run's identity
+    @property
+    def facts(self) -> _Named:
+        """The facts about the data, of which its name is one."""
 
 
 def load_model(
-    config: ModelConfig,
-    lora: LoraConfig,
-    tokenizer: "PreTrainedTokenizerFast",
-    accelerator: "Accelerator",
-    seed: int,
-    spread: "Callable[[Accelerator, PreTrainedModel, Weights], None]" = lambda *_: None,
-    packed: bool = False,
-    bitwise: bool = False,
-    trained_on: str = "unknown data",
-    ends: tuple[int, ...] = (),
-    new_tokens: Sequence[int] = (),
-) -> Loaded:
-    """The model on its device, with the summed loss for a ``forward``, its vocabulary grown to the tokenizer's, and
-    LoRA's matrices in it where they are asked for. Where it is to be sharded it is built without memory, and
-    ``spread`` over the processes with its weights as a stream.
+    config: ModelConfig, lora: LoraConfig | None, rows: Rows, seed: int, precision: str, bitwise: bool = False
+) -> Built:
+    """Build a model with the summed loss for its ``forward``, a vocabulary that fits, and LoRA's matrices if asked for.
 
-    Weights are float32, which mixed precision casts as it goes; frozen ones (a LoRA's base) are held in bfloat16 where
-    that is the precision. Raises :class:`UserError` where there is no such model, a weight is missing, the vocabulary
-    is too small, ``packed`` documents would see each other, or ``bitwise`` bits would depend on the layout.
+    Its parameters are on the meta device, and ``weights`` is the stream of what they begin with. The matrices that
+    LoRA brings, and those that new tokens have rows in, are real. Quantized weights alone are loaded at once, and
+    ``weights`` is ``None``. Weights are float32, which mixed precision casts as it goes; frozen ones (a LoRA's base)
+    are bfloat16 where that is the ``precision``.
+
+    Raises :class:`UserError` where there is no such model, the vocabulary is too small, or ``bitwise`` bits would
+    depend on the layout. The stream raises it where a weight is missing, and ``check`` where packed documents would see
+    each other.
     """
-    frozen, name = lora.lora_r > 0, config.model_name_or_path
-    require(not (frozen and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
-    model = _load(config, tokenizer, accelerator, seed, frozen)
-    plan = copy.deepcopy(model) if accelerator.is_fsdp2 else None  # of what is about to be changed
-    planned = dict(model.named_parameters())
-    _fit_vocabulary(model, tokenizer, config, new_tokens, plan, seed)
-    _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    kind = type(model).__name__
-    described = {**model.config.to_dict(), "architectures": [kind], "dtype": "float32"}
-    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
-    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
-    files = ModelFiles(described, tokenizer, trained_on, name, _generation(model, tokenizer, ends))
-    if frozen:
-        adapted = add_lora(model, lora, name, seed, list(new_tokens))
-        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
-
-    summed(model, config.block_size)
-    if plan is not None:
-        places = {id(parameter): now for now, parameter in model.named_parameters() if parameter.is_meta}
-        names = {before: places[id(parameter)] for before, parameter in planned.items() if id(parameter) in places}
-        weights = drawn(plan, seed) if name is None else stored(plan, local_folder(name), plan.dtype)
-        spread(accelerator, model, with_magnitudes(model, renamed(weights, names)))
-    probe(model)
-    if packed and leaks(model):
-        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
-    if bitwise:
-        _check_no_dropout(model)
-    _describe(model, kind, config)
-    return Loaded(model, files, {"weights": origin, "lora": asdict(lora) if frozen else None, "freeze": config.freeze})
-
-
-def _load(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", accelerator: "Accelerator", seed: int, frozen: bool
-) -> Any:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    hasten_transformers()
-    empty = accelerator.is_fsdp2
-    require(not (config.load_in_4bit and empty), "--load_in_4bit weights cannot be sharded; use a DDP config.")
-    if config.model_name_or_path:
-        dtype = torch.bfloat16 if frozen and accelerator.mixed_precision == "bf16" else torch.float32
-        model: Any = (_planned if empty else _from_pretrained)(config, dtype, frozen)
-    else:
-        model = _from_config(config, tokenizer, empty)
-        if not empty:
-            draw(model, seed)
+    lora, name = lora if lora is not None and lora.lora_r else None, config.model_name_or_path
+    require(not lora or name is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
+    require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
+    dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
+    model = _build(config, rows.tokenizer, dtype, frozen=lora is not None)
     settings = model.config.get_text_config()
     positions = getattr(settings, "max_position_embeddings", None) or config.block_size
     if positions < config.block_size:
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
     if is_mixture_of_experts(settings):
         settings.output_router_logits = False
-    if config.load_in_4bit or empty:
-        return model
-    return model.to(accelerator.device)
+
+    is_meta = model.device.type == "meta"
+    plan = copy.deepcopy(model) if is_meta else model  # for it is changed below
+    first = functools.partial(stored, plan, local_folder(name), dtype) if name else functools.partial(drawn, plan, seed)
+    before = {parameter: key for key, parameter in model.named_parameters()}
+    if rows.new_tokens and is_meta:  # their rows are made from the values of others
+        ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]  # type: ignore[no-untyped-call]
+        for key, whole in first([end for end in ends if end is not None]):
+            module, _, leaf = key.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(whole))
+        model.tie_weights()
+    _fit_vocabulary(model, config, rows, seed)
+    _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+
+    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
+    described = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
+    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
+    files = ModelFiles(described, rows.tokenizer, rows.facts.dataset, name, _generation(model, rows))
+    if lora is not None and name is not None:
+        adapted = add_lora(model, lora, name, seed, rows.new_tokens)
+        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
+    trained = summed(model, config.block_size)
+    if bitwise:
+        _check_no_dropout(trained)
+    names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
+    weights = with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
+    asked = lora and {**asdict(lora), "use_rslora": False}  # as earlier versions have it in a run's identity
+    start = {"weights": origin, "lora": asked, "freeze": config.freeze}
+    check = functools.partial(_check, trained, rows.packed, config.block_size)
+    return Built(trained, files, weights if is_meta else None, start, check)
 
 
-def _describe(model: Any, kind: str, config: ModelConfig) -> None:
-    """Lines of the banner: what is trained, and what is not as it might be thought."""
-    every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
-    say("model", f"{kind}: {every:,} parameters{share}")
-    settings = model.config.get_text_config()
-    if is_mixture_of_experts(settings):
-        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
-    if not model.head_is_linear:
-        say("memory", "this head does more than multiply: its logits are held whole")
-    rope = getattr(settings, "rope_parameters", None) or {}
-    first = rope.get("original_max_position_embeddings") or config.block_size
-    if rope.get("rope_type") in ("longrope", "dynamic") and config.block_size > first:
-        say(
-            "positions",
-            f"scaled by the longest row of a micro-batch beyond {first:,} tokens: layouts agree less closely",
-        )
-
-
-def _generation(model: Any, tokenizer: "PreTrainedTokenizerFast", ends: tuple[int, ...]) -> dict[str, Any]:
-    """What the base said of generating, and also ending where answers end."""
-    found = getattr(model, "generation_config", None)
-    known = {key: value for key, value in (found.to_diff_dict() if found is not None else {}).items() if key[0] != "_"}
-    known.pop("transformers_version", None)
-    if ends:
-        before = known.get("eos_token_id")
-        before = before if isinstance(before, list) else [] if before is None else [before]
-        known |= {"eos_token_id": sorted({*before, *ends}), "bos_token_id": tokenizer.bos_token_id}
-    return known
-
-
-def _check_no_dropout(model: "PreTrainedModel") -> None:
-    """Raise :class:`UserError` where a model draws dropout from a generator: its bits would depend on the layout."""
-    settings = model.config.get_text_config().to_dict().items()
-    drawn = {key: value for key, value in settings if "drop" in key and isinstance(value, float) and value > 0}
-    drawn |= {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0}
-    if drawn:
-        name, value = next(iter(drawn.items()))
-        raise UserError(f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0.")
-
-
-def _check_is_whole(name: str) -> None:
-    refuse_pickles(name)
-    if is_adapter(Path(name)):
-        raise UserError(f"--model_name_or_path {name} is an adapter; first: llmtrain export {name} --merge --to FOLDER")
-
-
-def _planned(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrainedModel":
-    """A model as a folder or the hub describes it, without memory for its weights."""
-    from transformers import AutoConfig, GenerationConfig
-
-    name = str(config.model_name_or_path)
-    _check_is_whole(name)
-    try:
-        described = AutoConfig.from_pretrained(name, **config.trust)
-        require(
-            getattr(described, "quantization_config", None) is None,
-            f"--model_name_or_path {name} holds quantized weights, which cannot be sharded; use a DDP config.",
-        )
-        model = _without_memory(described, dtype, config)
-        with torch.no_grad():
-            load_buffers(model, local_folder(name))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
-    with contextlib.suppress(OSError):  # it has none of its own
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
-
-
-def _without_memory(described: Any, dtype: torch.dtype, config: ModelConfig) -> "PreTrainedModel":
-    """A model whose parameters are on the meta device; what it computes from its configuration is real."""
+def _build(
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool
+) -> "PreTrainedModel":
+    """Build a model whose parameters are on the meta device; what it computes from its configuration is real."""
     from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
 
-    with init_empty_weights(include_buffers=False):
-        model = _make(described, dtype, config)
-    model.tie_weights()  # which making them empty one by one has undone
-    return model
-
-
-def _make(described: Any, dtype: torch.dtype, config: ModelConfig) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    options = {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-    return AutoModelForCausalLM.from_config(described, dtype=dtype, **config.trust, **options)
-
-
-def _from_pretrained(config: ModelConfig, dtype: torch.dtype, frozen: bool) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    name = str(config.model_name_or_path)
-    _check_is_whole(name)
-    options = {**WEIGHTS_ONLY, **config.trust, "dtype": dtype, "output_loading_info": True}
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hasten_transformers()
+    name, trust = config.model_name_or_path, {"trust_remote_code": config.trust_remote_code}
+    options = {"dtype": dtype, **trust}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
-    if config.load_in_4bit:
-        options["quantization_config"] = _four_bits(frozen)
+    needs = "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep."
+    require(name is not None or not config.load_in_4bit, needs)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        if name is None:
+            described = _configuration(config, tokenizer)
+        else:
+            refuse_pickles(name)
+            merge = f"llmtrain export {name} --merge --to FOLDER"
+            require(not is_adapter(Path(name)), f"--model_name_or_path {name} is an adapter; first: {merge}")
+            described = AutoConfig.from_pretrained(name, **trust)
+            if config.load_in_4bit or getattr(described, "quantization_config", None) is not None:
+                return _quantized(config, options, frozen)
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, **options)  # type: ignore[no-untyped-call]
+        model.tie_weights()  # which making them empty one by one has undone
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name))
+            with contextlib.suppress(OSError):  # it has none of its own
+                model.generation_config = GenerationConfig.from_pretrained(name)
+    except UserError:
+        raise
     except Exception as error:  # each library has its own ways to refuse a folder
-        raise UserError(f"--model_name_or_path {name}: {hub_said(error)}") from None
-    model, found = loaded
-    absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
-    require(not getattr(model, "_hf_peft_config_loaded", False), f"--model_name_or_path {name} is an adapter.")
+        asked = "--model_name_or_path" if name else "--from_config"
+        raise UserError(f"{asked} {name or config.from_config}: {hub_said(error)}") from None
+    return model
+
+
+def _quantized(config: ModelConfig, options: dict[str, object], frozen: bool) -> "PreTrainedModel":
+    from transformers import BitsAndBytesConfig
+
+    name = str(config.model_name_or_path)
+    if config.load_in_4bit:
+        require(frozen, "--load_in_4bit holds frozen weights: it needs --lora_r.")
+        require(torch.cuda.is_available(), "--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
+        settings: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+        options["quantization_config"] = BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
+    loaded: object = load_causal_lm(name, **options, output_loading_info=True)
+    model, found = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
+    absent = [*sorted(map(str, found["missing_keys"])), *map(str, found["mismatched_keys"])]
     if absent:
         raise UserError(f"--model_name_or_path {name}: {absent[0]} is missing or of another shape ({len(absent)} are).")
     return model
 
 
-def _four_bits(frozen: bool) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    require(frozen, "--load_in_4bit holds frozen weights: it needs --lora_r.")
-    require(torch.cuda.is_available(), "--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
-def _from_config(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", empty: bool) -> "PreTrainedModel":
-    require(not config.load_in_4bit, "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep.")
-    try:
-        made = _configuration(config, tokenizer)
-        return (_without_memory if empty else _make)(made, torch.float32, config)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"--from_config {config.from_config}: {hub_said(error)}") from None
-
-
-def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PretrainedConfig":
+def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedConfig":
+    """Return the configuration of random weights: the sizes of the tokenizer, small ones, and the overrides."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     name = str(config.from_config)
-    sizes: dict[str, Any] = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
-    sizes |= {f"{part}_token_id": getattr(tokenizer, f"{part}_token_id") for part in ("bos", "eos", "pad")}
+    sizes: dict[str, object] = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
+    sizes |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    make: Callable[..., PreTrainedConfig] = AutoConfig.for_model
+    if name not in CONFIG_MAPPING:
+        make = functools.partial(AutoConfig.from_pretrained, trust_remote_code=config.trust_remote_code)
+    plain = make(name)
     if name in CONFIG_MAPPING:
-        plain: Any = AutoConfig.for_model(name)
-        make: Any = AutoConfig.for_model
         sizes = {"max_position_embeddings": config.block_size, **_SMALL, **sizes}
         if "qk_rope_head_dim" in plain.to_dict():  # heads of two parts, whose sizes depend on each other
             del sizes["head_dim"]
-    else:
-        plain = AutoConfig.from_pretrained(name, **config.trust)
-        make = functools.partial(AutoConfig.from_pretrained, **config.trust)
     known = {*plain.to_dict(), *plain.attribute_map}
-    wanted = _overrides(config.config_overrides)
+    try:
+        wanted = yaml.safe_load("{" + (config.config_overrides or "").replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        wanted = None
+    if not isinstance(wanted, dict) or (None in wanted.values() and "null" not in str(config.config_overrides)):
+        raise UserError(f"--config_overrides {config.config_overrides}: write key=value,key=value.")
     for key in wanted.keys() - known:
         raise UserError(f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}")
     asked = {key: value for key, value in sizes.items() if key in known} | wanted
-    made = {plain.attribute_map.get(key, key): value for key, value in asked.items()}  # gpt2 has names of its own
-    return make(name, **made)
+    return make(name, **{plain.attribute_map.get(key, key): value for key, value in asked.items()})  # gpt2 has its own
 
 
-def _overrides(text: str | None) -> dict[str, Any]:
-    """``key=value,...``, the values as YAML has them."""
-    try:
-        found = yaml.safe_load("{" + (text or "").replace("=", ": ") + "}")
-    except yaml.YAMLError:
-        found = None
-    if not isinstance(found, dict) or any(value is None and "null" not in str(text) for value in found.values()):
-        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
-    return found
-
-
-def _fit_vocabulary(
-    model: Any,
-    tokenizer: "PreTrainedTokenizerFast",
-    config: ModelConfig,
-    new_tokens: Sequence[int],
-    plan: Any,
-    seed: int,
-) -> None:
-    """Give rows to tokens that a chat template has added; any other tokenizer must fit as it is. Where there is a
-    ``plan``, the matrices that they stand in are made real before."""
-    have = model.get_input_embeddings().weight.shape[0]
-    needed = max(tokenizer.get_vocab().values()) + 1
-    if not set(range(have, needed)) <= set(new_tokens):
+def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, seed: int) -> None:
+    """Give rows to tokens that a chat template has added; any other tokenizer must fit as it is."""
+    have = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+    needed = max(rows.tokenizer.get_vocab().values()) + 1
+    if not set(range(have, needed)) <= set(rows.new_tokens):
         raise UserError(
             f"the tokenizer has {needed:,} tokens and {config.model_name_or_path or config.from_config} a vocabulary "
             f"of {have:,}; use the model's own tokenizer."
         )
-    if new_tokens and plan is not None and config.model_name_or_path:
-        ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]
-        for name, whole in stored(plan, local_folder(config.model_name_or_path), plan.dtype, ends):
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, torch.nn.Parameter(whole))
-        model.tie_weights()
     if needed > have:
         torch.manual_seed(seed)
         model.resize_token_embeddings(needed)
-        joined = tokenizer.convert_ids_to_tokens(list(range(have, needed)))
-        say("tokens", f"{', '.join(joined)} joined the vocabulary: {have:,} -> {needed:,}")
+        new = rows.tokenizer.convert_ids_to_tokens(list(range(have, needed)))
+        say("tokens", f"{', '.join(new)} joined the vocabulary: {have:,} -> {needed:,}")
 
 
 def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:
     if pattern is None:
         return
-    matching = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
-    every = sum(1 for _ in model.parameters())
-    if len(matching) in (0, every):
-        example = next(name for name, _ in model.named_parameters())
-        share = "no parameter" if not matching else "every parameter"
-        raise UserError(f"--freeze '{pattern}' matches {share}; their names are like {example}.")
+    every = dict(model.named_parameters())
+    matching = [parameter for name, parameter in every.items() if re.search(pattern, name)]
+    if len(matching) in (0, len(every)):
+        share = "every parameter" if matching else "no parameter"
+        raise UserError(f"--freeze '{pattern}' matches {share}; their names are like {next(iter(every))}.")
     for parameter in matching:
         parameter.requires_grad_(False)
-    say("frozen", f"{sum(p.numel() for p in matching):,} parameters in {len(matching)} of {every} tensors")
+    say("frozen", f"{sum(p.numel() for p in matching):,} parameters in {len(matching)} of {len(every)} tensors")
 
 
-@contextlib.contextmanager
-def _readable_pattern(pattern: str | None) -> Iterator[None]:
-    try:
-        yield
-    except re.error as error:
-        raise UserError(f"--freeze '{pattern}' is no regular expression: {error}.") from None
+def _generation(model: "PreTrainedModel", rows: Rows) -> Facts:
+    """Return how the base generates; it also ends where answers end."""
+    found: GenerationConfig | None = getattr(model, "generation_config", None)
+    base: Facts = found.to_diff_dict() if found is not None else {}
+    known = {key: value for key, value in base.items() if key[0] != "_" and key != "transformers_version"}
+    if rows.ends:
+        before = known.get("eos_token_id")
+        before = before if isinstance(before, list) else [] if before is None else [before]
+        known |= {"eos_token_id": sorted({*before, *rows.ends}), "bos_token_id": rows.tokenizer.bos_token_id}
+    return known
+
+
+def _check_no_dropout(model: SummedLoss) -> None:
+    """Raise :class:`UserError` where a model draws dropout from a generator: its bits would depend on the layout."""
+    settings = model.config.get_text_config().to_dict().items()
+    drops = {key: value for key, value in settings if "drop" in key and isinstance(value, float) and value > 0}
+    drops |= {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    for name, value in drops.items():
+        raise UserError(f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0.")
+
+
+def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
+    """Try a model that has its weights, and tell in the banner of what people would not expect."""
+    probe(model)
+    if packed and leaks(model):
+        kind = model.own_class.__name__
+        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+    settings = model.config.get_text_config()
+    if is_mixture_of_experts(settings):
+        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
+    if not model.head_is_linear:
+        say("memory", "this head does more than multiply: its logits are held whole")
+    rope: Facts = getattr(settings, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") or block_size
+    if rope.get("rope_type") in ("longrope", "dynamic") and block_size > first:
+        scaled = f"scaled by the longest row of a micro-batch beyond {first:,} tokens"
+        say("positions", f"{scaled}: layouts agree less closely")

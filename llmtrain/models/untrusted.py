@@ -1,18 +1,33 @@
-"""Model folders and hub names as what they are: input that nobody has vouched for. No code of theirs is run unless
-``--trust_remote_code`` says so, and no pickle is read."""
+"""Model folders and hub names: input that nobody has vouched for.
+
+No code of theirs is run unless ``--trust_remote_code`` says so, and no pickle is read.
+"""
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError, hub_said
 from llmtrain.files import read_hashed
 
-# For every `from_pretrained`; without the first, transformers asks on the terminal whether to run what it found.
-DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-WEIGHTS_ONLY: dict[str, Any] = {**DATA_ONLY, "use_safetensors": True}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
+DATA_ONLY = {"trust_remote_code": False}  # for every `from_pretrained`: else transformers asks on the terminal
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
+    """Load a model from safetensors. Raises :class:`UserError` for pickles, and what transformers raises."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
+    refuse_pickles(name)
+    options = {**DATA_ONLY, "use_safetensors": True, **options}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options)
+    return model
 
 
 def refuse_pickles(name: str) -> None:
@@ -29,7 +44,7 @@ def refuse_pickles(name: str) -> None:
 
 
 def local_folder(name: str) -> Path:
-    """Where the files of a model are: the folder itself, or what the hub has been asked for."""
+    """Return where the files of a model are: the folder itself, or the hub's snapshot, downloaded where need be."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -40,8 +55,8 @@ def local_folder(name: str) -> Path:
         raise UserError(f"{name} is no folder, and could not be had from the hub: {hub_said(error)}") from None
 
 
-def origin_of(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Which model a name stands for: the hash of a folder's weights and configuration, or the hub's commit."""
+def origin_of(name: str, trust_remote_code: bool = False) -> Facts:
+    """Return which model a name stands for: the hash of a folder's weights and configuration, or the hub's commit."""
     if Path(name).is_dir():
         files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
         hashes = [read_hashed(path)["sha256"] for path in files]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from llmtrain.models import attention
 from llmtrain.models.attention import causal_attention, hasten_transformers
@@ -131,13 +132,16 @@ def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, h
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
     mask = packed(200, 60, 128, 140)
-    blocks = attention._blocks_of(mask)
+    known = WeakTensorKeyDictionary()
+    blocks = attention._blocks_of(mask, known)
     assert blocks[0] == (slice(0, 2), slice(0, 64), slice(0, 64))  # alike in both rows
     seen = {(row, queries.start): keys for rows, queries, keys in blocks for row in range(rows.start, rows.stop)}
     assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
     assert [seen[1, start].start for start in (0, 64, 128, 192)] == [0, 0, 64, 128]  # documents begin 5 later
     assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]
-    assert attention._blocks_of(mask) is attention._blocks_of(mask)
+    assert attention._blocks_of(mask, known) is blocks
+    del mask
+    assert not known
 
 
 def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:

@@ -2,6 +2,7 @@
 what transformers, on its own, loads."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +12,23 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
+from llmtrain.data.chat import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.lora import LoraConfig
+from llmtrain.models.lora import LoraConfig, add_lora
 from llmtrain.models.loss import IGNORED
-from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
+from llmtrain.models.pretrained import ModelConfig, _configuration, load_model
+from llmtrain.models.streaming import drawn
 from llmtrain.models.summed import leaks
-from llmtrain.parallel.mesh import fill
+from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.checkpoint import write_model
 from tests.families import FAMILIES, OVERRIDES
+from tests.models.some_rows import SomeRows
 
 LEAKING = ["gpt_oss", "falcon", "opt", "bloom", "mamba"]  # whatever their position_ids
 
@@ -53,15 +59,13 @@ class Batch:
 
 
 @pytest.fixture
-def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Loaded]:
-    def load(
-        family: str | None = None, lora: LoraConfig | None = None, tokenizer=None, packed: bool = False, **settings
-    ) -> Loaded:
+def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Built]:
+    def load(family: str | None = None, tokenizer=None, packed: bool = False, **settings) -> Built:
         overrides = {"config_overrides": OVERRIDES} if family else {}
         if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
             overrides = {}
         config = ModelConfig(**{"from_config": family, "block_size": 64} | overrides | settings)
-        return load_model(config, lora or LoraConfig(), tokenizer or words, accelerator, seed=3, packed=packed)
+        return place(accelerator, load_model(config, None, SomeRows(tokenizer or words, packed), 3, "no"))
 
     return load
 
@@ -162,9 +166,9 @@ def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
     leaking = family == "bloom"
     try:
         with pytest.raises(UserError, match="see each other") if leaking else contextlib.nullcontext():
-            load_model(config, LoraConfig(), words, accelerator, 0, packed=True)
+            place(accelerator, load_model(config, None, SomeRows(words, packed=True), 0, precision))
         for dtype in (torch.float32, torch.bfloat16):  # as a frozen base may be
-            model = load_model(config, LoraConfig(), words, accelerator, 0).model.to(dtype)
+            model = place(accelerator, load_model(config, None, SomeRows(words), 0, precision)).model.to(dtype)
             assert leaks(model) == leaking
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -195,10 +199,11 @@ def test_a_class_that_leaks_is_refused(load, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_is_what_transformers_loads_and_generates_from(load, family, words, tmp_path):
-    model, files, _ = load(family)
+    built = load(family)
+    model, files = built.model, built.files
     model.eval()
     for name, tensors in (("checkpoint", files.tensors(model)), ("model", files.exported(model))):
-        write_model(tmp_path / name, files, tensors)
+        write_model(tmp_path / name, files, Spread(tensors))
         loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not found["missing_keys"]
         assert not found["mismatched_keys"]
@@ -212,7 +217,8 @@ def test_what_is_written_is_what_transformers_loads_and_generates_from(load, fam
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
-    model, files, _ = load(family)
+    built = load(family)
+    model, files = built.model, built.files
     kept = {name: tensor.clone() for name, tensor in files.tensors(model).items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -222,20 +228,65 @@ def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
     assert any(parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters())
 
 
-def saved(load: Callable[..., Loaded], folder: Path, family: str = "llama", **settings) -> Path:
-    model, files, _ = load(family, **settings)
-    write_model(folder, files, files.exported(model))
+def saved(load: Callable[..., Built], folder: Path, family: str = "llama", **settings) -> Path:
+    built = load(family, **settings)
+    model, files = built.model, built.files
+    write_model(folder, files, Spread(files.exported(model)))
     return folder
 
 
+def reference(base: str, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The model as transformers and peft build it at once, with the weights of a folder, or of seed 3."""
+    if Path(base).exists():
+        model = AutoModelForCausalLM.from_pretrained(base)
+    else:
+        config = _configuration(ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer)
+        model = AutoModelForCausalLM.from_config(config)
+        fill(dict(model.named_parameters()), drawn(model, 3))
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        torch.manual_seed(3)
+        model.resize_token_embeddings(len(tokenizer))
+    if lora is not None:
+        add_lora(model, lora, base, 3, [257, 258] if len(tokenizer) == 259 else [])
+    return model
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=4), LoraConfig(lora_r=4, use_dora=True)])
+@pytest.mark.parametrize("start", ["folder", "seed"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's head is tied
+def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
+    accelerator, load, words, family, start, lora, grown, tmp_path
+):
+    if lora is not None and start == "seed":
+        pytest.skip("random weights get no adapter")
+    tokenizer = copy.deepcopy(words)
+    base = str(saved(load, tmp_path / "base", family)) if start == "folder" else family
+    if grown:
+        set_template(tokenizer, "chatml")
+    named = {"model_name_or_path": base} if start == "folder" else {"from_config": base, "config_overrides": OVERRIDES}
+    rows = SomeRows(tokenizer, new_tokens=[257, 258] if grown else [])
+    built = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
+    assert all(p.is_meta or lora or grown for p in built.model.parameters())
+    model, expected = place(accelerator, built).model, reference(base, lora, tokenizer)
+    for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
+        ours, theirs = (getattr(each, f"named_{kind}")() for each in (model, expected))
+        for (name, one), (other_name, other) in zip(ours, theirs, strict=True):
+            assert (name, one.dtype, one.requires_grad) == (other_name, other.dtype, other.requires_grad)
+            assert torch.equal(one, other), name
+    assert [*model.state_dict()] == [*expected.state_dict()]
+    assert model.training == expected.training
+    assert type(model).__name__ == type(expected).__name__
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
 def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
-    model, files, _ = load("llama")
+    built = load("llama")
+    model, files = built.model, built.files
     tensors = files.exported(model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    write_model(tmp_path / "base", files, tensors)
-    with pytest.raises(
-        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing or of another shape \(1 are\)"
-    ):
+    write_model(tmp_path / "base", files, Spread(tensors))
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 are\)"):
         load(model_name_or_path=str(tmp_path / "base"))
 
 
@@ -299,13 +350,13 @@ def test_the_experts_balancing_loss_is_left_out_and_said_so(load, capsys):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bits_that_would_depend_on_the_layout_are_refused(words, accelerator, family):
+def test_bits_that_would_depend_on_the_layout_are_refused(words, family):
     config = ModelConfig(from_config=family, block_size=64)
     if family == "llama":
-        assert load_model(config, LoraConfig(), words, accelerator, 0, bitwise=True)
+        assert load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
         config.config_overrides = "attention_dropout=0.1"
     with pytest.raises(UserError, match=r"--bitwise needs a model without dropout, and \w+ is 0\.1"):
-        load_model(config, LoraConfig(), words, accelerator, 0, bitwise=True)
+        load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
 
 
 def test_files_of_this_package_and_of_transformers_are_written_by_one_writer(load):

@@ -9,6 +9,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel, model_folder
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
 from tests.models.test_gpt import jolted
 
@@ -20,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONTEXT)
     model = jolted(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words)))
     path = tmp_path_factory.mktemp("model")
-    write_model(path, ModelFiles(model.hf_config(words.eos_token_id), words), model.state_dict())
+    write_model(path, model.files(words, "text"), Spread(model.state_dict()))
     return path
 
 
@@ -94,7 +95,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     model = jolted(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
     path = tmp_path_factory.mktemp("chatting")
     files = ModelFiles(model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]})
-    write_model(path, files, model.state_dict())
+    write_model(path, files, Spread(model.state_dict()))
     return TextModel(str(path))
 
 

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.models.export import ModelFiles
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets, summed_nll
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
@@ -31,7 +31,7 @@ def jolted(model: torch.nn.Module) -> torch.nn.Module:
 def test_an_exported_gpt_computes_what_the_stock_gpt2_computes(tmp_path: Path) -> None:
     words = tokenizer()
     ours = jolted(GPT(CONFIG, vocab_size=len(words), seed=1))
-    write_model(tmp_path, ModelFiles(ours.hf_config(words.eos_token_id), words), ours.state_dict())
+    write_model(tmp_path, ours.files(words, "text"), Spread(ours.state_dict()))
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(theirs) is GPT2LMHeadModel
     assert not report["missing_keys"]

@@ -4,22 +4,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import LoraConfig, write_merged
-from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
-from llmtrain.parallel.mesh import fill
+from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
+from tests.models.some_rows import SomeRows
 
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 
@@ -33,6 +34,14 @@ def chatting() -> PreTrainedTokenizerFast:
     tokenizer = words()
     assert set_template(tokenizer, "chatml") == 2
     return tokenizer
+
+
+def load(
+    accelerator, config: ModelConfig, lora: LoraConfig | None = None, tokenizer=None, ends: tuple[int, ...] = ()
+) -> Built:
+    tokenizer = tokenizer or words()
+    rows = SomeRows(tokenizer, ends=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else [])
+    return place(accelerator, load_model(config, lora, rows, 3, "no"))
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +67,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def adapt(bases, accelerator) -> Callable[..., Loaded]:
-    def adapt(kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings) -> Loaded:
+def adapt(bases, accelerator) -> Callable[..., Built]:
+    def adapt(kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings) -> Built:
         config = ModelConfig(str(bases(kind)), block_size=64)
         lora = LoraConfig(**{"lora_r": 4} | settings)
-        new_tokens = [257, 258] if tokenizer is not None and len(tokenizer) == 259 else []
-        return load_model(config, lora, tokenizer or words(), accelerator, seed=3, new_tokens=new_tokens)
+        return load(accelerator, config, lora, tokenizer)
 
     return adapt
 
@@ -81,7 +89,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
         return model.eval()(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, settings):
     model = adapt(kind, **settings).model
@@ -98,13 +106,15 @@ def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, set
 def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tmp_path):
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
     tokenizer = chatting() if grown else words()
-    model, files, _ = adapt(kind, tokenizer)
+    built = adapt(kind, tokenizer)
+    model, files = built.model, built.files
     train_a_little(model, ids)
     path = write_checkpoint(tmp_path, 4, files, Share(files.tensors(model)), Share({}), {"step": 4})
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 
-    again, more_files, _ = adapt(kind, tokenizer)
+    built = adapt(kind, tokenizer)
+    again, more_files = built.model, built.files
     assert not torch.equal(logits(again, ids), logits(model, ids))
     fill(more_files.tensors(again), read_tensors(path / "model"))
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -117,10 +127,11 @@ def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown,
     if "lm_head" in str(settings) and (kind == "tied" or grown):
         pytest.skip("a head that is tied, or has rows of its own to train, takes no adapter")
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    model, files, _ = adapt(kind, chatting() if grown else words(), **settings)
+    built = adapt(kind, chatting() if grown else words(), **settings)
+    model, files = built.model, built.files
     train_a_little(model, ids)
     expected = logits(model, ids)
-    write_model(tmp_path / "model", files, files.exported(model))
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
 
     write_merged(tmp_path / "model", tmp_path / "merged")
@@ -135,17 +146,19 @@ def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown,
 
 
 def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
-    model, files, _ = adapt()
-    write_model(tmp_path / "model", files, files.exported(model))
+    built = adapt()
+    model, files = built.model, built.files
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     names = {name.rpartition(".")[2] for name in settings["target_modules"]}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt, tmp_path):
-    model, files, _ = adapt()
+    built = adapt()
+    model, files = built.model, built.files
     train_a_little(model)
-    write_model(tmp_path / "model", files, files.exported(model))
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model))
 
 
@@ -161,8 +174,9 @@ def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
 
 
 def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
-    model, files, _ = adapt()
-    write_model(tmp_path / "model", files, files.exported(model))
+    built = adapt()
+    model, files = built.model, built.files
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     path = tmp_path / "model" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
@@ -172,8 +186,8 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
 
 def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):
     base = shutil.copytree(bases("untied"), tmp_path / "base")
-    loaded = load_model(ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4), words(), accelerator, 3)
-    write_model(tmp_path / "model", loaded.files, loaded.files.exported(loaded.model))
+    loaded = load(accelerator, ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4))
+    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
     assert TextModel(str(tmp_path / "model"))
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
@@ -182,8 +196,9 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
 
 
 def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
-    model, files, _ = adapt()
-    write_model(tmp_path / "model", files, files.exported(model))
+    built = adapt()
+    model, files = built.model, built.files
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     path = tmp_path / "model" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"}))
     with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
@@ -213,29 +228,29 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(bases, a
     base.resize_token_embeddings(320)
     base.save_pretrained(tmp_path / "padded")
     config = ModelConfig(str(tmp_path / "padded"), block_size=64)
-    loaded = load_model(config, LoraConfig(lora_r=4), chatting(), accelerator, 3, new_tokens=[257, 258])
+    loaded = load(accelerator, config, LoraConfig(lora_r=4), chatting())
     rows = [p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name]
     assert [len(part) for part in rows] == [2, 2]
     assert loaded.model.head_is_linear, "the loss must not hold the logits of a long vocabulary for it"
     train_a_little(loaded.model, torch.full((4, 24), 258))
     expected = logits(loaded.model)
-    write_model(tmp_path / "model", loaded.files, loaded.files.exported(loaded.model))
+    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
 
 
 def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
-    _, files, _ = loaded = adapt()
-    write_model(tmp_path / "model", files, files.exported(loaded.model))
+    loaded = adapt()
+    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
     for rank in (0, 4):
         config = ModelConfig(str(tmp_path / "model"), block_size=64)
         with pytest.raises(UserError, match=r"is an adapter; first: llmtrain export .* --merge"):
-            load_model(config, LoraConfig(lora_r=rank), words(), accelerator, 0)
+            load(accelerator, config, LoraConfig(lora_r=rank))
 
 
 def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
     config = ModelConfig(str(bases("untied")), block_size=64, freeze="embed")
     with pytest.raises(UserError, match="--freeze is for training in full"):
-        load_model(config, LoraConfig(lora_r=4), words(), accelerator, 0)
+        load(accelerator, config, LoraConfig(lora_r=4))
 
 
 @pytest.mark.parametrize(
@@ -247,8 +262,9 @@ def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
     ],
 )
 def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
-    model, files, _ = adapt()
-    write_model(tmp_path / "model", files, files.exported(model))
+    built = adapt()
+    model, files = built.model, built.files
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     (tmp_path / "model" / name).unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
@@ -260,8 +276,9 @@ def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
 def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(bases, accelerator, tmp_path, monkeypatch):
     monkeypatch.chdir(bases("untied").parent)
     config = ModelConfig(bases("untied").name, block_size=64)
-    model, files, _ = load_model(config, LoraConfig(lora_r=4), words(), accelerator, 3)
-    write_model(tmp_path / "model", files, files.exported(model))
+    built = load(accelerator, config, LoraConfig(lora_r=4))
+    model, files = built.model, built.files
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(logits(TextModel("model").model), logits(model))
 
@@ -272,31 +289,42 @@ def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}')
     for ends, expected in (((), [0, 7]), ((0, 258), [0, 7, 258])):
         config = ModelConfig(str(folder), block_size=64)
-        files = load_model(config, LoraConfig(), words(), accelerator, 3, ends=ends).files
+        files = load(accelerator, config, ends=ends).files
         assert files.generation["eos_token_id"] == expected
         assert files.generation["temperature"] == 0.6
 
 
 def test_random_weights_get_no_adapter(accelerator):
     with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
-        load_model(ModelConfig(from_config="llama", block_size=64), LoraConfig(lora_r=4), words(), accelerator, 0)
+        load(accelerator, ModelConfig(from_config="llama", block_size=64), LoraConfig(lora_r=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, 4 bits are held")
 def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
     config = ModelConfig(str(bases("untied")), block_size=64, load_in_4bit=True)
     with pytest.raises(UserError, match="--load_in_4bit needs a CUDA GPU"):
-        load_model(config, LoraConfig(lora_r=4), words(), accelerator, 0)
+        load(accelerator, config, LoraConfig(lora_r=4))
     with pytest.raises(UserError, match="--load_in_4bit holds frozen weights: it needs --lora_r"):
-        load_model(config, LoraConfig(), words(), accelerator, 0)
+        load(accelerator, config)
+
+
+def test_the_start_of_a_run_is_recorded_as_by_earlier_versions(bases):
+    built = load_model(
+        ModelConfig(str(bases("untied")), block_size=64), LoraConfig(lora_r=4), SomeRows(words()), 3, "no"
+    )
+    settings = {"lora_r": 4, "lora_alpha": 32, "lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
+    assert built.start["lora"] == {**settings, "use_rslora": False, "use_dora": False}
+    assert built.start.keys() == {"weights", "lora", "freeze"}
+    assert not LoraConfig.retired["use_rslora"].harmless
 
 
 def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
     tokenizer = chatting()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model, files, _ = adapt("untied", tokenizer)
+    built = adapt("untied", tokenizer)
+    model, files = built.model, built.files
     ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
-    write_model(tmp_path / "model", ending, files.exported(model))
+    write_model(tmp_path / "model", ending, Spread(files.exported(model)))
     loaded = TextModel(str(tmp_path / "model"))
     said = torch.full((1, 2, 259), -100.0)
     said[..., end] = 100.0
@@ -314,16 +342,3 @@ class Saying:
 
     def __call__(self, *_, **__) -> "Saying":
         return self
-
-
-def test_a_gpu_need_not_have_room_to_train_the_base(
-    monkeypatch: pytest.MonkeyPatch, bases: Callable[[str], Path]
-) -> None:
-    """It is loaded before it is frozen, and must not count as trained."""
-    asked = []
-    monkeypatch.setattr("llmtrain.models.pretrained.check_room", lambda *_, trained: asked.append(trained))
-    accelerator: Any = SimpleNamespace(is_fsdp2=False, device=torch.device("cpu"), mixed_precision="no")
-    for lora, freeze in ((LoraConfig(lora_r=2), None), (LoraConfig(), "embed"), (LoraConfig(), None)):
-        config = ModelConfig(model_name_or_path=str(bases("base")), block_size=16, freeze=freeze)
-        load_model(config, lora, words(), accelerator, seed=0)
-    assert asked == [False, False, True]

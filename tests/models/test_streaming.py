@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.streaming import draw, drawn, load_buffers, pieces, stored
+from llmtrain.models.streaming import drawn, load_buffers, pieces, stored
+from llmtrain.parallel.mesh import fill
 from tests.families import FAMILIES
 
 SIZES = {
@@ -49,7 +50,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_are_drawn_and_read_as_the_whole_is(family: str, tmp_path: Path) -> None:
     whole, empty = real(family), plan(family)
-    draw(whole, 5)
+    fill(dict(whole.named_parameters()), drawn(whole, 5))
     expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     assert same({name: tensor.clone() for name, tensor in drawn(empty, 5)}, expected)
     assert not same({name: tensor.clone() for name, tensor in drawn(empty, 6)}, expected)
@@ -63,7 +64,7 @@ def test_pieces_are_drawn_and_read_as_the_whole_is(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_are_distributed_as_transformers_would_have_them(family: str) -> None:
     theirs, ours = real(family), real(family)
-    draw(ours, 5)
+    fill(dict(ours.named_parameters()), drawn(ours, 5))
     for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         if one.numel() > 2000:
             assert float(one.detach().std()) == pytest.approx(float(other.detach().std()), rel=0.1), name
