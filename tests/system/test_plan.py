@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain import UserError
+from llmtrain.errors import UserError
 from llmtrain.cli import main
 from llmtrain.plan.subject import subject_of
 from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, long_form, read_json, run
