@@ -52,6 +52,8 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
 class BitwiseGradients:
     """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... ranks."""
 
+    forward: None = None  # the model's own
+
     def __init__(self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]) -> None:
         self.accelerator, self.model, self.before_exchange = accelerator, model, before_exchange
         self.parameters = [p for p in model.parameters() if p.requires_grad]

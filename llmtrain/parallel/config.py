@@ -39,9 +39,8 @@ class ParallelConfig(Config):
         require_at_least(self, 1, "sync_every", "ddp_timeout", "pipeline_stages")
         sizes = self.ddp_bucket_cap_mb
         said = " ".join(map(str, sizes))
-        require(len(sizes) in (1, 2), f"--ddp_bucket_cap_mb {said}: give one size, or two.")
-        good = all(0 < size < float("inf") for size in sizes)
-        require(good, f"--ddp_bucket_cap_mb {said} is out of range: sizes must be above 0.")
+        good = len(sizes) in (1, 2) and all(0 < size < float("inf") for size in sizes)
+        require(good, f"--ddp_bucket_cap_mb {said} is out of range: give one size above 0, or two.")
         require(
             self.sync_every == 1 or self.ddp_comm_hook == "none",
             f"--sync_every {self.sync_every} sends no gradients, so --ddp_comm_hook {self.ddp_comm_hook} has nothing "

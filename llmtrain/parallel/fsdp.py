@@ -8,7 +8,7 @@ and of its optimizer state, and sees a block's full weights only while it comput
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -22,12 +22,11 @@ from llmtrain.console import say
 from llmtrain.contract import Built, Weights
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import (
+    HasEmbeddings,
     Sharding,
     ShardingPlugin,
     Staged,
-    HasEmbeddings,
     block_classes,
-    class_name,
     fill,
     holders_of,
     local_shard,
@@ -42,13 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _GIB = 2**30
-
-
-@runtime_checkable
-class CountsParameters(Protocol):
-    """A model of transformers, which counts what 4 bits hold."""
-
-    def num_parameters(self, *, only_trainable: bool) -> int: ...
 
 
 def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str, object]:
@@ -92,8 +84,8 @@ def place(accelerator: Accelerator, built: Built) -> Built:
     Parameters on the meta device become real and get their first weights. Raises :class:`UserError` where there is no
     room, or where the model cannot be trained so.
     """
-    model, kind = built.model, class_name(built.model)  # before FSDP renames it
-    quantized = not all(parameter.is_floating_point() for parameter in model.parameters())
+    model, kind = built.model, type(built.model).__name__  # before FSDP renames it
+    quantized = not all(p.is_floating_point() for p in model.parameters())  # two 4-bit numbers in a byte
     if is_sharded(accelerator) and built.weights is None:
         if quantized:
             raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
@@ -102,7 +94,8 @@ def place(accelerator: Accelerator, built: Built) -> Built:
             "meta device and hand its first weights to Built, or use a DDP config."
         )
     check_room(accelerator, model)
-    every, trained = _count(model), _count(model, only_trainable=True)
+    counts = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in model.parameters()]
+    every, trained = sum(count for count, _ in counts), sum(count for count, learns in counts if learns)
     share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
     say("model", f"{kind}: {every:,} parameters{share}")
     if is_sharded(accelerator):
@@ -115,12 +108,6 @@ def place(accelerator: Accelerator, built: Built) -> Built:
             model.to(accelerator.device)
     built.check()
     return built
-
-
-def _count(model: nn.Module, only_trainable: bool = False) -> int:
-    if isinstance(model, CountsParameters):
-        return model.num_parameters(only_trainable=only_trainable)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trainable)
 
 
 def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
@@ -148,8 +135,9 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     split(model, mp_policy=full_precision, ignored_params=elsewhere)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)  # torch 2.13: also of an expert that no token of a rank chose
+    reduce_all: Callable[[bool], None] | None = getattr(model, "set_reduce_scatter_unused_params", None)
+    if reduce_all is not None:
+        reduce_all(True)  # torch 2.13: also gradients of an expert that no token of a rank chose
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
     _make_real(empty.values(), home)
@@ -244,7 +232,7 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
     shards = 1 if sharding is None else sharding.shards * sharding.together
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
-    room = _memory_of(accelerator.device)
+    room = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
     if weights + 2 * gradients > room:
         needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
         raise UserError(
@@ -252,11 +240,6 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
             f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
             f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
         )
-
-
-def _memory_of(device: torch.device) -> int:
-    """Return the bytes of a GPU."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 class Unit(NamedTuple):

@@ -163,7 +163,7 @@ def _splits(tensor: DTensor) -> list[_Split]:
         if not isinstance(placement, Shard | _StridedShard):
             continue
         packed = isinstance(placement, _StridedShard) and over == mesh.ndim - 1
-        pieces = int(placement.split_factor) if packed else 1
+        pieces = int(getattr(placement, "split_factor", 1)) if packed else 1
         size = shape[placement.dim] // pieces
         mine = range_of(size, mesh.size(over), mesh.get_local_rank(over))
         found.append(_Split(over, placement.dim, pieces, size, mine))
@@ -231,11 +231,6 @@ def block_classes(model: nn.Module) -> set[str]:
     return {type(block).__name__ for block in max(outer, key=len, default=[])}
 
 
-def class_name(model: nn.Module) -> str:
-    """Return the name of a model's class, as its author called it."""
-    return str(getattr(model, "own_class", type(model)).__name__)  # what this package puts in front of a class says it
-
-
 # --- tensors that one rank gathers, whoever holds them
 
 
@@ -273,19 +268,18 @@ def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
 
 
 class Home(NamedTuple):
-    """The stage of a pipeline that holds a tensor; ranks ``stride`` apart are of stages that follow each other."""
+    """The stage of a pipeline that holds a tensor. Ranks that follow each other are of stages that follow each other."""
 
     stage: int
     stages: int
-    stride: int
 
     def neighbour(self, rank: int) -> int:
         """Return the rank that holds the tensor, among those with the rows of ``rank``."""
-        return rank + (self.stage - rank // self.stride % self.stages) * self.stride
+        return rank - rank % self.stages + self.stage
 
 
 class Spread(NamedTuple):
-    """Tensors by name, and the homes of those that a stage of a pipeline holds; on the meta device where not here."""
+    """Tensors by name; on the meta device what another stage of a pipeline holds, whose home is told."""
 
     tensors: dict[str, torch.Tensor]
     homes: Mapping[str, Home] = {}
@@ -326,7 +320,7 @@ def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str,
     for holder, theirs in enumerate(everyone):
         for name, (shape, dtype) in theirs.items():
             found[name] = tensors[name] if holder == stage else torch.empty(shape, dtype=dtype, device="meta")
-            homes[name] = Home(holder, sharding.stages, sharding.tensor)
+            homes[name] = Home(holder, sharding.stages)
     return Spread(found, homes)
 
 

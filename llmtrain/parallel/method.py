@@ -7,18 +7,19 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Batch
+from llmtrain.contract import Batch, Forward
 from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.pipeline import Pipeline
 
 
 class Method(Protocol):
-    """A ``forward_backward``, and the forward pass alone."""
+    """A ``forward_backward``, and the forward pass alone, where that is not the model's own."""
 
     def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor: ...
 
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def forward(self) -> Forward | None: ...
 
 
 def method_of(

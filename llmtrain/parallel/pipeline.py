@@ -4,7 +4,7 @@ The micro-batches of an update follow each other. Once the pipeline is full, a s
 pass in turn (1F1B; Narayanan et al. 2019, DOI 10.1145/3341301.3359646), by torch.distributed.pipelining.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,7 @@ class Pipeline:
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         self.ranks = dist.get_process_group_ranks(self.group)
         self.scale = torch.ones((), device=self.device)
-        self._schedules: dict[tuple[int, torch.Size], "PipelineScheduleSingle"] = {}
+        self._schedules: dict[tuple[int, torch.Size], PipelineScheduleSingle] = {}
         holders = holders_of(model, self.stages)
         self.shared = [  # what this stage and another hold: the embedding that is also the head
             (p, next(stage for stage in holders[name] if stage != self.stage))
@@ -52,9 +52,9 @@ class Pipeline:
         ids = whole.pop("input_ids")
         scaled: list[torch.Tensor] = []
         inputs = [ids] if self.is_first else []
-        outputs = {"target": ids, "losses": scaled} if self.is_last else {}
-        schedule = self._schedule(len(batches), batches[0]["input_ids"].shape)
-        schedule.step(*inputs, **outputs, return_outputs=False, **whole)
+        target, losses = (ids, scaled) if self.is_last else (None, None)
+        step: Callable[..., object] = self._schedule(len(batches), batches[0]["input_ids"].shape).step
+        step(*inputs, target=target, losses=losses, return_outputs=False, **whole)
         for parameter, other in self.shared:
             assert parameter.grad is not None
             mine = local_shard(parameter.grad)

@@ -8,6 +8,7 @@ its input, the embedding and the head along the vocabulary. Parameters are DTens
 that whoever saves, loads or measures them need not know; the local shard is what is computed with.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -20,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_range
-from llmtrain.parallel.mesh import HasEmbeddings, class_name, to_local
+from llmtrain.parallel.mesh import HasEmbeddings, to_local
 from llmtrain.shipped import shipped_config
 
 
@@ -28,20 +29,25 @@ class Style(NamedTuple):
     """How a module's parameters are sharded, and what becomes of its input and its output."""
 
     along: Literal["output", "input", "vocabulary"] | None  # the vocabulary is the first dimension of an embedding
-    takes: Literal["its input", "a copy", "a shard"] = "its input"
-    gives: Literal["a shard", "the sum", "all shards"] = "a shard"
     pieces: int = 1  # one beside the other in the output, each of which is sharded
+    scatters: bool = False  # an input that all ranks have
+    gathers: bool = False  # the output
+
+    @property
+    def reduces(self) -> bool:
+        """Whether each rank has a summand of the output."""
+        return self.along in ("input", "vocabulary")
 
 
 STYLES = {
-    "colwise": Style("output", takes="a copy"),
-    "colwise_of_3": Style("output", takes="a copy", pieces=3),
-    "colwise_gather_output": Style("output", takes="a copy", gives="all shards"),
-    "colwise_rep": Style("output", takes="a copy", gives="all shards"),
-    "rowwise": Style("input", gives="the sum"),
-    "rowwise_split_input": Style("input", takes="a shard", gives="the sum"),
-    "rowwise_rep": Style("input", takes="a shard", gives="the sum"),
-    "embedding_rowwise": Style("vocabulary", gives="the sum"),
+    "colwise": Style("output"),
+    "colwise_of_3": Style("output", pieces=3),
+    "colwise_gather_output": Style("output", gathers=True),
+    "colwise_rep": Style("output", gathers=True),
+    "rowwise": Style("input"),
+    "rowwise_split_input": Style("input", scatters=True),
+    "rowwise_rep": Style("input", scatters=True),
+    "embedding_rowwise": Style("vocabulary"),
     "head": Style("vocabulary"),  # computes with its shard by itself
     "replicated_with_grad_allreduce": Style(None),
 }
@@ -53,12 +59,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     The model's ``tp_plan`` says how. Full tensors may be on the meta device. Raises :class:`UserError` where the model
     has no plan, or one that does not divide.
     """
-    kind, size, plan = class_name(model), mesh.size(), _plan_of(model)
-    lora = "LoRA's matrices have" if hasattr(model, "peft_config") else None
-    if lora or not plan:
-        raise UserError(
-            f"{lora or f'{kind} has'} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')})."
-        )
+    kind, size, plan = type(model).__name__, mesh.size(), _plan_of(model)
+    lacking = "LoRA's matrices have" if hasattr(model, "peft_config") else "" if plan else f"{kind} has"
+    if lacking:
+        raise UserError(f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
     _check_heads(model, kind, size)
     shared: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is sharded once
     for name, module in model.named_modules():
@@ -74,7 +78,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if whole not in shared:
                 columns = whole.shape[dimension]
-                if columns % (size * style.pieces) and style.along != "vocabulary" and style.gives != "all shards":
+                if columns % (size * style.pieces) and style.along != "vocabulary" and not style.gathers:
                     raise UserError(f"{kind}: the {columns} columns of {name} do not divide among {size} processes.")
                 strided = _StridedShard(dimension, split_factor=style.pieces)
                 placement = strided if style.pieces > 1 else Shard(dimension)
@@ -106,7 +110,7 @@ def _check_heads(model: nn.Module, kind: str, size: int) -> None:
 
 
 def _dimension(module: nn.Module, key: str, style: Style) -> int | None:
-    """Return the dimension that a parameter is sharded along; a linear module's weight is [out, in], others [in, out]."""
+    """Return the dimension that a parameter is sharded along: nn.Linear's weight is [out, in], others' [in, out]."""
     if style.along is None or (style.along == "input" and key == "bias"):
         return None
     if style.along == "vocabulary" or key == "bias":
@@ -121,33 +125,28 @@ def _compute_with_shards(module: nn.Module, style: Style, mesh: DeviceMesh) -> N
     dimension = _dimension(module, "weight", style)
     size = 0 if dimension is None else module.get_parameter("weight").shape[dimension]
     parameters: dict[str, torch.Tensor | None] = vars(module)["_parameters"]
-
-    def usable(parameter: torch.Tensor | None) -> torch.Tensor | None:
-        if parameter is None:
-            return None
-        return copy_to(parameter, mesh) if style.along is None else to_local(parameter)
+    usable = functools.partial(copy_to, mesh=mesh) if style.along is None else to_local
 
     def forward(x: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
         device = x.device.type
-        if style.takes == "a copy":
+        if style.along == "output":
             if torch.is_autocast_enabled(device):  # gradients are then summed in as few bits
                 x = x.to(torch.get_autocast_dtype(device))
             x = copy_to(x, mesh)
-        elif style.takes == "a shard":
+        elif style.scatters:
             x = scatter_to(x, mesh)
         full = dict(parameters)
-        parameters.update({key: usable(parameter) for key, parameter in full.items()})
-        bias = None
-        if style.gives == "the sum" and "bias" in full:
-            bias, parameters["bias"] = parameters["bias"], None
+        shards = {key: usable(parameter) for key, parameter in full.items() if parameter is not None}
+        bias = shards.pop("bias", None) if style.reduces else None
+        parameters.update(dict.fromkeys(full) | shards)
         try:
             y: torch.Tensor = compute(x, *others, **named)
         finally:
             parameters.update(full)
-        if style.gives == "the sum":
+        if style.reduces:
             y = reduce_from(y, mesh)
             return y if bias is None else y + bias  # once
-        return gather_from(y, mesh, size) if style.gives == "all shards" else y
+        return gather_from(y, mesh, size) if style.gathers else y
 
     module.forward = forward
 
