@@ -268,7 +268,7 @@ def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
 
 
 class Home(NamedTuple):
-    """The stage of a pipeline that holds a tensor. Ranks that follow each other are of stages that follow each other."""
+    """The stage of a pipeline that holds a tensor; consecutive ranks are of consecutive stages."""
 
     stage: int
     stages: int
