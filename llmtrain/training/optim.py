@@ -42,7 +42,7 @@ class OptimConfig(Config):
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of the update that follows ``step`` finished ones; every schedule but ``constant`` ends at 0."""
+    """Return the learning rate of the update that follows ``step`` finished ones; all but ``constant`` end at 0."""
     peak = config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -79,7 +79,7 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:
-    """The matrices between the embedding and the head."""
+    """Return the matrices between the embedding and the head."""
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
         outer.append(model.get_output_embeddings())
@@ -97,7 +97,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on this optimizer's groups and state."""
+        """Let both parts work on this optimizer's groups and state."""
         muon, adamw = self.parts
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         muon.state = adamw.state = self.state

@@ -26,15 +26,15 @@ from llmtrain import (
     make_optimizer,
 )
 from llmtrain.data import tokenizer as tok
-from llmtrain.observe.replicas import check_replicas
 from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.ddp import GradientSyncs
 from llmtrain.parallel.fsdp import held_bytes, place, units
+from llmtrain.parallel.mesh import Spread, data_parallel_rank, data_parallel_size, gather_rows, of_all_stages
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
-from llmtrain.parallel.mesh import Spread, data_parallel_rank, data_parallel_size, gather_rows, of_all_stages
 from llmtrain.training.step import Accumulation, train_step
 from tests.families import OVERRIDES, rows_of
 

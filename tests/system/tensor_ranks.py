@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain import launch
 from llmtrain.errors import UserError
-from llmtrain.parallel.tensor import cut_tensors
 from llmtrain.parallel.mesh import full_tensor, local_shard
+from llmtrain.parallel.tensor import cut_tensors
 
 VOCABULARY = 257  # which does not divide
 SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}

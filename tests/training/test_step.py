@@ -15,9 +15,9 @@ from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
 from llmtrain.training.loop import check_can_train
-from llmtrain.training.step import Accumulation, count_tokens, train_step
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from llmtrain.training.settings import Settings
+from llmtrain.training.step import Accumulation, count_tokens, train_step
 
 VOCABULARY = 40
 
