@@ -60,7 +60,9 @@ def _redacted(value: Any, given: re.Pattern[str], name: str) -> Any:
         return type(value)({_text(key, given): under(key, one) for key, one in value.items()})
     if isinstance(value, list | tuple):  # in a command line a flag names what comes next
         flags = ["", *(one if isinstance(one, str) and one.startswith("--") else "" for one in value)]
-        names = (flag if flag and not str(one).startswith("-") else name for flag, one in zip(flags, value, strict=False))
+        names = (
+            flag if flag and not str(one).startswith("-") else name for flag, one in zip(flags, value, strict=False)
+        )
         return type(value)([under(key, one) for key, one in zip(names, value, strict=True)])
     if isinstance(value, str) and value and _SECRET_NAME.fullmatch(name):
         return HIDDEN

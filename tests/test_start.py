@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from llmtrain.errors import UserError
@@ -165,3 +168,27 @@ def test_another_run_of_this_process_may_have_another_precision(accelerator, mon
     assert accelerator.mixed_precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start.start_accelerator().mixed_precision == "bf16"
+
+
+RECIPE = """
+from llmtrain.launch.process import launch, leave_group
+
+class Result:
+    def show(self) -> None: print("shown")
+
+def main() -> object:
+    leave_group()
+    leave_group()
+    print("made")
+    if {fails}: raise SystemExit(3)
+    return Result()
+
+launch(main)
+"""
+
+
+@pytest.mark.parametrize(("fails", "status", "out"), [(False, 0, "made\nshown\n"), (True, 3, "made\n")])
+def test_what_a_recipe_returns_is_shown_when_it_ended_well(fails: bool, status: int, out: str) -> None:
+    command = [sys.executable, "-c", RECIPE.format(fails=fails)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (status, out), done.stderr

@@ -140,16 +140,15 @@ def _meet_after_restart(backend: str, timeout: timedelta) -> None:
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    half = precision == "fp16"  # which on a CPU accelerate would take, and compute in float32
-    known = precision in ("no", "bf16", "fp16")
+    half, sharded = precision == "fp16", sharding is not None
+    known = half or precision in ("no", "bf16")
     require(known, f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    # accelerate would take it, and compute in float32
     require(not (cpu and half), "mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
-    fits = not (sharding and half)
-    require(fits, "mixed precision fp16 is not supported where the model is sharded; use bf16 or no.")
-    require(
-        not (sharding and bitwise),
-        "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out.",
-    )
+    why = "mixed precision fp16 is not supported where the model is sharded; use bf16 or no."
+    require(not (sharded and half), why)
+    why = "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
+    require(not (sharded and bitwise), why)
 
 
 def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str) -> None:

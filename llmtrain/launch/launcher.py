@@ -135,31 +135,23 @@ def check_launch() -> None:
 
 # --- how a model is to be sharded
 
-_OWN_UNITS = "leave it out: blocks are found from the model"
-_OTHER_AXIS = (
-    "rows are not sharded over processes here (torch does so on GPUs alone); leave it out, and use "
+_OWN_UNITS = "; leave it out: blocks are found from the model"
+_ROWS = (
+    ": rows are not sharded over processes here (torch does so on GPUs alone); leave it out, and use "
     "--gradient_checkpointing for long rows"
 )
 # What an accelerate config may say of sharding: variable that the launcher sets -> values that are fine, why not others
 _LIMITS = {
-    "FSDP_VERSION": ("2", "asks for FSDP {}; set fsdp_version: 2 in its fsdp_config"),
-    "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", f"has an fsdp_auto_wrap_policy; {_OWN_UNITS}"),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", f"has fsdp_transformer_layer_cls_to_wrap {{}}; {_OWN_UNITS}"),
-    "FSDP_IGNORED_MODULES": ("", f"has fsdp_ignored_modules {{}}; {_OWN_UNITS}"),
-    "FSDP_RESHARD_AFTER_FORWARD": (
-        "true|false",
-        "has fsdp_reshard_after_forward: {}, which is a value of FSDP 1; write true or false",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (  # which would not draw the same dropout again
-        "false",
-        "has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
-        "false",
-        "has fsdp_activation_checkpointing_offload, which is not supported; leave it out",
-    ),
-    "PARALLELISM_CONFIG_CP_SIZE": ("1", f"has cp_size {{}}: {_OTHER_AXIS}"),
-    "PARALLELISM_CONFIG_SP_SIZE": ("1", f"has sp_size {{}}: {_OTHER_AXIS}"),
+    "FSDP_VERSION": ("2", ", which is not supported; set fsdp_version: 2 in its fsdp_config"),
+    "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", _OWN_UNITS),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", _OWN_UNITS),
+    "FSDP_IGNORED_MODULES": ("", _OWN_UNITS),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true|false", ", which is a value of FSDP 1; write true or false"),
+    # it would not draw the same dropout again
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "; leave it out, and use --gradient_checkpointing"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ", which is not supported; leave it out"),
+    "PARALLELISM_CONFIG_CP_SIZE": ("1", _ROWS),
+    "PARALLELISM_CONFIG_SP_SIZE": ("1", _ROWS),
 }
 
 
@@ -187,7 +179,8 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
     for name, (fine, why) in _LIMITS.items():
         unused = name.startswith("FSDP") and not fsdp  # whose defaults are always there
         if not unused and name in said and not re.fullmatch(fine, said[name], re.IGNORECASE):
-            raise _refused(why.format(said[name]))
+            key = name.lower().removeprefix("parallelism_config_").replace("transformer_cls", "transformer_layer_cls")
+            raise _refused(f"has {key} {said[name]}{why}")
     if processes == 1:
         return None
     replicas, shards, tensor = _size("DP_REPLICATE"), _size("DP_SHARD"), _size("TP")

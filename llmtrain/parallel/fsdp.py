@@ -18,22 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.contract import Built, Weights
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import (
-    HasEmbeddings,
-    Sharding,
-    ShardingPlugin,
-    Staged,
-    block_classes,
-    fill,
-    holders_of,
-    local_shard,
-    model_parallel_size,
-    sharding_of,
-    shards_over,
-)
+from llmtrain.parallel import mesh as meshes
+from llmtrain.parallel.mesh import Sharding, local_shard, sharding_of
 from llmtrain.parallel.tensor import parallelize
 from llmtrain.shipped import shipped_config
 
@@ -50,7 +40,7 @@ def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str
     precision, as under DDP, so nothing is cast.
     """
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    plugin = ShardingPlugin(
+    plugin = meshes.ShardingPlugin(
         sharding,
         auto_wrap_policy="NO_WRAP",  # shard() knows the units
         mixed_precision_policy=half if precision == "bf16" else MixedPrecisionPolicy(),
@@ -87,8 +77,7 @@ def place(accelerator: Accelerator, built: Built) -> Built:
     model, kind = built.model, type(built.model).__name__  # before FSDP renames it
     quantized = not all(p.is_floating_point() for p in model.parameters())  # two 4-bit numbers in a byte
     if is_sharded(accelerator) and built.weights is None:
-        if quantized:
-            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+        require(not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
         raise UserError(
             f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the "
             "meta device and hand its first weights to Built, or use a DDP config."
@@ -103,7 +92,7 @@ def place(accelerator: Accelerator, built: Built) -> Built:
     else:
         empty = {name: p for name, p in model.named_parameters() if p.is_meta}
         _make_real(empty.values(), accelerator.device)
-        fill(empty, built.weights or ())
+        meshes.fill(empty, built.weights or ())
         if not quantized:  # bitsandbytes has placed it
             model.to(accelerator.device)
     built.check()
@@ -141,12 +130,12 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
     _make_real(empty.values(), home)
-    move: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = model._apply
-    move(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # by which FSDP learns of it
+    # FSDP learns of it by this
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
-    fill(dict(model.named_parameters()) if elsewhere else empty, weights)
+    meshes.fill(dict(model.named_parameters()) if elsewhere else empty, weights)
     for p in model.parameters():  # accelerate maps an optimizer's parameters by address, and empty shards have none
         if isinstance(p, DTensor) and not p.is_meta and not p._local_tensor.numel():
             p._local_tensor.data_ptr = functools.partial(id, p)  # type: ignore[method-assign]  # undeclared: see above
@@ -161,9 +150,9 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
 
 def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Give parameters on the meta device memory, in place: each stays the same object, wherever it is tied."""
-    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
     for parameter in parameters:
-        swap(parameter, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
+        real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
 def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
@@ -172,7 +161,7 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     Where matrices are sharded over neighbours and other tensors are not, torch sums each on a mesh of its own; here the
     squares of all shards are summed once, each divided by how many ranks hold it.
     """
-    if model_parallel_size(accelerator) == 1:
+    if meshes.model_parallel_size(accelerator) == 1:
         before: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
         return before
     shards = {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -197,10 +186,10 @@ def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str
     sharding, parameters = sharding_of(accelerator), dict(model.named_parameters())
     assert sharding is not None
     stage = sharding.submesh("pp").get_local_rank() if sharding.stages > 1 else 0
-    holders = holders_of(model, sharding.stages)
+    holders = meshes.holders_of(model, sharding.stages)
     squares = [
         torch.linalg.vector_norm(one, dtype=torch.float32).square()
-        * (math.prod(shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
+        * (math.prod(meshes.shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
         for name, one in shards.items()
     ]
     mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
@@ -212,11 +201,11 @@ def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Param
     """Have a model compute as one stage of a pipeline; return the parameters that other stages hold."""
     if sharding.stages == 1:
         return set()
-    if not isinstance(model, Staged):
+    if not isinstance(model, meshes.Staged):
         raise UserError(f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages.")
     stage = sharding.submesh("pp").get_local_rank()
     model.keep(stage, sharding.stages)
-    holders = holders_of(model, sharding.stages)
+    holders = meshes.holders_of(model, sharding.stages)
     return {p for name, p in model.named_parameters() if stage not in holders[name]}
 
 
@@ -257,7 +246,7 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     embedding that it shares weights with, for each weight belongs to one unit. What is left, the last norm or the like,
     stays with the model itself.
     """
-    blocks = block_classes(model)
+    blocks = meshes.block_classes(model)
     if not blocks:
         raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
     for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
@@ -265,7 +254,7 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)
         yield Unit([block])
-    if not isinstance(model, HasEmbeddings):
+    if not isinstance(model, meshes.HasEmbeddings):
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     shared = {*embedding.parameters()} & {*head.parameters()} if head is not None else set()

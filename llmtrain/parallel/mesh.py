@@ -118,8 +118,7 @@ def gather_rows(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``tensor``, without a gradient; it shares the memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return to_local(tensor.detach())
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,16 +289,14 @@ class Spread(NamedTuple):
         if home is None:
             return _gather_to(tensor.detach(), rank)
         holder, here = home.neighbour(rank), dist.get_rank()
-        if not tensor.is_meta:
-            whole = _gather_to(tensor.detach(), holder)
-            if whole is None or here == rank:
-                return whole
+        whole = None if tensor.is_meta else _gather_to(tensor.detach(), holder)
+        if here == holder != rank and whole is not None:
             dist.send(whole.contiguous(), rank)
-        elif here == rank:
+            return None
+        if here == rank != holder:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
             dist.recv(whole, holder)
-            return whole
-        return None
+        return whole
 
 
 def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
