@@ -18,6 +18,8 @@ from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
 from llmtrain.launch.launcher import Launcher, check_launch
 
+_GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
+
 
 @runtime_checkable
 class Showable(Protocol):
@@ -25,9 +27,6 @@ class Showable(Protocol):
 
     def show(self) -> None:
         """Show the result, on rank 0, after the processes have left their group."""
-
-
-_GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
 
 
 def launch(main: Callable[[], object]) -> NoReturn:

@@ -61,7 +61,7 @@ class BitwiseGradients:
     def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
         """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``.
 
-        Returns this rank's part of the nll, which is all of it on rank 0.
+        Returns the summed nll: all of it on rank 0, and 0 on the others.
         """
         tree = TreeSum()
         for batch in batches:

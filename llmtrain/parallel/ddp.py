@@ -17,7 +17,7 @@ from llmtrain.parallel.fsdp import parameter_groups
 
 
 class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accelerate has no types
-    """How Accelerate wraps a model in DDP here."""
+    """The settings by which Accelerate wraps a model in DDP."""
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(gradient_as_bucket_view=True)

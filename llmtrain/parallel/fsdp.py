@@ -1,4 +1,4 @@
-"""Models of which no rank holds the whole.
+"""Sharding: models that no rank holds in full.
 
 Fully sharded data parallel, in torch's second form (FSDP2): every rank holds a shard of each weight, of its gradient
 and of its optimizer state, and sees a block's full weights only while it computes that block. And tensor parallelism
@@ -76,12 +76,13 @@ def place(accelerator: Accelerator, built: Built) -> Built:
     """
     model, kind = built.model, type(built.model).__name__  # before FSDP renames it
     quantized = not all(p.is_floating_point() for p in model.parameters())  # two 4-bit numbers in a byte
-    if is_sharded(accelerator) and built.weights is None:
-        require(not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
-        raise UserError(
-            f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the "
-            "meta device and hand its first weights to Built, or use a DDP config."
-        )
+    fits = built.weights is not None or not is_sharded(accelerator)
+    require(fits or not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
+    require(
+        fits,
+        f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the meta "
+        "device and hand its first weights to Built, or use a DDP config.",
+    )
     check_room(accelerator, model)
     counts = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in model.parameters()]
     every, trained = sum(count for count, _ in counts), sum(count for count, learns in counts if learns)
@@ -222,13 +223,12 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
     room = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
-    if weights + 2 * gradients > room:
-        needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
-        raise UserError(
-            f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
-            f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
-            f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
-        )
+    require(
+        weights + 2 * gradients <= room,
+        f"this run needs {(weights + 2 * gradients) / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
+        f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU "
+        f"has {room / _GIB:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan.",
+    )
 
 
 class Unit(NamedTuple):

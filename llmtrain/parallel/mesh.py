@@ -1,7 +1,7 @@
 """The ground floor of everything that is sharded: which ranks share a model, and how a tensor is sharded over them.
 
-A tensor of which each rank holds a part is a ``DTensor`` of torch; its part is the *local shard*, and the whole of it
-the *full tensor*. A plain tensor is its own local shard and its own full tensor.
+A tensor that is spread over ranks is a ``DTensor`` of torch: a rank holds its *local shard* of the *full tensor*. A
+plain tensor is its own local shard and its own full tensor.
 """
 
 from collections.abc import Mapping
@@ -117,12 +117,12 @@ def gather_rows(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, without a gradient; it shares the memory."""
+    """Return this rank's shard of ``tensor``, without a gradient; it shares the memory."""
     return to_local(tensor.detach())
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor`` to compute with: its gradient becomes that of ``tensor``."""
+    """Return this rank's shard of ``tensor`` to compute with: its gradient becomes that of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -132,7 +132,7 @@ def meta_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shards_over(tensor: torch.Tensor) -> dict[str, int]:
-    """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many parts."""
+    """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many shards."""
     if not isinstance(tensor, DTensor):
         return {}
     names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements
@@ -161,8 +161,8 @@ def _splits(tensor: DTensor) -> list[_Split]:
         placement = tensor.placements[over]
         if not isinstance(placement, Shard | _StridedShard):
             continue
-        packed = isinstance(placement, _StridedShard) and over == mesh.ndim - 1
-        pieces = int(getattr(placement, "split_factor", 1)) if packed else 1
+        inner = over == mesh.ndim - 1
+        pieces = int(placement.split_factor) if inner and isinstance(placement, _StridedShard) else 1
         size = shape[placement.dim] // pieces
         mine = range_of(size, mesh.size(over), mesh.get_local_rank(over))
         found.append(_Split(over, placement.dim, pieces, size, mine))
@@ -181,13 +181,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a full tensor that every rank has, sharded as ``like`` is. Nothing is sent."""
     for one in _splits(like) if isinstance(like, DTensor) else ():
-        pieces = whole.chunk(one.pieces, one.dimension)
+        pieces = full.chunk(one.pieces, one.dimension)
         mine = [piece.narrow(one.dimension, one.mine.start, len(one.mine)) for piece in pieces]
-        whole = torch.cat(mine, one.dimension)
-    return whole
+        full = torch.cat(mine, one.dimension)
+    return full
 
 
 @torch.no_grad()
@@ -197,13 +197,13 @@ def fill(targets: Mapping[str, torch.Tensor], weights: Weights) -> None:
     One full tensor at a time is held. Every target is named once, and names and shapes must agree.
     """
     left = set(targets)
-    for name, whole in weights:
+    for name, full in weights:
         target = targets[name]
         left.remove(name)
         if target.is_meta:  # another stage of a pipeline holds it
             continue
-        assert target.shape == whole.shape, f"{name}: {tuple(whole.shape)} for {tuple(target.shape)}"
-        local_shard(target).copy_(shard_like(whole, target))
+        assert target.shape == full.shape, f"{name}: {tuple(full.shape)} for {tuple(target.shape)}"
+        local_shard(target).copy_(shard_like(full, target))
     assert not left, f"nothing for {sorted(left)}"
 
 
@@ -289,14 +289,14 @@ class Spread(NamedTuple):
         if home is None:
             return _gather_to(tensor.detach(), rank)
         holder, here = home.neighbour(rank), dist.get_rank()
-        whole = None if tensor.is_meta else _gather_to(tensor.detach(), holder)
-        if here == holder != rank and whole is not None:
-            dist.send(whole.contiguous(), rank)
+        full = None if tensor.is_meta else _gather_to(tensor.detach(), holder)
+        if here == holder != rank and full is not None:
+            dist.send(full.contiguous(), rank)
             return None
         if here == rank != holder:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(whole, holder)
-        return whole
+            full = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(full, holder)
+        return full
 
 
 def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
@@ -330,15 +330,15 @@ def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
         return None
     *outer, inner = tensor.placements
     if inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
-        whole = full_tensor(tensor)
-        return whole if here else None
+        full = full_tensor(tensor)
+        return full if here else None
     row, shard = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)), tensor.to_local().contiguous()
     if not here:
         transfer([dist.P2POp(dist.isend, shard, rank)] if rank in row and shard.numel() else [])
         return None
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
-    shards = dict(zip(row, whole.chunk(len(row)), strict=False))  # the last ranks may have nothing
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
+    shards = dict(zip(row, full.chunk(len(row)), strict=False))  # the last ranks may have nothing
     transfer([dist.P2POp(dist.irecv, shards[other], other) for other in shards if other != rank])
     if rank in shards:
         shards[rank].copy_(shard)
-    return whole
+    return full

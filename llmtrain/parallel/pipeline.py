@@ -4,8 +4,8 @@ The micro-batches of an update follow each other. Once the pipeline is full, a s
 pass in turn (1F1B; Narayanan et al. 2019, DOI 10.1145/3341301.3359646), by torch.distributed.pipelining.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from torch import nn
 from llmtrain.contract import Batch
 from llmtrain.parallel.collectives import swap_with
 from llmtrain.parallel.mesh import Staged, data_parallel_size, holders_of, local_shard, sharding_of
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
 class Pipeline:
@@ -34,7 +31,7 @@ class Pipeline:
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         self.ranks = dist.get_process_group_ranks(self.group)
         self.scale = torch.ones((), device=self.device)
-        self._schedules: dict[tuple[int, torch.Size], PipelineScheduleSingle] = {}
+        self._step = functools.cache(self._make_step)
         holders = holders_of(model, self.stages)
         self.shared = [  # what this stage and another hold: the embedding that is also the head
             (p, next(stage for stage in holders[name] if stage != self.stage))
@@ -53,7 +50,7 @@ class Pipeline:
         scaled: list[torch.Tensor] = []
         inputs = [ids] if self.is_first else []
         target, losses = (ids, scaled) if self.is_last else (None, None)
-        step: Callable[..., object] = self._schedule(len(batches), batches[0]["input_ids"].shape).step
+        step = self._step(len(batches), batches[0]["input_ids"].shape)
         step(*inputs, target=target, losses=losses, return_outputs=False, **whole)
         for parameter, other in self.shared:
             assert parameter.grad is not None
@@ -78,18 +75,16 @@ class Pipeline:
         dist.broadcast(nll, self.ranks[-1], self.group)
         return nll
 
-    def _schedule(self, count: int, shape: torch.Size) -> "PipelineScheduleSingle":
+    def _make_step(self, count: int, shape: torch.Size) -> Callable[..., object]:
+        """Return what computes a window of ``count`` micro-batches of this shape."""
         # brings torch's compiler with it, which `--help` and a mistyped flag must not wait for
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-        if (count, shape) not in self._schedules:
-            rows, length = shape
-            hidden = torch.empty(rows, length - 1, self.width, device="meta", requires_grad=True)
-            inputs = torch.empty(shape, dtype=torch.int64, device="meta") if self.is_first else hidden
-            output = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
-            place = self.model, self.stage, self.stages, self.device
-            stage = PipelineStage(*place, input_args=inputs, output_args=output, group=self.group)
-            kind = Schedule1F1B if count >= self.stages else ScheduleGPipe  # with fewer they are the same
-            schedule = kind(stage, count, loss_fn=lambda nll, _: nll * self.scale, scale_grads=False)
-            self._schedules[count, shape] = schedule
-        return self._schedules[count, shape]
+        rows, length = shape
+        hidden = torch.empty(rows, length - 1, self.width, device="meta", requires_grad=True)
+        inputs = torch.empty(shape, dtype=torch.int64, device="meta") if self.is_first else hidden
+        output = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
+        place = self.model, self.stage, self.stages, self.device
+        stage = PipelineStage(*place, input_args=inputs, output_args=output, group=self.group)
+        kind = Schedule1F1B if count >= self.stages else ScheduleGPipe  # with fewer they are the same
+        return kind(stage, count, loss_fn=lambda nll, _: nll * self.scale, scale_grads=False).step

@@ -35,7 +35,7 @@ class Style(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether each rank has a summand of the output."""
+        """Tell whether each rank has a summand of the output."""
         return self.along in ("input", "vocabulary")
 
 
@@ -72,19 +72,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         style = STYLES.get(said)
         if style is None:
             raise UserError(f"{kind} asks for '{said}' in {name}, which is not supported; use FSDP.")
-        for key, whole in [*module.named_parameters(recurse=False)]:
+        for key, full in [*module.named_parameters(recurse=False)]:
             dimension = _dimension(module, key, style)
             if dimension is None:
                 continue
-            if whole not in shared:
-                columns = whole.shape[dimension]
+            if full not in shared:
+                columns = full.shape[dimension]
                 if columns % (size * style.pieces) and style.along != "vocabulary" and not style.gathers:
                     raise UserError(f"{kind}: the {columns} columns of {name} do not divide among {size} processes.")
                 strided = _StridedShard(dimension, split_factor=style.pieces)
                 placement = strided if style.pieces > 1 else Shard(dimension)
-                shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
-                shared[whole] = nn.Parameter(shard, whole.requires_grad)
-            module.register_parameter(key, shared[whole])
+                shard = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=None)
+                shared[full] = nn.Parameter(shard, full.requires_grad)
+            module.register_parameter(key, shared[full])
         if said != "head":
             _compute_with_shards(module, style, mesh)
 
