@@ -169,7 +169,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        silent = action.default is None or action.default == argparse.SUPPRESS or action.nargs == 0
+        silent = action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == 0
         default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
         return text if silent else f"{text} (default: {default})"
 

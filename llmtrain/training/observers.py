@@ -52,8 +52,7 @@ class Timing(Observer):
 
     def enter(self, phase: str) -> None:
         if phase == "data" and not self.phases.is_warm and self.run.step > self.first:
-            self.phases.forget()  # the first update takes longer for many reasons
-            self.phases.is_warm = True
+            self.phases.warm_up()
         self.phases.at(phase, self.run.step)
 
     def before_update(self, window: Window) -> None:
