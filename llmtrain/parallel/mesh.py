@@ -266,29 +266,19 @@ def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
     return {name: model.stages_of(name, stages) if isinstance(model, Staged) else (0,) for name in names}
 
 
-class Home(NamedTuple):
-    """The stage of a pipeline that holds a tensor; consecutive ranks are of consecutive stages."""
-
-    stage: int
-    stages: int
-
-    def neighbour(self, rank: int) -> int:
-        """Return the rank that holds the tensor, among those with the rows of ``rank``."""
-        return rank - rank % self.stages + self.stage
-
-
 class Spread(NamedTuple):
-    """Tensors by name; on the meta device what another stage of a pipeline holds, whose home is told."""
+    """Tensors by name; on the meta device what another stage of a pipeline holds. Consecutive ranks are its stages."""
 
     tensors: dict[str, torch.Tensor]
-    homes: Mapping[str, Home] = {}
+    homes: Mapping[str, int] = {}  # the stage that holds each, where there are several
+    stages: int = 1
 
     def gather_to(self, name: str, rank: int) -> torch.Tensor | None:
         """Gather a full tensor to one rank; ``None`` on the others, which only send. All ranks call this."""
-        tensor, home = self.tensors[name], self.homes.get(name)
-        if home is None:
+        tensor = self.tensors[name]
+        if self.stages == 1:
             return _gather_to(tensor.detach(), rank)
-        holder, here = home.neighbour(rank), dist.get_rank()
+        holder, here = rank - rank % self.stages + self.homes[name], dist.get_rank()
         full = None if tensor.is_meta else _gather_to(tensor.detach(), holder)
         if here == holder != rank and full is not None:
             dist.send(full.contiguous(), rank)
@@ -313,12 +303,13 @@ def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str,
     mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if owner[name] == stage}
     everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * sharding.stages
     dist.all_gather_object(everyone, mine, mesh.get_group())
-    found, homes = {}, {}
-    for holder, theirs in enumerate(everyone):
-        for name, (shape, dtype) in theirs.items():
-            found[name] = tensors[name] if holder == stage else torch.empty(shape, dtype=dtype, device="meta")
-            homes[name] = Home(holder, sharding.stages)
-    return Spread(found, homes)
+    homes = {name: holder for holder, theirs in enumerate(everyone) for name in theirs}
+    headers = {name: header for theirs in everyone for name, header in theirs.items()}
+    found = {
+        name: tensors[name] if homes[name] == stage else torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in headers.items()
+    }
+    return Spread(found, homes, sharding.stages)
 
 
 def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
