@@ -1,6 +1,7 @@
 """How a model that was built comes to where it is trained, on one process."""
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from torch import nn
 from llmtrain.contract import Built, ModelWriter
 from llmtrain.errors import UserError
 from llmtrain.parallel.fsdp import check_room, place
-from tests.record.test_checkpoint import Files
 
-FILES: ModelWriter = Files()
+FILES = cast(ModelWriter, None)  # which nobody asks
 
 
 def test_a_model_without_memory_gets_its_weights(accelerator: Accelerator, capsys: pytest.CaptureFixture) -> None:
