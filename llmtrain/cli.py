@@ -1,4 +1,4 @@
-"""llmtrain COMMAND: what one does with runs and models once a recipe has made them."""
+"""llmtrain COMMAND: inspect, compare, repeat and use what a recipe has made."""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ import traceback
 from typing import NoReturn
 
 from llmtrain._version import __version__
+from llmtrain.console import debugging
 from llmtrain.errors import UserError, explained
 
 COMMANDS = {
@@ -25,7 +26,6 @@ COMMANDS = {
     "verify": "check that a recipe is the same run on another layout, or when it is killed",
     "xray": "show what each process of a recipe does when, and what of its communication is hidden",
 }
-_DEBUG = "show where in the program, or in a recipe that it starts, an error arose"
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
 
 
@@ -35,17 +35,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; a :class:`UserError`, or what else a person can mend, is one line on stderr and status 2."""
-    debug = "--debug" in (sys.argv if argv is None else argv)
+    """Run one command; a :class:`UserError`, or what else a person can mend, is one line on stderr and status 2.
+
+    With LLMTRAIN_DEBUG=1 its traceback stands above it.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if "--debug" in argv:
+            raise UserError("--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.")
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
-        parser.add_argument("--debug", action="store_true", help=_DEBUG)
         commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
         for name, summary in COMMANDS.items():
             module = importlib.import_module(f"llmtrain.commands.{name}")
             command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
-            command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
         arguments = parser.parse_args(argv)
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         line = explained(error)
         if line is None:
             raise
-        if debug:
+        if debugging():
             traceback.print_exc()
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What a person sees while a run starts: one line a fact, from one process."""
+"""Lines for a person: one a fact, from one process."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from llmtrain.secrets import redacted
 
 
 def rank() -> int:
-    """This process's global rank, as its launcher told it; known before any process group exists."""
+    """Return this process's global rank, as its launcher told it, also before any process group exists."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -20,21 +20,19 @@ def debugging() -> bool:
 
 
 def say(label: str, text: str) -> None:
-    """One line of the start banner, from rank 0 alone. A reader that has gone (`| head`) does not end the run."""
+    """Print a line of the start banner, from rank 0 alone. A reader that has gone (`| head`) does not end the run."""
     if rank() == 0:
         with contextlib.suppress(BrokenPipeError):
             print(f"{label:<9} {text}", flush=True)
 
 
 def note(message: str) -> None:
-    """One line on stderr about something that the run goes on without."""
+    """Print a line on stderr about something that the run goes on without."""
     print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def complain(message: str) -> None:
-    """One line on stderr. Says who speaks where it is not rank 0."""
+    """Print a line on stderr, below a progress bar. It says who speaks where that is not rank 0."""
     who = f"rank {rank()}: " if rank() else ""
-    tqdm.write(
-        f"error: {who}{redacted(message)}", file=sys.stderr
-    )  # on a line of its own, below a bar that is being drawn
+    tqdm.write(f"error: {who}{redacted(message)}", file=sys.stderr)
     sys.stderr.flush()

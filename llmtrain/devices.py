@@ -1,4 +1,4 @@
-"""What devices can do at most, by their makers' data sheets: arithmetic, memory, and the links between them."""
+"""Limits of devices, by their makers' data sheets: arithmetic, memory, and the links between them."""
 
 import re
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Device(NamedTuple):
 
     @property
     def per_machine(self) -> int:
-        """How many there usually are in a machine."""
+        """The usual number in a machine."""
         return 8 if self.link >= 100e9 else 4
 
 
@@ -41,7 +41,7 @@ USUAL_MFU = 0.4  # share of its peak that a GPU reaches in a well-kept run, wher
 
 
 def device_called(name: str) -> Device:
-    """The device of a name that this package has given it. Raises :class:`UserError` with those that there are."""
+    """Return the device of a name that this package has given it. Raises :class:`UserError` with the names known."""
     from llmtrain.config import did_you_mean
 
     if name.lower() in DEVICES:
@@ -52,7 +52,7 @@ def device_called(name: str) -> Device:
 
 
 def peak_of(title: str) -> float | None:
-    """FLOP/s of 16-bit products of the device that torch calls so."""
+    """Return the FLOP/s of 16-bit products of the device that torch calls so; ``None`` of one not known."""
     return next((device.peak for device in DEVICES.values() if device.title in title), None)
 
 
@@ -60,7 +60,7 @@ _UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb":
 
 
 def bytes_per_second(text: str) -> float:
-    """Of a rate such as 400Gbit or 50GB (a second is meant, /s may stand there). Raises :class:`UserError`."""
+    """Parse a rate a second, such as 400Gbit or 50GB or 50GB/s. Raises :class:`UserError` for what is none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not float(match[1]):

@@ -1,4 +1,4 @@
-"""What went wrong, for the person who can mend it."""
+"""Errors in one line, for the person who can mend them."""
 
 import errno
 import re
@@ -8,7 +8,7 @@ from llmtrain.shipped import shipped_config
 
 
 class UserError(Exception):
-    """Something the user can mend: one line that says what, where, and what to do instead.
+    """A mistake that the user can mend: one line that says what is wrong, where, and what to do instead.
 
     Programmers' mistakes are ``assert``s and ordinary exceptions, with a traceback.
     """
@@ -17,34 +17,36 @@ class UserError(Exception):
         super().__init__(" ".join(message.split()))  # one line, whatever the parts held
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it; IPython asks for this name."""
+        """Return what a notebook shows; IPython asks for this name."""
         return [f"error: {self}"]
 
 
 class ToldElsewhereError(UserError):
-    """What ended another process, and this one with it: the other says it on its own stderr."""
+    """The end of another process, and of this one with it: the other says why on its own stderr."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, without its essay."""
+    """Return the message of another library's error, without its essay."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host: PyTorch's allocator for CPUs raises a plain RuntimeError."""
+    """Return whether a device or the host has no memory left."""
     of_host = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    named = _kinds(error) & {"OutOfMemoryError", "MemoryError"}
-    return bool(named) or of_host or "can't allocate memory" in str(error)
+    named = bool(_kinds(error) & {"OutOfMemoryError", "MemoryError"})
+    return named or of_host or "can't allocate memory" in str(error)  # torch's allocator for CPUs raises RuntimeError
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Names of its classes: those of other libraries need not be imported to be known."""
+    """Return the names of an error's classes: other libraries need not be imported to know theirs."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
 def explained(error: BaseException) -> str | None:
-    """The line for an error of another library whose cause lies outside of the program: a disk, a right, memory, a
-    port, another machine. ``None`` for any other, of which the traceback is wanted."""
+    """Return a line for an error whose cause lies outside of the program: a disk, a right, memory, another machine.
+
+    It is ``None`` for any other, of which the traceback is wanted.
+    """
     return next(filter(None, map(_explained, _chain(error))), None)
 
 
@@ -58,7 +60,9 @@ def _explained(error: BaseException) -> str | None:
             f"{shipped_config('fsdp2')}; llmtrain plan says what it needs."
         )
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        return _refused(error, _REMEDIES[error.errno])
+        place, remedy = "" if error.filename is None else f"{str(error.filename)[:200]}: ", _REMEDIES[error.errno]
+        # a write to a full disk names no file; a right that is missing for something else than a file is not known here
+        return f"{place}{error.strerror}; {remedy}." if place or remedy != _NO_RIGHT else None
     if {"DistNetworkError", "DistStoreError"} & _kinds(error):
         if "EADDRINUSE" in said or "already in use" in said:
             port = re.search(r"port: (\d+)", said)
@@ -66,13 +70,6 @@ def _explained(error: BaseException) -> str | None:
             return f"{which} is in use; name another: MASTER_PORT, accelerate's --main_process_port, or --master-port."
         return f"the processes lost each other ({said}); llmtrain doctor, on each machine, says which way is closed."
     return None
-
-
-def _refused(error: OSError, remedy: str) -> str | None:
-    if error.filename is not None:
-        return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
-    # a write to a full disk names no file; a right that is missing for something else than a file is not known here
-    return None if remedy is _NO_RIGHT else f"{error.strerror}; {remedy}."
 
 
 _NO_ROOM = "make room, or name another folder; what was saved before is whole"
@@ -86,7 +83,7 @@ _REMEDIES = {
 
 
 def hub_said(error: BaseException) -> str:
-    """Why the Hugging Face hub, or a folder in its place, gave or took nothing, and what to do where it is known."""
+    """Return why the Hugging Face hub, or a folder in its place, gave or took nothing, and what to do about it."""
     names = set().union(*map(_kinds, _chain(error, contexts=True)))
     remedy = next((remedy for known, remedy in _HUB.items() if known in names), None)
     return first_line(error) if remedy is None else f"{first_line(error).rstrip('.')}: {remedy}"
@@ -103,7 +100,7 @@ _HUB = {  # by the names of huggingface_hub's errors, and of those of what it st
 
 
 def _chain(error: BaseException | None, contexts: bool = False) -> Iterator[BaseException]:
-    """An error and what it was raised from; with ``contexts`` also what was being handled when it was raised."""
+    """Yield an error and what it was raised from; with ``contexts`` also what was being handled when it was raised."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

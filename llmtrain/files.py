@@ -7,53 +7,59 @@ import json
 import math
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from llmtrain.errors import UserError
 
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace ``path`` by the content, atomically."""
-    with _replacing(path) as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[str]]:
-    """A file to fill, which takes the place of ``path`` when the block ends."""
-    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            yield file
-            file.flush()
-            _flush(file.fileno())
-        Path(name).chmod(0o666 & ~_umask())  # mkstemp ignores the umask
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
+if TYPE_CHECKING:
+    from llmtrain.contract import Facts
 
 _BLOCK = 1 << 24  # bytes that are written while the ones before are hashed
 
 
-def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, force it to the disk, and return its ``bytes`` and ``sha256``, taken on the way: what a disk
-    gives back later is compared with what was meant, not with what it held."""
+class Hashed(TypedDict):
+    """The size and the content of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace ``path`` by the content, atomically."""
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    working = path.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        with working.open("x") as file:
+            file.write(text)
+            file.flush()
+            _flush(file.fileno())
+        working.replace(path)
+    except BaseException:
+        working.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
+    """Write a new file, force it to the disk, and return its size and hash.
+
+    They are taken on the way: what a disk gives back later is compared with what was meant, not with what it held.
+    """
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        for piece in pieces:
-            whole = memoryview(piece).cast("B")
+        for chunk in chunks:
+            whole = memoryview(chunk).cast("B")
             for start in range(0, len(whole), _BLOCK):
                 block = whole[start : start + _BLOCK]
                 hashing = hasher.submit(digest.update, block)
-                written = file.write(block)
+                written = 0
                 while written < len(block):  # a signal, or the last bytes of a full disk
                     written += file.write(block[written:])
                 hashing.result()
@@ -62,8 +68,8 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, 
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def read_hashed(path: Path) -> dict[str, Any]:
-    """``bytes`` and ``sha256`` of a file as it stands."""
+def read_hashed(path: Path) -> Hashed:
+    """Return the size and the hash of a file as it stands."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -71,10 +77,10 @@ def read_hashed(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def json_text(content: Any, indent: int | None = None) -> str:
-    """A number that is not finite, which JSON has no word for, becomes null."""
+def json_text(content: object, indent: int | None = None) -> str:
+    """Return content as JSON; a number that is not finite, for which JSON has no word, becomes null."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if isinstance(value, dict):
             return {key: plain(one) for key, one in value.items()}
         if isinstance(value, (list, tuple)):
@@ -84,8 +90,8 @@ def json_text(content: Any, indent: int | None = None) -> str:
     return json.dumps(plain(content), indent=indent)
 
 
-def append_json_line(path: Path, content: dict[str, Any]) -> None:
-    """One more line, as :func:`json_text` has it."""
+def append_json_line(path: Path, content: "Facts") -> None:
+    """Append one line, as :func:`json_text` has it. Raises :class:`UserError` where the disk takes none."""
     try:
         with path.open("a") as file:
             file.write(json_text(content) + "\n")
@@ -93,8 +99,8 @@ def append_json_line(path: Path, content: dict[str, Any]) -> None:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty where there is none that can be read."""
+def read_object(path: Path) -> "Facts":
+    """Return a file's JSON object; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text())
         return content if isinstance(content, dict) else {}
@@ -107,25 +113,24 @@ def forget_after(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # a line cut off by a crash
+        with contextlib.suppress(ValueError, KeyError):  # a line that a crash left half written
             if json.loads(line)["step"] <= step:
-                kept.append(line)
-    with _replacing(path) as file:
-        file.write("".join(f"{line}\n" for line in kept))
+                kept.append(f"{line}\n")
+    _replace(path, "".join(kept))
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``target`` when the block ends; after an error nothing of it is left."""
+    """Yield a folder to fill, which becomes ``target`` when the block ends; after an error nothing of it is left."""
     target.parent.mkdir(parents=True, exist_ok=True)
     working = target.parent / f".tmp-{target.name}-{os.getpid()}"
+    replaced = target.parent / f".tmp-replaced-{target.name}-{os.getpid()}"
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     try:
         yield working
         for path in [working, *working.rglob("*")]:
             sync_folder(path) if path.is_dir() else sync_file(path)
-        replaced = target.parent / f".tmp-replaced-{target.name}-{os.getpid()}"
         if target.exists():
             target.rename(replaced)
         working.rename(target)
@@ -153,18 +158,9 @@ def sync_file(path: Path) -> None:
 
 
 def _flush(handle: int) -> None:
-    """fsync, down to the medium: on a Mac fsync leaves the bytes in the drive's cache."""
+    """Force a file to the disk, down to the medium: on a Mac fsync leaves the bytes in the drive's cache."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         with contextlib.suppress(OSError):  # not every file system has it
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
             return
     os.fsync(handle)
-
-
-def _umask() -> int:
-    with contextlib.suppress(OSError, StopIteration):  # Linux tells it; asking os means setting it, for all threads
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,4 +1,4 @@
-"""What must not leave this process: passwords and tokens, found by their names, by their shapes, in the environment."""
+"""Passwords and tokens, which must not leave this process: known by their names, their shapes, the environment."""
 
 import os
 import re
@@ -37,7 +37,7 @@ _SHAPES = re.compile(
 
 
 def redacted(value: T, name: str = "") -> T:
-    """The value with ``***`` for every secret in it; of lists, tuples and dictionaries a copy of the same type.
+    """Return the value with ``***`` for every secret in it; of lists, tuples and dictionaries a copy of their type.
 
     A secret is a URL's user part, a token of a well-known shape, the value of an environment variable whose name ends
     in ``_TOKEN``, ``_KEY``, ``_SECRET`` or ``_PASSWORD``, or what stands under such a name: ``{"api_key": ...}``,
@@ -45,21 +45,25 @@ def redacted(value: T, name: str = "") -> T:
     """
     found = {v for k, v in os.environ.items() if re.search("_(TOKEN|KEY|SECRET|PASSWORD)$", k.upper()) and len(v) >= 8}
     given = re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
-    return _redacted(value, given, name)
+    hidden: T = _redacted(value, given, name)
+    return hidden
 
 
 def _redacted(value: Any, given: re.Pattern[str], name: str) -> Any:
-    """``given`` are secrets word for word; ``name`` is what the value stands under."""
+    """Redact a value that stands under ``name``; ``given`` are secrets word for word."""
+
+    def under(key: object, value: object) -> object:
+        secret = _SECRET_NAME.fullmatch(name) or not isinstance(key, str)
+        return _redacted(value, given, name if secret else str(key))
+
     if isinstance(value, dict):
-        below = {_text(k, given): _redacted(v, given, _name_below(k, name)) for k, v in value.items()}
-        return type(value)(below)
-    if isinstance(value, list | tuple):
-        flags = ["", *value[:-1]]  # in a command line a flag names what comes next
-        parts = [
-            _redacted(v, given, _name_below(_flag_before(f, v) or name, name))
-            for f, v in zip(flags, value, strict=False)
-        ]
-        return type(value)(parts)
+        return type(value)({_text(key, given): under(key, one) for key, one in value.items()})
+    if isinstance(value, list | tuple):  # in a command line a flag names what comes next
+        flags = ["", *(one if isinstance(one, str) and one.startswith("--") else "" for one in value)]
+        names = (
+            flag if flag and not str(one).startswith("-") else name for flag, one in zip(flags, value, strict=False)
+        )
+        return type(value)([under(key, one) for key, one in zip(names, value, strict=True)])
     if isinstance(value, str) and value and _SECRET_NAME.fullmatch(name):
         return HIDDEN
     if isinstance(value, str) and _KEY_NAME.fullmatch(name):
@@ -67,16 +71,7 @@ def _redacted(value: Any, given: re.Pattern[str], name: str) -> Any:
     return _text(value, given)
 
 
-def _name_below(key: Any, above: str) -> str:
-    return above if _SECRET_NAME.fullmatch(above) or not isinstance(key, str) else key
-
-
-def _flag_before(flag: Any, value: Any) -> str:
-    is_flag = isinstance(flag, str) and flag.startswith("--") and not str(value).startswith("-")
-    return flag if is_flag else ""
-
-
-def _text(value: Any, given: re.Pattern[str]) -> Any:
+def _text(value: object, given: re.Pattern[str]) -> object:
     if not isinstance(value, str):
         return value
     value = given.sub(HIDDEN, value)

@@ -1,4 +1,4 @@
-"""Where this package's recipes and accelerate configs are."""
+"""Paths of the recipes and accelerate configs of this package."""
 
 from pathlib import Path
 

@@ -58,6 +58,8 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         (["generate"], "RUN_OR_MODEL"),
         (["generate", "no/such/folder"], "no model could be loaded"),
         (["generate", "x", "--temp", "1"], "unrecognized arguments"),
+        (["--debug"], "--debug is retired: set LLMTRAIN_DEBUG=1"),
+        (["generate", "x", "--debug"], "--debug is retired: set LLMTRAIN_DEBUG=1"),
         (["generate", "x", "--top_k", "many"], "invalid int value"),
         (["generate", "x", "--top_k", "-1"], "top_k -1 is out of range"),
     ],
@@ -140,10 +142,11 @@ def test_what_is_not_shipped_is_answered_with_what_is(words: list[str], tmp_path
     assert not (tmp_path / "mine").exists()
 
 
-def test_debug_shows_where_an_error_arose(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    status, out, err = ended(capsys, "--debug", "runs", str(tmp_path / "nowhere"))
+def test_debugging_shows_where_an_error_arose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
+    status, out, err = ended(capsys, "runs", str(tmp_path / "nowhere"))
     assert (status, out) == (2, "")
-    assert "in _list" in err
+    assert "Traceback" in err
     assert err.splitlines()[-1] == f"error: {tmp_path}/nowhere is no folder; name the one that holds runs."
 
 

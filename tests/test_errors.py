@@ -134,7 +134,7 @@ class _Hub(BaseHTTPRequestHandler):
 ASK = """
 import sys
 from llmtrain.data.tokenizer import load_tokenizer
-from llmtrain import UserError
+from llmtrain.errors import UserError
 for name in sys.argv[1:]:
     try: load_tokenizer(name)
     except UserError as error: print(error)

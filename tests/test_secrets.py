@@ -9,9 +9,14 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from llmtrain.record.run import RunConfig, open_run
 
+from llmtrain.contract import Built
+from llmtrain.data.config import DataConfig
+from llmtrain.data.rows import tokenize
 from llmtrain.secrets import redacted
+from llmtrain.training import run as running
+from llmtrain.training.run import open_run
+from llmtrain.training.settings import RunConfig, Settings
 from tests.record.test_checkpoint import Files
 
 LETTERS = string.ascii_letters + string.digits
@@ -140,19 +145,26 @@ def test_no_secret_reaches_any_file_of_a_run(
     settings = {
         "hub_token": {"value": "Q9word", "from": "command line"},
         "dataset": {"value": ["https://me:Q9pass@host/x"], "from": "command line"},
+        "data": {"value": {"api_key": "Q9word"}, "from": "recipe"},
         "seed": {"value": 3, "from": "recipe"},
     }
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"])
-    with open_run(accelerator, config, {"seed": 3}, Files(), settings, {"data": {"api_key": "Q9word"}}) as run:
+    monkeypatch.setattr(running, "resolved", lambda _: settings)
+    monkeypatch.setattr(running, "identity_of", lambda *_: {"seed": 3})
+    rows = tokenize(DataConfig(tokenizer="byte"), 8, records=lambda: iter(["a text", "another text", "and more of it"]))
+    s = Settings(DataConfig(), run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]))
+    model = torch.nn.Linear(2, 2)
+    with open_run(accelerator, s, rows, Built(model, Files())) as run:
         monkeypatch.setattr(run.accelerator.trackers[1], "log", lambda *_, **__: open("https://me:Q9pass@host/x"))  # noqa: PTH123, SIM115
         run.log({"train/loss": 1.0})
-        run.finish(torch.nn.Linear(2, 2))
-    record = json.loads((run.folder / "run.json").read_text())
+        s.optim.max_steps = run.step
+        run.end(model)
+    folder = run.folder.path
+    record = json.loads((folder / "run.json").read_text())
     assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}
     assert record["settings"]["seed"] == {"value": 3, "from": "recipe"}
     assert record["starts"][0]["command"][1:] == ["--hub_token", "***", "--dataset", "https://***@host/x"]
     assert sys.argv[2] == "Q9word"
-    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     assert [path for path in files if b"Q9" in path.read_bytes()] == []
     said = capsys.readouterr()

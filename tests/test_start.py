@@ -1,9 +1,13 @@
+import subprocess
+import sys
+
 import pytest
 
-from llmtrain import start
 from llmtrain.errors import UserError
+from llmtrain.launch import accelerator as start
+from llmtrain.launch import launcher as launched
 from llmtrain.launch.launcher import Launcher, check_launch
-from llmtrain.parallel.fsdp import Sharding
+from llmtrain.parallel.mesh import Sharding
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
-    monkeypatch.setattr(start, "_SHARED", set())
+    monkeypatch.setattr(start, "_SHARED", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
     assert start._share_threads(Launcher([], {}, {})) == 2
     for bitwise, threads in ((True, 1), (False, 2)):  # other runs of one process, which find what the last one wrote
         assert start._share_threads(Launcher([], {}, dict(start.os.environ)), bitwise) == threads
@@ -100,7 +104,7 @@ def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) ->
 def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> None:
     launcher([], {}, {})
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(start.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
+    monkeypatch.setattr(launched.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
     with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
         check_launch()
 
@@ -164,3 +168,27 @@ def test_another_run_of_this_process_may_have_another_precision(accelerator, mon
     assert accelerator.mixed_precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start.start_accelerator().mixed_precision == "bf16"
+
+
+RECIPE = """
+from llmtrain.launch.process import launch, leave_group
+
+class Result:
+    def show(self) -> None: print("shown")
+
+def main() -> object:
+    leave_group()
+    leave_group()
+    print("made")
+    if {fails}: raise SystemExit(3)
+    return Result()
+
+launch(main)
+"""
+
+
+@pytest.mark.parametrize(("fails", "status", "out"), [(False, 0, "made\nshown\n"), (True, 3, "made\n")])
+def test_what_a_recipe_returns_is_shown_when_it_ended_well(fails: bool, status: int, out: str) -> None:
+    command = [sys.executable, "-c", RECIPE.format(fails=fails)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (status, out), done.stderr

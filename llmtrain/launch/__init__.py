@@ -1,1 +1,1 @@
-"""What was asked for, the Accelerator that gives it, and the one way out of a process."""
+"""The wishes of a person, the Accelerator that gives it, and the one way out of a process."""

@@ -8,9 +8,10 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate import __version__ as accelerate_version
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from llmtrain.config import require
 from llmtrain.console import say
-from llmtrain.errors import UserError
 from llmtrain.launch.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
@@ -32,34 +33,33 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
         GradientState._reset_state()
     parallel = parallel or ParallelConfig()
     check_launch()
-    launcher = Launcher.find()
-    cpu = use_cpu(launcher)
+    launcher, world = Launcher.find(), int(os.environ.get("WORLD_SIZE", "1"))
+    cpu, timeout = use_cpu(launcher), timedelta(seconds=parallel.ddp_timeout + 60)
     if bitwise and not cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     precision = _precision(launcher, cpu)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     sharding = asked_sharding(world, parallel.pipeline_stages)
     _check_precision(precision, cpu, sharding, bitwise)
     _check_exchange(parallel, sharding, bitwise, precision)
     if sharding_is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
-    _meet_after_restart(backend, parallel.ddp_timeout + 60)
-    accelerator = _make_accelerator(cpu, precision, parallel.ddp_timeout + 60, sharding)
+    _meet_after_restart(backend, timeout)
+    accelerator = _make_accelerator(cpu, precision, timeout, sharding)
     accelerator.ddp_handler = DDPHandler(parallel)  # which it does not take as an argument
-    if accelerator.num_processes != world:
-        raise UserError(
-            f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; "
-            "each would train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
-        )
+    require(
+        accelerator.num_processes == world,
+        f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; each would "
+        "train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun.",
+    )
     if sharding is not None:
         sharding.set_mesh(accelerator)
-    if bool(sharding) != is_sharded(accelerator):
-        raise UserError(
-            f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config."
-        )
+    require(
+        bool(sharding) == is_sharded(accelerator),
+        f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.",
+    )
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
     several = ("MULTI_GPU", "FSDP")
     asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
@@ -73,23 +73,23 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
 
 
 def use_cpu(launcher: Launcher) -> bool:
-    """Whether a run of this process is on the CPU. Raises :class:`UserError` where it has not a GPU of its own."""
+    """Return whether a run of this process is on the CPU. Raises :class:`UserError` where it has no GPU of its own."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or launcher.wants_cpu():
         return True
     if device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return True  # Macs' GPUs form no group
     here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if here > devices:
-        raise UserError(
-            f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
-            f"(--num_processes), or use {shipped_config('cpu_ddp')}."
-        )
+    require(
+        here <= devices,
+        f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
+        f"(--num_processes), or use {shipped_config('cpu_ddp')}.",
+    )
     return False
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether products in it have instructions here; else they take up to a hundred times as long."""
+    """Return whether products in bfloat16 have instructions here; else they take up to a hundred times as long."""
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return known is not None and bool(known())
 
@@ -99,13 +99,12 @@ def _count(n: int, word: str) -> str:
 
 
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
-    """Pin the threads of a CPU process: as many as were asked for, else this machine's cores shared out.
+    """Pin the threads of a CPU process: as many as were asked for, else its share of this machine's cores.
 
     The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
     """
     asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
-    if asked == os.environ.get(_SHARED):
-        asked = None
+    asked = None if asked == os.environ.get(_SHARED) else asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = int(asked) if asked else share
@@ -126,7 +125,7 @@ def _precision(launcher: Launcher, cpu: bool) -> str:
     return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
-def _meet_after_restart(backend: str, timeout: float) -> None:
+def _meet_after_restart(backend: str, timeout: timedelta) -> None:
     """Join the group under keys of this attempt's own, where the launcher has restarted its processes.
 
     With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
@@ -135,52 +134,45 @@ def _meet_after_restart(backend: str, timeout: float) -> None:
     attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     if attempt == "0" or world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    wait = timedelta(seconds=timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, world, is_master=False, timeout=wait)
-    torch.distributed.init_process_group(
-        backend,
-        store=torch.distributed.PrefixStore(f"attempt-{attempt}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=world,
-        timeout=wait,
-    )
+    address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    store = PrefixStore(f"attempt-{attempt}", TCPStore(address, port, world, is_master=False, timeout=timeout))
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
-    if cpu and precision == "fp16":  # which accelerate would take, and compute in float32
-        raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
-    if sharding and precision == "fp16":
-        raise UserError("mixed precision fp16 is not supported where the model is sharded; use bf16 or no.")
-    if sharding and bitwise:
-        raise UserError(
-            "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
-        )
+    half, sharded = precision == "fp16", sharding is not None
+    known = half or precision in ("no", "bf16")
+    require(known, f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    # accelerate would take it, and compute in float32
+    require(not (cpu and half), "mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
+    why = "mixed precision fp16 is not supported where the model is sharded; use bf16 or no."
+    require(not (sharded and half), why)
+    why = "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
+    require(not (sharded and bitwise), why)
 
 
 def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str) -> None:
-    scaled = precision == "fp16" and (parallel.sync_every > 1 or parallel.ddp_comm_hook == "powersgd")
-    if parallel.approximation is None or not (sharding or bitwise or scaled):
+    if parallel.approximation is None:
         return
-    hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    asked = f"--sync_every {parallel.sync_every}" if parallel.sync_every > 1 else hook
-    why = "is for DDP, and the accelerate config shards the model"
-    if scaled:  # each process would find a scale of its own, and owe in units of it
-        why = "does not go with fp16, whose loss scale moves; use bf16"
-    elif bitwise:
-        why = "is approximate, and --bitwise is exact"
-    raise UserError(f"{asked} {why}; leave one of them out.")
+    alone = parallel.sync_every > 1
+    asked = f"--sync_every {parallel.sync_every}" if alone else f"--ddp_comm_hook {parallel.ddp_comm_hook}"
+    whys = {
+        # each rank would find a scale of its own, and owe in units of it
+        "does not go with fp16, whose loss scale moves; use bf16": precision == "fp16"
+        and (alone or parallel.ddp_comm_hook == "powersgd"),
+        "is approximate, and --bitwise is exact": bitwise,
+        "is for DDP, and the accelerate config shards the model": sharding is not None,
+    }
+    for why, holds in whys.items():
+        require(not holds, f"{asked} {why}; leave one of them out.")
 
 
-def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Sharding | None) -> Accelerator:
-    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+def _make_accelerator(cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None) -> Accelerator:
     if not sharding:  # one process has nobody to share with, whatever its config says
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ.pop(name, None)
     elif cpu:
-        let_cpus_shard(timeout=wait.timeout)
+        let_cpus_shard(timeout=timeout)
     return Accelerator(
         cpu=cpu,
         mixed_precision=precision,
@@ -188,7 +180,7 @@ def _make_accelerator(cpu: bool, precision: str, timeout: float, sharding: Shard
         dataloader_config=DataLoaderConfiguration(
             split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
         ),
-        kwargs_handlers=[wait],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
         **(sharding_settings(sharding, cpu, precision) if sharding else {}),
     )

@@ -7,19 +7,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from llmtrain.contract import Facts
 
 
 def launcher_of(processes: int, config_file: str | None) -> list[str]:
-    """The words before a recipe that start so many processes of it."""
+    """Return the words before a recipe that start so many processes of it."""
     if config_file:
         words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
-        return [sys.executable, *words]
-    if processes > 1:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable]
+    elif processes > 1:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    else:
+        words = []
+    return [sys.executable, *words]
 
 
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
@@ -35,7 +40,7 @@ def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
             raise UserError(why_it_failed(Path(said.name)))
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: "subprocess.Popen[bytes]") -> None:
     """End a process and all that it started; a launcher's workers lead groups of their own."""
     import psutil
 
@@ -49,26 +54,27 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def why_it_failed(said: Path) -> str:
-    """What a recipe wrote on stderr, in one line where there is one; with ``--debug`` all of it is shown before."""
+    """Return what a recipe wrote on stderr, in one line where there is one; LLMTRAIN_DEBUG=1 shows all of it first."""
     text = said.read_text(errors="replace")
-    if "--debug" in sys.argv:
+    if debugging():
         print(text, file=sys.stderr)
     lines = re.findall(r"error: (.*)", text)
-    return lines[0] if lines else text[-2000:]
+    return str(lines[0]) if lines else text[-2000:]
 
 
-def read_config(config_file: str) -> dict[str, Any]:
+def read_config(config_file: str) -> "Facts":
+    """Return what an accelerate config says. Raises :class:`UserError` where the file is none."""
     import yaml
 
     try:
-        config = yaml.safe_load(Path(config_file).read_text())
+        config: Facts = yaml.safe_load(Path(config_file).read_text())
         return config | {"num_processes": int(config["num_processes"])}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
 
 
 def gpus() -> int:
-    """Those with which several processes can make a group: a Mac's is none of them."""
+    """Return how many GPUs there are with which several processes can make a group: a Mac's is none of them."""
     import torch
 
     return torch.cuda.device_count()

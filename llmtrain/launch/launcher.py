@@ -1,4 +1,4 @@
-"""What a person asked of the launcher, and whether that is what was started."""
+"""The wishes that a person told the launcher, and a check that they are what was started."""
 
 import contextlib
 import itertools
@@ -8,12 +8,12 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import yaml
 
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.shipped import shipped_config
@@ -24,7 +24,7 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the person said to the launcher, as far as this process can see.
+    """The wishes that a person told the launcher, as far as this process can see.
 
     Launchers fill in defaults and pass them on in the environment, where they look like wishes: ``accelerate launch``
     says precision "no" and 1 thread to whoever said nothing. What was truly said stands on the launcher's command
@@ -32,21 +32,21 @@ class Launcher:
     """
 
     words: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Facts = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     config_file: Path | None = None
 
     @classmethod
     def find(cls) -> "Launcher":
-        """The parent process, where it is ``accelerate launch`` or ``torchrun``; else nothing but the environment."""
-        own = dict(os.environ)
+        """Find it in the parent process, if that is ``accelerate launch`` or ``torchrun``; else in the environment."""
+        own = cls(environment=dict(os.environ))
         try:
             parent = psutil.Process().parent()
             words = parent.cmdline() if parent is not None else []
             entry = words[2] if words[1:2] == ["-m"] else Path(words[1]).name if len(words) > 1 else ""
             is_accelerate = entry in _ACCELERATE and (entry != "accelerate" or "launch" in words)
             if parent is None or not (is_accelerate or entry in _TORCHRUN):
-                return cls([], {}, own)
+                return own
             for word in reversed(sys.orig_argv):  # which ends as the launcher's do: with the recipe and its flags
                 if words[-1:] != [word]:
                     break
@@ -54,33 +54,34 @@ class Launcher:
             config, path = _accelerate_config(words, parent.cwd()) if is_accelerate else ({}, None)
             return cls(words, config, parent.environ(), path)
         except (psutil.Error, OSError):  # another user's process, or one that is gone
-            return cls([], {}, own)
+            return own
 
     @classmethod
     def to_come(cls, words: list[str]) -> "Launcher":
-        """What ``accelerate launch`` would go by, were it started here with these flags."""
+        """Return what ``accelerate launch`` would go by, were it started here with these flags."""
         config, path = _accelerate_config(words, ".")
         return cls(words, config, dict(os.environ), path)
 
-    def said(self, flag: str, variable: str | None = None) -> Any:
-        """The value given for an ``accelerate launch`` flag, config key or environment variable; else ``None``. Of a
-        flag that takes no value ``True``."""
+    def said(self, flag: str, variable: str = "") -> str | int | bool | None:
+        """Return the value given for an ``accelerate launch`` flag, config key or environment variable, or ``None``.
+
+        It is ``True`` for a flag that takes no value.
+        """
         for word, following in itertools.zip_longest(self.words, self.words[1:], fillvalue="-"):
             name, equals, value = word.partition("=")
             if name.replace("-", "_") == f"__{flag}":
                 return value if equals else (following if following[:1] != "-" else True)
-        if self.config.get(flag) is not None:
-            return self.config[flag]
-        return self.environment.get(variable) if variable else None
+        configured: str | int | bool | None = self.config.get(flag)
+        return self.environment.get(variable) if configured is None else configured
 
     def wants_cpu(self) -> bool:
-        """Whether the CPU was asked for, even where there is a GPU."""
+        """Return whether the CPU was asked for, even where there is a GPU."""
         said = self.said("use_cpu", "ACCELERATE_USE_CPU")
         return "--cpu" in self.words or str(said).lower() in ("true", "1", "yes")
 
 
-def _accelerate_config(words: list[str], folder: str) -> tuple[dict[str, Any], Path | None]:
-    """What the config file of a launcher with these words says, and where it is."""
+def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | None]:
+    """Return what the config file of a launcher with these words says, and where it is."""
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
@@ -102,29 +103,27 @@ _UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRO
 
 def check_launch() -> None:
     """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
-    launcher = Launcher.find()
-    asked_sharding(int(os.environ.get("WORLD_SIZE", "1")))
+    launcher, world, recipe = Launcher.find(), os.environ.get("WORLD_SIZE"), shlex.join(sys.argv)
+    asked_sharding(int(world or 1))
     for variable, name in _UNSUPPORTED.items():
-        if os.environ.get(variable, "").lower() in ("true", "1"):
+        if _is_on(variable):
             ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
-            command = ["accelerate", "launch", "--config_file", str(shipped_config("multi_gpu")), *sys.argv]
             raise UserError(
                 f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
-                f"{shlex.join(command)}"
+                f"accelerate launch --config_file {shlex.quote(str(shipped_config('multi_gpu')))} {recipe}"
             )
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
-    if "WORLD_SIZE" not in os.environ and by_accelerate:
+    if world is None and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
         # accelerate names an address where it was asked for more than one; its command line may be hidden from us
         asked = int(launcher.said("num_processes") or 1) if launcher.words else None
         if asked != 1:
             raise UserError(
                 f"{asked or 'several'} processes were asked for and accelerate started one (it does so for CPU "
-                f"configs); use: accelerate launch --multi_gpu --num_processes {asked or 2} {shlex.join(sys.argv)}"
+                f"configs); use: accelerate launch --multi_gpu --num_processes {asked or 2} {recipe}"
             )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if int(world or 1) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and no launcher says which rank this is; unset WORLD_SIZE, or "
-            f"use: accelerate launch --multi_gpu --num_processes {os.environ['WORLD_SIZE']} {shlex.join(sys.argv)}"
+            f"WORLD_SIZE is {world} and no launcher says which rank this is; unset WORLD_SIZE, or use: "
+            f"accelerate launch --multi_gpu --num_processes {world} {recipe}"
         )
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("1", ""):
@@ -136,43 +135,35 @@ def check_launch() -> None:
 
 # --- how a model is to be sharded
 
-# What an accelerate config may say: variable that the launcher sets -> default, values that are fine, why not others
 _OWN_UNITS = "; leave it out: blocks are found from the model"
+_ROWS = (
+    ": rows are not sharded over processes here (torch does so on GPUs alone); leave it out, and use "
+    "--gradient_checkpointing for long rows"
+)
+# What an accelerate config may say of sharding: variable that the launcher sets -> values that are fine, why not others
 _LIMITS = {
-    "FSDP_VERSION": ("1", "2", "asks for FSDP {}; set fsdp_version: 2 in its fsdp_config"),
-    "FSDP_AUTO_WRAP_POLICY": ("", "|TRANSFORMER_BASED_WRAP", "has an fsdp_auto_wrap_policy" + _OWN_UNITS),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", "", "has fsdp_transformer_layer_cls_to_wrap {}" + _OWN_UNITS),
-    "FSDP_IGNORED_MODULES": ("", "", "has fsdp_ignored_modules {}" + _OWN_UNITS),
-    "FSDP_RESHARD_AFTER_FORWARD": (
-        *("true", "true|false"),
-        "has fsdp_reshard_after_forward: {}, which is a value of FSDP 1; write true or false",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (  # which would not draw the same dropout again
-        *("false", "false"),
-        "has fsdp_activation_checkpointing; leave it out, and use --gradient_checkpointing",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
-        *("false", "false"),
-        "has fsdp_activation_checkpointing_offload, which is not supported; leave it out",
-    ),
-    **{
-        f"PARALLELISM_CONFIG_{name}_SIZE": (
-            "1",
-            "1",
-            f"has {name.lower()}_size {{}}: rows are not cut over processes here (torch does so on GPUs alone); leave "
-            "it out, and use --gradient_checkpointing for long rows",
-        )
-        for name in ("CP", "SP")
-    },
+    "FSDP_VERSION": ("2", ", which is not supported; set fsdp_version: 2 in its fsdp_config"),
+    "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", _OWN_UNITS),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", _OWN_UNITS),
+    "FSDP_IGNORED_MODULES": ("", _OWN_UNITS),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true|false", ", which is a value of FSDP 1; write true or false"),
+    # it would not draw the same dropout again
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "; leave it out, and use --gradient_checkpointing"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ", which is not supported; leave it out"),
+    "PARALLELISM_CONFIG_CP_SIZE": ("1", _ROWS),
+    "PARALLELISM_CONFIG_SP_SIZE": ("1", _ROWS),
 }
 
 
 def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
-    """Return how the accelerate config asks for a model to be sharded, as its launcher passes it on; ``None`` where it
-    does not, or where there is one process. Raises :class:`UserError` for what this package does not do."""
-    tensor = _size("TP")
+    """Return how a model is to be sharded, as the accelerate config asks and its launcher passes on.
+
+    It is ``None`` where the config does not ask, or where there is one process. Raises :class:`UserError` for what this
+    package does not do.
+    """
+    fsdp, asked = _is_on("ACCELERATE_USE_FSDP"), sharding_is_asked()
     if stages > 1:
-        if sharding_is_asked():
+        if asked:
             raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
         if processes % stages:
             raise UserError(
@@ -180,26 +171,28 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
                 f"accelerate launch --multi_gpu --num_processes {stages}"
             )
         return Sharding(processes // stages, 1, stages=stages)
-    if not sharding_is_asked():
-        if _said("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if not asked:
+        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
             raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
         return None
-    for name, (default, fits, why) in _LIMITS.items():
-        unused = name.startswith("FSDP") and not _said("ACCELERATE_USE_FSDP")  # whose defaults are always there
-        if not unused and not re.fullmatch(fits, value := os.environ.get(name, default), re.IGNORECASE):
-            raise _refused(why.format(value))
+    said = {"FSDP_VERSION": "1"} | os.environ
+    for name, (fine, why) in _LIMITS.items():
+        unused = name.startswith("FSDP") and not fsdp  # whose defaults are always there
+        if not unused and name in said and not re.fullmatch(fine, said[name], re.IGNORECASE):
+            key = name.lower().removeprefix("parallelism_config_").replace("transformer_cls", "transformer_layer_cls")
+            raise _refused(f"has {key} {said[name]}{why}")
     if processes == 1:
         return None
-    replicas, shards = _size("DP_REPLICATE"), _size("DP_SHARD")
+    replicas, shards, tensor = _size("DP_REPLICATE"), _size("DP_SHARD"), _size("TP")
     if replicas == shards == 1 and processes % tensor == 0:
-        replicas, shards = (1, processes // tensor) if _said("ACCELERATE_USE_FSDP") else (processes // tensor, 1)
+        replicas, shards = (1, processes // tensor) if fsdp else (processes // tensor, 1)
     if replicas * shards * tensor != processes:
         matrices = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
         raise _refused(
             f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
             f"(parallelism_config_dp_shard_size){matrices}, and {processes} processes were started"
         )
-    offload = _said("ACCELERATE_USE_FSDP") and _said("FSDP_OFFLOAD_PARAMS")
+    offload = fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
     if offload and tensor > 1:
         raise _refused("offloads parameters beside tensor parallelism, which is not supported; leave one out")
     return Sharding(replicas, shards, offload, tensor) if shards * tensor > 1 else None
@@ -207,14 +200,14 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
 
 def sharding_is_asked() -> bool:
     """Return whether the accelerate config asks for FSDP or tensor parallelism."""
-    return _said("ACCELERATE_USE_FSDP") or (_said("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1)
+    return _is_on("ACCELERATE_USE_FSDP") or (_is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1)
 
 
 def _refused(why: str) -> UserError:
     return UserError(f"the accelerate config {why}.")
 
 
-def _said(variable: str) -> bool:
+def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("true", "1", "yes")
 
 

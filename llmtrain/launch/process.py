@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 from accelerate import PartialState
@@ -21,8 +21,16 @@ from llmtrain.launch.launcher import Launcher, check_launch
 _GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
 
 
-def launch(main: Callable[[], None]) -> NoReturn:
-    """Run a recipe's ``main`` as this process's whole life: the one way out.
+@runtime_checkable
+class Showable(Protocol):
+    """A result that is shown when a recipe has ended well."""
+
+    def show(self) -> None:
+        """Show the result, on rank 0, after the processes have left their group."""
+
+
+def launch(main: Callable[[], object]) -> NoReturn:
+    """Run a recipe's ``main`` as this process's whole life, and show what it returns: the one way out.
 
     A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
     sometimes abort a process that is already done. :class:`UserError`, and what else a person can mend, becomes one
@@ -38,8 +46,10 @@ def launch(main: Callable[[], None]) -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign must not end a run
     try:
         check_launch()
-        main()
+        result = main()
         leave_group()
+        if isinstance(result, Showable) and rank() == 0:
+            result.show()
     except KeyboardInterrupt:
         status = 130
     except SystemExit as error:  # --help
@@ -62,23 +72,22 @@ def launch(main: Callable[[], None]) -> NoReturn:
 def _die_with_launcher() -> None:
     """Linux: stop this process when its launcher is killed, which otherwise leaves its workers training alone."""
     if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
 
 
-_LEFT: list[Any] = []  # groups, kept to the end of the process
+_LEFT: list[object] = []  # groups, kept to the end of the process
 
 
 def leave_group() -> None:
-    """Meet the other processes for the last time. What one of them does after it, nobody waits for.
+    """Meet the other processes for the last time: nobody waits for what one of them does after it.
 
     The group is left, not freed: DDP's reducer holds it too, and were that the last to let go, with the interpreter's
     lock in its hand, it would wait for a thread of gloo's that may wait for this lock.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():  # else it was left before
         state = PartialState()
         state.wait_for_everyone()
         _LEFT.append(torch.distributed.group.WORLD)

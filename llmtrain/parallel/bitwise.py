@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.contract import Batch, Forward
+from llmtrain.parallel.collectives import swap_with
 
 
 class TreeSum:
-    """Adds terms pairwise as they come; of the subtrees that wait for their other half, one of each height is held."""
+    """Adds terms pairwise as they come; holds at most one subtree of each height, which waits for its other half."""
 
     def __init__(self) -> None:
         self.subtrees: list[torch.Tensor | None] = []
@@ -33,7 +34,7 @@ class TreeSum:
         self.subtrees.append(term)
 
     def total(self) -> torch.Tensor:
-        """The sum of all leaves, of which there must have been a power of two."""
+        """Return the sum of all leaves, of which there must have been a power of two."""
         *rest, top = self.subtrees
         assert top is not None
         assert all(subtree is None for subtree in rest), "the number of terms is no power of two"
@@ -41,20 +42,10 @@ class TreeSum:
 
 
 def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, added as a tree of neighbours; the same bits on each. 2**k processes."""
-    if not dist.is_initialized():
-        return mine
-    rank, size = dist.get_rank(), dist.get_world_size()
-    theirs = torch.empty_like(mine)
-    distance = 1
-    while distance < size:
-        partner = rank ^ distance
-        for request in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
-        ):
-            request.wait()
-        mine.add_(theirs)
-        distance *= 2
+    """Return the sum over 2**k ranks, added in place as a tree of neighbours; the same bits on each."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for height in range(ranks.bit_length() - 1):
+        mine.add_(swap_with(dist.get_rank() ^ (1 << height), mine))
     return mine
 
 
@@ -68,20 +59,22 @@ class BitwiseGradients:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``; returns this rank's part of
-        the nll, which is all of it on rank 0."""
+        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``.
+
+        Returns the summed nll: all of it on rank 0, and 0 on the others.
+        """
         tree = TreeSum()
         for batch in batches:
             with self.accelerator.no_sync(self.model):
                 nll = self.model(**batch)
                 self.accelerator.backward(nll / tokens.clamp(min=1))
-            pieces = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
-            tree.add(torch.cat([*pieces, nll.detach().to(pieces[0].dtype)[None]]))
+            flat = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
+            tree.add(torch.cat([*flat, nll.detach().to(flat[0].dtype)[None]]))
             for parameter in self.parameters:
                 parameter.grad = None
         self.before_exchange()
         total = all_reduce_by_doubling(tree.total())
-        *gradients, nll = total.split([*(p.numel() for p in self.parameters), 1])
+        *gradients, nll = total.split_with_sizes([*(p.numel() for p in self.parameters), 1])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
         return nll[0] if self.accelerator.is_main_process else torch.zeros_like(nll[0])

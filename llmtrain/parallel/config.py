@@ -1,8 +1,8 @@
-"""How processes share the work, as flags."""
+"""Flags of how processes share the work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from llmtrain.config import Config, Retired, flag, require, require_at_least
 
@@ -39,9 +39,8 @@ class ParallelConfig(Config):
         require_at_least(self, 1, "sync_every", "ddp_timeout", "pipeline_stages")
         sizes = self.ddp_bucket_cap_mb
         said = " ".join(map(str, sizes))
-        require(len(sizes) in (1, 2), f"--ddp_bucket_cap_mb {said}: give one size, or two.")
-        good = all(0 < size < float("inf") for size in sizes)
-        require(good, f"--ddp_bucket_cap_mb {said} is out of range: sizes must be above 0.")
+        good = len(sizes) in (1, 2) and all(0 < size < float("inf") for size in sizes)
+        require(good, f"--ddp_bucket_cap_mb {said} is out of range: give one size above 0, or two.")
         require(
             self.sync_every == 1 or self.ddp_comm_hook == "none",
             f"--sync_every {self.sync_every} sends no gradients, so --ddp_comm_hook {self.ddp_comm_hook} has nothing "
@@ -49,8 +48,8 @@ class ParallelConfig(Config):
         )
 
     @property
-    def approximation(self) -> dict[str, Any] | None:
-        """What of these makes another run of it; ``None`` where the updates are those of one process."""
+    def approximation(self) -> dict[str, str | int] | None:
+        """Settings that change what a run computes; ``None`` where its updates are those of one process."""
         if self.ddp_comm_hook == "none" and self.sync_every == 1:
             return None
         return {"ddp_comm_hook": self.ddp_comm_hook, "sync_every": self.sync_every}
@@ -58,6 +57,6 @@ class ParallelConfig(Config):
 
 @dataclass
 class PipelineConfig(ParallelConfig):
-    """The same, for a model that can be cut into the stages of a pipeline. Each field is a flag."""
+    """How processes share the work on a model that can be split into stages. Each field is a flag."""
 
-    pipeline_stages: int = flag(1, "parts into which the model's layers are cut, each on a process of its own")  # type: ignore[misc]
+    pipeline_stages: int = flag(1, "stages into which the model's layers are split, each on a process of its own")  # type: ignore[misc]

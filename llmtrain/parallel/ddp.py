@@ -1,7 +1,6 @@
-"""Distributed data parallel: every process holds the same weights and averages its gradients with the others'."""
+"""Distributed data parallel: every rank holds the same weights and averages its gradients with the others'."""
 
 import inspect
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,25 +16,25 @@ from llmtrain.parallel.exchange import EXCHANGES, Exchange, Watcher
 from llmtrain.parallel.fsdp import parameter_groups
 
 
-class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accelerate says no types
-    """How Accelerate wraps a model in DDP here."""
+class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accelerate has no types
+    """The settings by which Accelerate wraps a model in DDP."""
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(gradient_as_bucket_view=True)
         self.config = config
         self.exchange: Exchange = EXCHANGES[config.ddp_comm_hook]()
 
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of DDP that differ from its defaults."""
-        settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-        if not self.config.given("ddp_bucket_cap_mb") and self.config.ddp_bucket_cap_mb == [25.0]:
-            return settings
-        first, *others = self.config.ddp_bucket_cap_mb
-        if not others:
-            return settings | {"bucket_cap_mb": first}
-        if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
-            raise UserError(f"two sizes of --ddp_bucket_cap_mb need torch 2.13; this is {torch.__version__}.")
-        return settings | {"bucket_cap_mb_list": [first, *others]}
+    def to_kwargs(self) -> dict[str, object]:
+        """Return the arguments of DDP that differ from its defaults. Raises :class:`UserError` for an old torch."""
+        settings: dict[str, object] = {"gradient_as_bucket_view": True}
+        sizes = self.config.ddp_bucket_cap_mb
+        if len(sizes) == 2:
+            if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
+                raise UserError(f"two sizes of --ddp_bucket_cap_mb need torch 2.13; this is {torch.__version__}.")
+            settings["bucket_cap_mb_list"] = sizes
+        elif self.config.given("ddp_bucket_cap_mb") or sizes != [25.0]:  # where left out, DDP's first has 1 MiB
+            settings["bucket_cap_mb"] = sizes[0]
+        return settings
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Have DDP send its buckets as the config says; Accelerate calls this."""
@@ -67,9 +66,9 @@ def handler_of(accelerator: Accelerator) -> DDPHandler:
 def settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """Bring DDP to where it is after a first update; the gradients are thrown away.
 
-    DDP rebuilds its buckets once, in the order in which gradients came. Which rank adds which part first depends on
-    the buckets, so on three ranks or more the sums of a resumed run would else differ in their last bits from those of
-    one that never stopped.
+    DDP rebuilds its buckets once, in the order in which gradients came. In which order ranks are summed depends on the
+    buckets, so on three ranks or more the sums of a resumed run would else differ in their last bits from those of one
+    that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         exchange = handler_of(accelerator).exchange
@@ -96,4 +95,5 @@ class GradientSyncs:
             self.count += 1
 
     def restart(self) -> None:
+        """Count from 0 again."""
         self.count = 0

@@ -1,4 +1,4 @@
-"""Models of which no rank holds the whole.
+"""Sharding: models that no rank holds in full.
 
 Fully sharded data parallel, in torch's second form (FSDP2): every rank holds a shard of each weight, of its gradient
 and of its optimizer state, and sees a block's full weights only while it computes that block. And tensor parallelism
@@ -7,8 +7,8 @@ and of its optimizer state, and sees a block's full weights only while it comput
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -16,33 +16,31 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.contract import Built, Weights
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import (
-    Sharding,
-    ShardingPlugin,
-    Staged,
-    block_classes,
-    fill,
-    holders_of,
-    local_shard,
-    model_parallel_size,
-    sharding_of,
-    shards_over,
-)
-from llmtrain.parallel.tensor import cut_tensors
+from llmtrain.parallel import mesh as meshes
+from llmtrain.parallel.mesh import Sharding, local_shard, sharding_of
+from llmtrain.parallel.tensor import parallelize
 from llmtrain.shipped import shipped_config
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _GIB = 2**30
 
 
-def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str, Any]:
-    """Return the arguments of ``Accelerator`` by which it shards. In bfloat16 blocks are gathered in it and their
-    gradients summed in float32; autocast says which product has which precision, as under DDP, so nothing is cast."""
+def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str, object]:
+    """Return the arguments of ``Accelerator`` by which it shards.
+
+    In bfloat16 blocks are gathered in it and their gradients summed in float32. Autocast says which product has which
+    precision, as under DDP, so nothing is cast.
+    """
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    plugin = ShardingPlugin(
+    plugin = meshes.ShardingPlugin(
         sharding,
         auto_wrap_policy="NO_WRAP",  # shard() knows the units
         mixed_precision_policy=half if precision == "bf16" else MixedPrecisionPolicy(),
@@ -50,30 +48,64 @@ def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str
         state_dict_type="SHARDED_STATE_DICT",  # which nobody asks for
         cpu_offload=CPUOffloadPolicy(pin_memory=not cpu) if sharding.cpu_offload else None,
     )
-    # of tensor parallelism it would ask for classes that transformers no longer has (accelerate 1.15); the mesh
-    # that set_mesh() gives it is enough
+    # Of tensor parallelism accelerate 1.15 would ask for classes that transformers no longer has; the mesh that
+    # set_mesh() gives it is enough.
     replicas = sharding.replicas if sharding.together == 1 else 1
     sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=sharding.processes // replicas, tp_size=1)
     return {"fsdp_plugin": plugin, "parallelism_config": sizes}
 
 
-def let_cpus_shard(**process_group: Any) -> None:
-    """Join the process group over gloo and let accelerate see devices that can shard: it looks for FSDP only where it
-    has found several accelerators, and would silently use DDP (accelerate 1.15, state.py)."""
-    state = PartialState(cpu=True, **process_group)
-    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+def let_cpus_shard(**process_group: object) -> None:
+    """Join the process group over gloo, and let accelerate see devices that can shard.
+
+    It looks for FSDP only where it has found several accelerators, and would silently use DDP (accelerate 1.15).
+    """
+    PartialState(cpu=True, **process_group)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether ranks share a model."""
     return bool(accelerator.is_fsdp2)
 
 
-def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
-    """Spread a model, in place, over the ranks, as the accelerate config asks: each block is a unit that is gathered
-    and freed on its own, and so is what stands before and after the blocks. Parameters on the meta device become real
-    as far as this rank holds them, and are filled from ``weights``, one full tensor at a time; ties stay.
+def place(accelerator: Accelerator, built: Built) -> Built:
+    """Bring a model that was built to where it is trained: sharded, or whole on this rank's device.
 
-    Raises :class:`UserError` where the model has no blocks to find.
+    Parameters on the meta device become real and get their first weights. Raises :class:`UserError` where there is no
+    room, or where the model cannot be trained so.
+    """
+    model, kind = built.model, type(built.model).__name__  # before FSDP renames it
+    quantized = not all(p.is_floating_point() for p in model.parameters())  # two 4-bit numbers in a byte
+    fits = built.weights is not None or not is_sharded(accelerator)
+    require(fits or not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
+    require(
+        fits,
+        f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the meta "
+        "device and hand its first weights to Built, or use a DDP config.",
+    )
+    check_room(accelerator, model)
+    counts = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in model.parameters()]
+    every, trained = sum(count for count, _ in counts), sum(count for count, learns in counts if learns)
+    share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
+    say("model", f"{kind}: {every:,} parameters{share}")
+    if is_sharded(accelerator):
+        shard(accelerator, model, built.weights or ())
+    else:
+        empty = {name: p for name, p in model.named_parameters() if p.is_meta}
+        _make_real(empty.values(), accelerator.device)
+        meshes.fill(empty, built.weights or ())
+        if not quantized:  # bitsandbytes has placed it
+            model.to(accelerator.device)
+    built.check()
+    return built
+
+
+def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
+    """Shard a model, in place, over the ranks, as the accelerate config asks.
+
+    Each block is a unit that is gathered and freed on its own, and so is what stands before and after the blocks.
+    Parameters on the meta device become real as far as this rank holds them, and are filled from ``weights``, one full
+    tensor at a time; ties stay. Raises :class:`UserError` where the model has no blocks to find.
     """
     sharding = sharding_of(accelerator)
     assert sharding is not None
@@ -81,80 +113,63 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     if sharding.together > 1:
         mesh = sharding.submesh("dp_replicate", "dp_shard")
     if sharding.tensor > 1:
-        cut_tensors(model, sharding.submesh("tp"))
+        parallelize(model, sharding.submesh("tp"))
     elsewhere = _leave_to_other_stages(model, sharding)
-    settings: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
-    whole_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
+    split = functools.partial(fully_shard, mesh=mesh, offload_policy=plugin.cpu_offload)
+    full_precision, block_precision = MixedPrecisionPolicy(), plugin.mixed_precision_policy
     for unit in units_of(model, norms_apart=accelerator.native_amp):
         keep = False if unit.backward_begins else plugin.reshard_after_forward
-        casts = block_precision if unit.multiplied else whole_precision
-        if elsewhere.issuperset(p for module in unit.modules for p in module.parameters()):
-            continue
-        fully_shard(unit.modules, reshard_after_forward=keep, mp_policy=casts, **settings)
-    fully_shard(model, mp_policy=whole_precision, ignored_params=elsewhere, **settings)
-    assert isinstance(model, FSDPModule)
+        casts = block_precision if unit.multiplied else full_precision
+        if not elsewhere.issuperset(p for module in unit.modules for p in module.parameters()):
+            split(unit.modules, reshard_after_forward=keep, mp_policy=casts)
+    split(model, mp_policy=full_precision, ignored_params=elsewhere)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)  # torch 2.13: also of an expert that no token of a rank chose
+    reduce_all: Callable[[bool], None] | None = getattr(model, "set_reduce_scatter_unused_params", None)
+    if reduce_all is not None:
+        reduce_all(True)  # torch 2.13: also gradients of an expert that no token of a rank chose
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
     empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
-    make_real(empty.values(), home)
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # by which FSDP learns of it
+    _make_real(empty.values(), home)
+    # FSDP learns of it by this
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(home))  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
-    fill(dict(model.named_parameters()) if elsewhere else empty, weights)
-    _give_addresses(model)
+    meshes.fill(dict(model.named_parameters()) if elsewhere else empty, weights)
+    for p in model.parameters():  # accelerate maps an optimizer's parameters by address, and empty shards have none
+        if isinstance(p, DTensor) and not p.is_meta and not p._local_tensor.numel():
+            p._local_tensor.data_ptr = functools.partial(id, p)  # type: ignore[method-assign]  # undeclared: see above
     replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
-    here, everywhere = held_bytes(model)
+    (here, everywhere), units = held_bytes(model), len(parameter_groups(model))
     say(
         "sharded",
-        f"{sharding.method} over {replicas}{sharding.processes // sharding.replicas} processes in {units(model)} "
-        f"units; this one holds {here / 2**20:.2f} of {everywhere / 2**20:.2f} MiB of weights",
+        f"{sharding.method} over {replicas}{sharding.processes // sharding.replicas} processes in {units} units; this "
+        f"one holds {here / 2**20:.2f} of {everywhere / 2**20:.2f} MiB of weights",
     )
 
 
-def make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Give parameters on the meta device memory, in place: each stays the same object, wherever it is tied."""
     for parameter in parameters:
         real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, real)
-
-
-def place(accelerator: Accelerator, built: Built) -> Built:
-    """Bring a model that was built to where it is trained: spread over the ranks where the accelerate config asks for
-    it, else whole on this rank's device. Its parameters on the meta device become real and get their first weights.
-
-    Raises :class:`UserError` where there is no room, or where the model cannot be trained so.
-    """
-    model = built.model
-    check_room(accelerator, model)
-    if is_sharded(accelerator):
-        shard(accelerator, model, built.weights or ())
-    else:
-        empty = {name: p for name, p in model.named_parameters() if p.is_meta}
-        make_real(empty.values(), accelerator.device)
-        fill(empty, built.weights or ())
-        model.to(accelerator.device)
-    built.check()
-    return built
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
 def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
-    """Scale the gradient so that its norm is at most ``limit``; returns the norm before, the same on every process.
+    """Scale the gradient so that its norm is at most ``limit``; returns the norm before, the same on every rank.
 
-    Where matrices are cut over neighbours and other tensors are not, torch adds up each on a mesh of its own; here the
-    squares of all parts meet once, each divided by how many processes hold it.
+    Where matrices are sharded over neighbours and other tensors are not, torch sums each on a mesh of its own; here the
+    squares of all shards are summed once, each divided by how many ranks hold it.
     """
-    if model_parallel_size(accelerator) == 1:
-        whole: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
-        return whole
+    if meshes.model_parallel_size(accelerator) == 1:
+        before: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
+        return before
     shards = {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     norm = _norm_of_shards(accelerator, model, shards)
     scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula
-    for part in shards.values():
-        part.mul_(scale)
+    for one in shards.values():
+        one.mul_(scale)
     return norm
 
 
@@ -172,11 +187,11 @@ def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str
     sharding, parameters = sharding_of(accelerator), dict(model.named_parameters())
     assert sharding is not None
     stage = sharding.submesh("pp").get_local_rank() if sharding.stages > 1 else 0
-    holders = holders_of(model, sharding.stages)
+    holders = meshes.holders_of(model, sharding.stages)
     squares = [
-        torch.linalg.vector_norm(part, dtype=torch.float32).square()
-        * (math.prod(shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
-        for name, part in shards.items()
+        torch.linalg.vector_norm(one, dtype=torch.float32).square()
+        * (math.prod(meshes.shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
+        for name, one in shards.items()
     ]
     mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
     total: torch.Tensor = accelerator.reduce(mine.to(accelerator.device), reduction="sum")
@@ -184,53 +199,54 @@ def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str
 
 
 def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
-    """Have a model compute as one stage of a pipeline; returns the parameters that other stages hold."""
+    """Have a model compute as one stage of a pipeline; return the parameters that other stages hold."""
     if sharding.stages == 1:
         return set()
-    if not isinstance(model, Staged):
-        raise UserError(f"{type(model).__name__} cannot be cut into stages; leave out --pipeline_stages.")
+    if not isinstance(model, meshes.Staged):
+        raise UserError(f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages.")
     stage = sharding.submesh("pp").get_local_rank()
     model.keep(stage, sharding.stages)
-    holders = holders_of(model, sharding.stages)
+    holders = meshes.holders_of(model, sharding.stages)
     return {p for name, p in model.named_parameters() if stage not in holders[name]}
 
 
 def check_room(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has, before the
-    first of them is there. Of the optimizer's numbers, of which AdamW has two and Muon one a weight, one is counted."""
+    """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has.
+
+    Called before the first of them is there. Of the optimizer's numbers, of which AdamW has two and Muon one a weight,
+    one is counted.
+    """
     sharding = sharding_of(accelerator)
     if accelerator.device.type != "cuda" or (sharding is not None and sharding.cpu_offload):
         return
-    parts = 1 if sharding is None else sharding.shards * sharding.together
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / parts
-    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / parts
-    room = _memory_of(accelerator.device)
-    if weights + 2 * gradients > room:
-        needed, here = (weights + 2 * gradients) / _GIB, room / _GIB
-        raise UserError(
-            f"this run needs {needed:.1f} GiB a process and more: {weights / _GIB:.1f} for weights, "
-            f"{gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU has "
-            f"{here:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan."
-        )
-
-
-def _memory_of(device: torch.device) -> int:
-    """Return the bytes of a GPU."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    shards = 1 if sharding is None else sharding.shards * sharding.together
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
+    room = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
+    require(
+        weights + 2 * gradients <= room,
+        f"this run needs {(weights + 2 * gradients) / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
+        f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU "
+        f"has {room / _GIB:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan.",
+    )
 
 
 class Unit(NamedTuple):
+    """Modules whose weights are gathered and freed together."""
+
     modules: list[nn.Module]
     multiplied: bool = True  # by autocast in half precision, and so gathered in it
     backward_begins: bool = False  # with it, so it is not freed before
 
 
-def units_of(model: Any, norms_apart: bool) -> Iterator[Unit]:
-    """What is gathered and freed on its own: the blocks (and the norms of each, where they keep another precision); the
-    embedding; the head, and with it an embedding that it shares weights with, for each weight belongs to one unit. What
-    is left, the last norm or the like, stays with the model itself. Raises :class:`UserError` where there are no
-    blocks."""
-    blocks = block_classes(model)
+def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
+    """Yield what is gathered and freed on its own. Raises :class:`UserError` where there are no blocks.
+
+    That is each block (and its norms, where they keep another precision); the embedding; the head, and with it an
+    embedding that it shares weights with, for each weight belongs to one unit. What is left, the last norm or the like,
+    stays with the model itself.
+    """
+    blocks = meshes.block_classes(model)
     if not blocks:
         raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
     for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
@@ -238,36 +254,25 @@ def units_of(model: Any, norms_apart: bool) -> Iterator[Unit]:
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)
         yield Unit([block])
-    if not hasattr(model, "get_output_embeddings"):
+    if not isinstance(model, meshes.HasEmbeddings):
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     shared = {*embedding.parameters()} & {*head.parameters()} if head is not None else set()
-    if shared:
+    if head is not None and shared:
         yield Unit([embedding, head], multiplied=False, backward_begins=True)
-    else:
-        yield Unit([embedding], multiplied=False)
-        yield from [Unit([head], backward_begins=True)] if head is not None else []
+        return
+    yield Unit([embedding], multiplied=False)
+    if head is not None:
+        yield Unit([head], backward_begins=True)
 
 
-def _give_addresses(model: Any) -> None:
-    """Accelerate knows an optimizer's parameters again by the address of their part, and empty parts have none."""
-    for parameter in model.parameters():
-        if not parameter.is_meta and not local_shard(parameter).numel():
-            parameter._local_tensor.data_ptr = functools.partial(id, parameter)
-
-
-def units(model: nn.Module) -> int:
-    """How many parts of a model are gathered and freed on their own."""
-    return len(parameter_groups(model))
-
-
-def parameter_groups(model: nn.Module) -> list[Any]:
-    """Torch's own records of the units; ``reduce_grads`` of one says whether a backward pass reduces its gradient."""
+def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
+    """Return torch's own records of the units, which say whether a backward pass reduces their gradients."""
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [m._get_fsdp_state()]}
     return [state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None]
 
 
 def held_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the parameters that this process holds, and of all."""
+    """Return the bytes of the parameters that this rank holds, and of all."""
     here = sum(local_shard(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     return here, sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,16 +1,15 @@
-"""The ground floor of everything that is sharded: which ranks share a model, and how a tensor is cut over them.
+"""The ground floor of everything that is sharded: which ranks share a model, and how a tensor is sharded over them.
 
-A tensor of which each rank holds a part is a ``DTensor`` of torch; its part is the *local shard*, and the whole of it
-the *full tensor*. A plain tensor is its own local shard and its own full tensor.
+A tensor that is spread over ranks is a ``DTensor`` of torch: a rank holds its *local shard* of the *full tensor*. A
+plain tensor is its own local shard and its own full tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtrain.contract import Weights
+from llmtrain.parallel.collectives import all_gather, range_of, transfer
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Sharding:
         return self.mesh[names]
 
     def set_mesh(self, accelerator: Accelerator) -> None:
-        """Make the mesh, and tell Accelerate, which deals out the rows, which ranks have the same ones."""
+        """Make the mesh, and tell Accelerate, which deals out the rows, which ranks have the same rows."""
         if self.together == 1:
             return
         kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
@@ -77,10 +77,10 @@ class Sharding:
             accelerator.state.device_mesh = self.submesh("dp_replicate", "dp_shard", "tp")
 
 
-class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc] - accelerate says no types
+class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate has no types
     """Accelerate's plugin for FSDP2, which also says how this package shards."""
 
-    def __init__(self, sharding: Sharding, **settings: Any) -> None:
+    def __init__(self, sharding: Sharding, **settings: object) -> None:
         super().__init__(fsdp_version=2, **settings)
         self.sharding = sharding
 
@@ -117,13 +117,12 @@ def gather_rows(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, without a gradient; it shares the memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's shard of ``tensor``, without a gradient; it shares the memory."""
+    return to_local(tensor.detach())
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor`` to compute with: its gradient becomes that of ``tensor``."""
+    """Return this rank's shard of ``tensor`` to compute with: its gradient becomes that of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -133,7 +132,7 @@ def meta_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shards_over(tensor: torch.Tensor) -> dict[str, int]:
-    """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many parts."""
+    """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many shards."""
     if not isinstance(tensor, DTensor):
         return {}
     names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements
@@ -145,26 +144,29 @@ class _Split(NamedTuple):
     """One step of sharding: over a dimension of the mesh, along a dimension of the tensor."""
 
     over: int  # dimension of the mesh
-    ranks: int
     dimension: int  # of the tensor
-    size: int  # of that, before
-    pieces: int  # lie one beside the other, and each of them is sharded
+    pieces: int  # lie one beside the other along it, and each of them is sharded
+    size: int  # of a piece
+    mine: range  # what of each piece this rank has
 
 
 def _splits(tensor: DTensor) -> list[_Split]:
-    """Return the steps by which a rank came by its shard, in their order. Neighbours shard first, then the others shard
-    what each of them has. (torch 2.13 gathers shards of shards only where they are equally long.)"""
+    """Return the steps by which a rank came by its shard, in their order.
+
+    Neighbours shard first, then the others shard what each of them has. (torch 2.13 gathers shards of shards only
+    where they are equally long.)
+    """
     mesh, shape, found = tensor.device_mesh, list(tensor.shape), []
     for over in reversed(range(mesh.ndim)):
         placement = tensor.placements[over]
         if not isinstance(placement, Shard | _StridedShard):
             continue
-        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) and over == mesh.ndim - 1 else 1
-        dimension, ranks = placement.dim, mesh.size(over)
-        found.append(_Split(over, ranks, dimension, shape[dimension], pieces))
-        each = -(-shape[dimension] // pieces // ranks)
-        first = min(mesh.get_local_rank(over) * each, shape[dimension] // pieces)
-        shape[dimension] = pieces * min(each, shape[dimension] // pieces - first)
+        inner = over == mesh.ndim - 1
+        pieces = int(placement.split_factor) if inner and isinstance(placement, _StridedShard) else 1
+        size = shape[placement.dim] // pieces
+        mine = range_of(size, mesh.size(over), mesh.get_local_rank(over))
+        found.append(_Split(over, placement.dim, pieces, size, mine))
+        shape[placement.dim] = pieces * len(mine)
     return found
 
 
@@ -174,43 +176,34 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shard = local_shard(tensor)
     for one in reversed(_splits(tensor)):
-        group, each = tensor.device_mesh.get_group(one.over), -(-one.size // one.pieces // one.ranks)
-        wholes = []
-        for piece in shard.chunk(one.pieces, one.dimension):
-            padding = [0, 0] * (shard.ndim - 1 - one.dimension) + [0, each - piece.shape[one.dimension]]
-            padded = F.pad(piece, padding).contiguous()
-            everyone = [torch.empty_like(padded) for _ in range(one.ranks)]
-            dist.all_gather(everyone, padded, group)
-            wholes.append(torch.cat(everyone, one.dimension).narrow(one.dimension, 0, one.size // one.pieces))
-        shard = torch.cat(wholes, one.dimension)
+        group, pieces = tensor.device_mesh.get_group(one.over), shard.chunk(one.pieces, one.dimension)
+        shard = torch.cat([all_gather(piece, group, one.size, one.dimension) for piece in pieces], one.dimension)
     return shard
 
 
-def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a full tensor that every rank has, sharded as ``like`` is. Nothing is sent."""
-    if not isinstance(like, DTensor):
-        return whole
-    for one in _splits(like):
-        rank, each = like.device_mesh.get_local_rank(one.over), -(-one.size // one.pieces // one.ranks)
-        pieces = whole.chunk(one.pieces, one.dimension)
-        first = min(rank * each, one.size // one.pieces)
-        count = min(each, one.size // one.pieces - first)
-        whole = torch.cat([piece.narrow(one.dimension, first, count) for piece in pieces], one.dimension)
-    return whole
+    for one in _splits(like) if isinstance(like, DTensor) else ():
+        pieces = full.chunk(one.pieces, one.dimension)
+        mine = [piece.narrow(one.dimension, one.mine.start, len(one.mine)) for piece in pieces]
+        full = torch.cat(mine, one.dimension)
+    return full
 
 
 @torch.no_grad()
 def fill(targets: Mapping[str, torch.Tensor], weights: Weights) -> None:
-    """Copy into each target, in place, this rank's shard of the full tensor of its name. One full tensor at a time is
-    held. Every target is named once, and names and shapes must agree."""
+    """Copy into each target, in place, this rank's shard of the full tensor of its name.
+
+    One full tensor at a time is held. Every target is named once, and names and shapes must agree.
+    """
     left = set(targets)
-    for name, whole in weights:
+    for name, full in weights:
         target = targets[name]
         left.remove(name)
         if target.is_meta:  # another stage of a pipeline holds it
             continue
-        assert target.shape == whole.shape, f"{name}: {tuple(whole.shape)} for {tuple(target.shape)}"
-        local_shard(target).copy_(shard_like(whole, target))
+        assert target.shape == full.shape, f"{name}: {tuple(full.shape)} for {tuple(target.shape)}"
+        local_shard(target).copy_(shard_like(full, target))
     assert not left, f"nothing for {sorted(left)}"
 
 
@@ -222,8 +215,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def block_classes(model: nn.Module) -> set[str]:
-    """Return the class names of a model's blocks: those it says must not be split, else those that its longest list
-    holds which is not inside another list."""
+    """Return the class names of a model's blocks.
+
+    They are those that the model says must not be split, else those in the longest of its lists of modules that is
+    not inside another list.
+    """
     present = {type(module).__name__ for module in model.modules()}
     said = getattr(model, "_no_split_modules", None)  # transformers' models say it
     named = {str(name) for name in said or ()} & present
@@ -238,19 +234,24 @@ def block_classes(model: nn.Module) -> set[str]:
 
 
 @runtime_checkable
+class HasEmbeddings(Protocol):
+    """A model of transformers, which knows its ends."""
+
+    def get_input_embeddings(self) -> nn.Module: ...
+
+    def get_output_embeddings(self) -> nn.Module | None: ...
+
+
+@runtime_checkable
 class Staged(Protocol):
-    """A model that can be cut into the stages of a pipeline."""
+    """A model that can be split into the stages of a pipeline.
+
+    Its forward computes the layers of this stage: from hidden states to hidden states, or on the last to the nll.
+    """
 
     @property
     def width(self) -> int:
         """Size of the hidden states that one stage passes on to the next."""
-
-    def __call__(self, x: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
-        """Compute this stage: hidden states, or on the last stage the summed nll."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
         """Return the stages that hold a parameter."""
@@ -265,45 +266,34 @@ def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
     return {name: model.stages_of(name, stages) if isinstance(model, Staged) else (0,) for name in names}
 
 
-class Home(NamedTuple):
-    """The stage of a pipeline that holds a tensor; ranks ``stride`` apart are of stages that follow each other."""
-
-    stage: int
-    stages: int
-    stride: int
-
-    def neighbour(self, rank: int) -> int:
-        """Return the rank that holds it, among those with the rows of ``rank``."""
-        return rank + (self.stage - rank // self.stride % self.stages) * self.stride
-
-
 class Spread(NamedTuple):
-    """Tensors by name, and the homes of those that stages of a pipeline hold; on the meta device where not here."""
+    """Tensors by name; on the meta device what another stage of a pipeline holds. Consecutive ranks are its stages."""
 
     tensors: dict[str, torch.Tensor]
-    homes: Mapping[str, Home] = {}
+    homes: Mapping[str, int] = {}  # the stage that holds each, where there are several
+    stages: int = 1
 
     def gather_to(self, name: str, rank: int) -> torch.Tensor | None:
         """Gather a full tensor to one rank; ``None`` on the others, which only send. All ranks call this."""
-        tensor, home = self.tensors[name], self.homes.get(name)
-        if home is None:
+        tensor = self.tensors[name]
+        if self.stages == 1:
             return _gather_to(tensor.detach(), rank)
-        holder, here = home.neighbour(rank), dist.get_rank()
-        if not tensor.is_meta:
-            whole = _gather_to(tensor.detach(), holder)
-            if whole is None or here == rank:
-                return whole
-            dist.send(whole.contiguous(), rank)
-        elif here == rank:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(whole, holder)
-            return whole
-        return None
+        holder, here = rank - rank % self.stages + self.homes[name], dist.get_rank()
+        full = None if tensor.is_meta else _gather_to(tensor.detach(), holder)
+        if here == holder != rank and full is not None:
+            dist.send(full.contiguous(), rank)
+            return None
+        if here == rank != holder:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(full, holder)
+        return full
 
 
 def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
-    """Add what other stages of a pipeline hold. Names are those of parameters, or of a parameter and a key
-    (``wte.weight.exp_avg``). All ranks call this."""
+    """Add what other stages of a pipeline hold. All ranks call this.
+
+    Names are those of parameters, or of a parameter and a key (``wte.weight.exp_avg``).
+    """
     sharding = sharding_of(accelerator)
     if sharding is None or sharding.stages == 1:
         return Spread(tensors)
@@ -311,41 +301,35 @@ def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str,
     stage, owners = mesh.get_local_rank(), {name: at[0] for name, at in holders_of(model, sharding.stages).items()}
     owner = {name: owners[name if name in owners else name.rpartition(".")[0]] for name in tensors}
     mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if owner[name] == stage}
-    everyone: list[Any] = [None] * sharding.stages
+    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * sharding.stages
     dist.all_gather_object(everyone, mine, mesh.get_group())
-    found, homes = {}, {}
-    for holder, theirs in enumerate(everyone):
-        for name, (shape, dtype) in theirs.items():
-            found[name] = tensors[name] if holder == stage else torch.empty(shape, dtype=dtype, device="meta")
-            homes[name] = Home(holder, sharding.stages, sharding.tensor)
-    return Spread(found, homes)
+    homes = {name: holder for holder, theirs in enumerate(everyone) for name in theirs}
+    headers = {name: header for theirs in everyone for name, header in theirs.items()}
+    found = {
+        name: tensors[name] if homes[name] == stage else torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in headers.items()
+    }
+    return Spread(found, homes, sharding.stages)
 
 
 def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     here = not dist.is_initialized() or dist.get_rank() == rank
     if not isinstance(tensor, DTensor):
         return tensor if here else None
-    if rank not in tensor.device_mesh.mesh:  # another replica, which holds the same
+    mesh = tensor.device_mesh
+    if rank not in mesh.mesh:  # another replica, which holds the same
         return None
     *outer, inner = tensor.placements
     if inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
-        whole = full_tensor(tensor)
-        return whole if here else None
-    mesh, shard = tensor.device_mesh, tensor.to_local().contiguous()
-    replicas = mesh.mesh.flatten(0, -2) if mesh.ndim > 1 else mesh.mesh[None]
-    [row] = [row.tolist() for row in replicas if rank in row]
+        full = full_tensor(tensor)
+        return full if here else None
+    row, shard = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)), tensor.to_local().contiguous()
     if not here:
-        if dist.get_rank() in row and shard.numel():
-            _exchange([dist.P2POp(dist.isend, shard, rank)])
+        transfer([dist.P2POp(dist.isend, shard, rank)] if rank in row and shard.numel() else [])
         return None
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
-    shards = dict(zip(row, whole.chunk(len(row)), strict=False))  # the last ranks may have nothing
-    _exchange([dist.P2POp(dist.irecv, shards[other], other) for other in shards if other != rank])
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
+    shards = dict(zip(row, full.chunk(len(row)), strict=False))  # the last ranks may have nothing
+    transfer([dist.P2POp(dist.irecv, shards[other], other) for other in shards if other != rank])
     if rank in shards:
         shards[rank].copy_(shard)
-    return whole
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for request in dist.batch_isend_irecv(operations) if operations else ():
-        request.wait()
+    return full

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain import GPT, GPTConfig, UserError
-from llmtrain.parallel.fsdp import Sharding
-from llmtrain.parallel.mesh import block_classes
+from llmtrain.errors import UserError
+from llmtrain.launch.launcher import asked_sharding
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.parallel.fsdp import sharding_settings
+from llmtrain.parallel.mesh import Sharding, block_classes
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -16,7 +18,7 @@ def asked(monkeypatch: pytest.MonkeyPatch):
     def ask(processes: int, **environment: str) -> Sharding | None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return Sharding.asked(processes)
+        return asked_sharding(processes)
 
     return ask
 
@@ -48,7 +50,7 @@ def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
 
 
 def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
-    policy = Sharding(1, 2).settings(True, "bf16")["fsdp_plugin"].mixed_precision_policy
+    policy = sharding_settings(Sharding(1, 2), True, "bf16")["fsdp_plugin"].mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
     assert not policy.cast_forward_inputs  # the residual stream stays in float32
 
@@ -60,13 +62,13 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
             {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
             "without FSDP; see .*hsdp.yaml",
         ),
-        ({"FSDP_VERSION": "1"}, "asks for FSDP 1; set fsdp_version: 2"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy; leave it out"),
+        ({"FSDP_VERSION": "1"}, "has fsdp_version 1, which is not supported; set fsdp_version: 2"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy SIZE_BASED_WRAP; leave it out"),
         ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_transformer_layer_cls_to_wrap Block; leave it out"),
         ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD, which is a value of FSDP 1; write true or false"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload, which is not"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload true, which is not"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2: rows are not cut over processes"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2: rows are not sharded over processes"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
     ],
 )
