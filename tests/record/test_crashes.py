@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain import files
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
@@ -32,7 +33,7 @@ class CrashError(BaseException):
 
 def save(writer: Saver, step: int) -> None:
     weights = {"w": torch.full((500,), float(step))}
-    writer.save(step, weights, {"w.exp_avg": weights["w"] * 2}, {"step": step}, lambda: None)
+    writer.save(step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None)
 
 
 def faults(folder: Path, at_least: int) -> list[str]:
@@ -234,20 +235,20 @@ def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Ca
 def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, weights, done = Saver(tmp_path, Files(), 2, in_background=True), {"w": torch.ones(1000)}, []
+    writer, values, done = Saver(tmp_path, Files(), 2, in_background=True), torch.ones(1000), []
+    weights, moments = Spread({"w": values}), Spread({"w.exp_avg": values})
     for step in (1, 2):
-        writer.save(step, weights, {"w.exp_avg": weights["w"]}, {"step": step}, lambda step=step: done.append(step))
-        weights["w"] += 1  # training goes on
+        writer.save(step, weights, moments, {"step": step}, lambda step=step: done.append(step))
+        values += 1  # training goes on
     writer.wait()
     assert done == [1, 2]
-    values = [float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)]
-    assert values == [1, 2]
+    assert [float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)] == [1, 2]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
-    writer.save(3, weights, {}, {"step": 3}, lambda: done.append(3))
+    writer.save(3, weights, Spread({}), {"step": 3}, lambda: done.append(3))
     with pytest.raises(files.UserError, match="could not be written"):
         writer.wait()
     assert not writer.failed
