@@ -34,7 +34,6 @@ from llmtrain.record.tensors import Share, as_it_is, write_tensors
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTS = ("model/*.safetensors", "optimizer/*.safetensors")  # of the model, or of an adapter
-_KEPT_AT_LEAST = 2
 _SPARE_BYTES = 1 << 24  # for everything that is no tensor
 
 
@@ -55,14 +54,12 @@ def write_checkpoint(
         (working / "optimizer").mkdir()
         return working
 
-    def write_shares() -> Facts:
-        model = write_tensors(working, f"model/{files.weights}", weights)
-        return model | write_tensors(working, "optimizer/state.safetensors", optimizer)
-
     try:
         with contextlib.ExitStack() as committing:
             working = team.main(begin)
-            manifest = {name: about for written in team.each(write_shares) for name, about in written.items()}
+            written = team.each(lambda: write_tensors(working, f"model/{files.weights}", weights))
+            written += team.each(lambda: write_tensors(working, "optimizer/state.safetensors", optimizer))
+            manifest = {name: about for one in written for name, about in one.items()}
             if team.is_main:
                 _write_beside(working / "model", files, weights)
                 manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
@@ -155,8 +152,7 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
 
 def read_state(path: Path) -> Facts:
     """Return the content of a checkpoint's ``state.json``."""
-    state: Facts = json.loads((path / "state.json").read_text())
-    return state
+    return dict(json.loads((path / "state.json").read_text()))
 
 
 def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
@@ -169,7 +165,7 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     losses = {path: read_object(path / "state.json").get("eval_loss") for path in every}
     known = {path: loss for path, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
     best = min(known, key=known.__getitem__, default=None)
-    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-_KEPT_AT_LEAST:], best}
+    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], best}
     for path in every:
         if path not in staying:
             doomed = path.rename(path.with_name(f".tmp-doomed-{path.name}"))  # a half-deleted one is not committed
@@ -196,19 +192,17 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     """Load what :func:`optimizer_tensors` returned, by name, one full tensor at a time. The groups' settings stay those
     of this run."""
     parameters = dict(model.named_parameters())
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places = {parameter: place for place, parameter in enumerate(order)}
+    places = {p: place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, whole in tensors:
         name, _, entry = key.rpartition(".")
-        parameter, held = parameters[name].detach(), whole
-        if parameter.is_meta:  # another rank holds it
+        parameter, held = parameters[name], whole
+        if parameter.is_meta or parameter not in places:  # another rank holds it, or this run does not train it
             continue
         if isinstance(parameter, DTensor) and whole.shape == parameter.shape:  # not the count of steps, which all hold
-            held = torch.empty_like(parameter, dtype=whole.dtype)
+            held = torch.empty_like(parameter.detach(), dtype=whole.dtype)
             fill({key: held}, [(key, whole)])
-        if parameters[name] in places:
-            state.setdefault(places[parameters[name]], {})[entry] = held
+        state.setdefault(places[parameter], {})[entry] = held
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

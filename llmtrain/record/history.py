@@ -37,9 +37,8 @@ class History(NamedTuple):
     def found(cls, folder: Path) -> "History":
         """Read whatever there is in a folder."""
         record, status = (read_object(folder / f"{name}.json") for name in ("run", "status"))
-        lines = [read_lines(folder / f"{name}.jsonl") for name in ("metrics", "incidents", "samples")]
-        readings, incidents, samples = lines
-        return cls(folder, record, status, readings, incidents, samples, _is_held(folder / ".lock"))
+        lines, incidents, samples = (read_lines(folder / f"{one}.jsonl") for one in ("metrics", "incidents", "samples"))
+        return cls(folder, record, status, lines, incidents, samples, _is_held(folder / ".lock"))
 
     @property
     def state(self) -> str:
@@ -107,8 +106,7 @@ class History(NamedTuple):
     def standing(self) -> str:
         """Return how it stands, in one line."""
         if not self.status:
-            unread = "no status.json can be read"
-            return f"in progress; {unread}" if self.in_progress else unread
+            return "in progress; " * self.in_progress + "no status.json can be read"
         said = f"{self.status.get('state')} at step {self.status.get('step')}, {self.status.get('time')}"
         if self.status.get("reason"):
             said += f": {self.status['reason']}"

@@ -46,8 +46,7 @@ def versions() -> dict[str, str]:
 def code_digest() -> str:
     """Return one sha256 over this package's sources and the script that was started."""
     total = hashlib.sha256()
-    package = Path(__file__).resolve().parent.parent
-    for path in [*sorted(package.rglob("*.py")), Path(sys.argv[0])]:
+    for path in [*sorted(Path(__file__).resolve().parents[1].rglob("*.py")), Path(sys.argv[0])]:
         with contextlib.suppress(OSError):
             total.update(path.read_bytes())
     return total.hexdigest()

@@ -52,11 +52,8 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Choice:
             folder.mkdir(parents=True, exist_ok=True)
             new = f"new; {output_dir} is taken" if place else "new"
             return choice._replace(folder=folder, why=f"goes on from {choice.checkpoint}" if choice.checkpoint else new)
-        previous = _unfinished(folder, identity) if resume != "never" or restarted else None
-        if previous is None:
-            continue
-        began_from = next((start["from"] for start in previous.get("starts", [])), None)
-        if choice.checkpoint is None or began_from == str(choice.checkpoint):
+        previous = _unfinished(folder, identity, choice.checkpoint) if resume != "never" or restarted else None
+        if previous is not None:
             choice = choice._replace(folder=folder, run_id=previous["run_id"])
             found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
             if found is None:
@@ -89,10 +86,13 @@ def lock(folder: Path) -> filelock.FileLock:
     return filelock.FileLock(folder / ".lock")
 
 
-def _unfinished(folder: Path, identity: Facts) -> Facts | None:
-    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running."""
+def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
+    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running; begun from
+    ``source``, where a checkpoint was named."""
     record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
+        return None
+    if source is not None and [str(source)] != [start["from"] for start in record.get("starts", [])][:1]:
         return None
     for patience in (0.0, _WAIT_SECONDS):  # a launcher that was killed leaves processes that save and then end
         try:
@@ -107,16 +107,14 @@ def _unfinished(folder: Path, identity: Facts) -> Facts | None:
 def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
     """Return a checkpoint that a person has named, by itself or by its run, and its identity."""
     named = f"--resume_from_checkpoint {path}"
-    if (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{named}: this run has no checkpoint yet.")
-    elif (path / checkpoint.MANIFEST).exists():
-        found = path
-        if fault := checkpoint.find_fault(path):
-            raise UserError(f"{named} is damaged: {fault}.")
-    else:
+    of_run = path / "checkpoints"
+    found = checkpoint.newest_valid(of_run) if of_run.is_dir() else path
+    if found is None:
+        raise UserError(f"{named}: this run has no checkpoint yet.")
+    if not (found / checkpoint.MANIFEST).exists():
         raise UserError(f"{named} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+    if found is path and (fault := checkpoint.find_fault(path)):
+        raise UserError(f"{named} is damaged: {fault}.")
     state = checkpoint.read_state(found)
     if not {"identity", "step", "tokens"} <= state.keys():
         raise UserError(f"{named}: its state.json is not one of llmtrain's.")

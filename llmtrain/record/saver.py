@@ -29,7 +29,7 @@ class Saver:
         self.longest_seconds = 0.0  # that a checkpoint took to be written
         self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
         self._under_way: Future[None] | None = None
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}
 
     @property
     def failed(self) -> bool:
@@ -58,11 +58,10 @@ class Saver:
         the copying. Of what others write the shapes stay."""
         copies = {name: meta_like(tensor) for name, tensor in share.spread.tensors.items()}
         for name, tensor in share.wholes():
-            place = self._copies.get(f"{part} {name}")
-            if place is None:
-                place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._copies[f"{part} {name}"] = place
-            copies[name] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            key = part, name
+            if key not in self._copies:
+                self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = self._copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in share.spread.tensors.values()):
             torch.cuda.synchronize()
         return replace(share, spread=Spread(copies))

@@ -20,6 +20,6 @@ class Status(NamedTuple):
 
     def write(self) -> None:
         """Replace the file, with this process and the time."""
-        content = self._asdict() | {"pid": os.getpid(), "host": platform.node()}
-        content["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        content = self._asdict() | {"pid": os.getpid(), "host": platform.node(), "time": now}
         write_json(content.pop("folder") / "status.json", content)

@@ -31,8 +31,7 @@ class Deadline:
         if os.environ.get(_SLURM_END, "").isdigit():
             left.append((float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end"))
         seconds, why = min(left)
-        margin = min(_MARGIN_SECONDS, max(0.0, seconds) / 10)
-        return cls(time.monotonic() + seconds, why, {"margin": margin})
+        return cls(time.monotonic() + seconds, why, {"margin": min(_MARGIN_SECONDS, max(0.0, seconds) / 10)})
 
     def reserve(self, purpose: str, seconds: float) -> None:
         """Keep so many seconds free before the end, or more where more were reserved for this purpose before."""
@@ -50,15 +49,13 @@ def stop_signals(asked: Callable[[str], None]) -> Iterator[None]:
     A second one is obeyed at once, as KeyboardInterrupt; but launchers and batch systems repeat themselves: only where
     it comes some seconds after the first. Outside the main thread, as in a notebook's helper, signals stay the host's.
     """
-    asked_at: float | None = None
+    times: list[float] = []
 
     def ask(number: int, _: object) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        if asked_at is None:
-            asked_at = now
+        times.append(time.monotonic())
+        if len(times) == 1:
             asked(f"asked to stop by {signal.Signals(number).name}")
-        elif now - asked_at > _PATIENCE_SECONDS:
+        elif times[-1] - times[0] > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
 
     with contextlib.ExitStack() as restoring:

@@ -43,9 +43,17 @@ class Team:
         Where it fails on one in a way that a person can mend, raises :class:`UserError` on all of them, so that none
         waits for another that has left.
         """
-        outcomes: list[T | UserError] = [_attempt(action)]
+        mine: T | UserError
+        try:
+            mine = action()
+        except UserError as error:
+            mine = error
+        except (OSError, ValueError) as error:
+            place = "" if isinstance(error, OSError) else "the run folder: "  # an OSError names its file
+            mine = UserError(f"{place}{first_line(error).rstrip('.')}.")
+        outcomes = [mine]
         if self.group is not None:
-            mine, outcomes = outcomes[0], outcomes * dist.get_world_size(self.group)
+            outcomes *= dist.get_world_size(self.group)
             dist.all_gather_object(outcomes, mine, self.group)
         for outcome in outcomes:
             if isinstance(outcome, UserError):
@@ -59,13 +67,3 @@ class Team:
 
 
 ALONE = Team()
-
-
-def _attempt(action: Callable[[], T]) -> T | UserError:
-    try:
-        return action()
-    except UserError as error:
-        return error
-    except (OSError, ValueError) as error:
-        filename = error.filename if isinstance(error, OSError) else None
-        return UserError(f"{filename or 'the run folder'}: {first_line(error).rstrip('.')}.")

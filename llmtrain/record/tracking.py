@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlparse
 
 from accelerate import Accelerator
@@ -27,11 +26,6 @@ from llmtrain.files import append_json_line
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
 
-if TYPE_CHECKING:
-    import wandb
-
-TRACKERS = ("wandb", "tensorboard")
-T = TypeVar("T")
 
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
@@ -45,8 +39,8 @@ def tracker_names(report_to: list[str]) -> list[str]:
     installed."""
     names = [name for name in report_to if name != "none"]
     for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--report_to {name}: llmtrain reports to {', '.join(TRACKERS)} or none.")
+        if name not in ("wandb", "tensorboard"):
+            raise UserError(f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
     if "none" in report_to and names:
         raise UserError(f"--report_to none and {' '.join(names)} contradict each other.")
     if "tensorboard" in names and not filter_trackers(["tensorboard"], "."):
@@ -69,6 +63,8 @@ class Metrics:
         self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
         self.model_seconds = min(_MODEL_SECONDS, model_seconds)
         self.mirrors: list[_Mirror] = []
+        self.ending, self.exit_code = threading.Event(), 0
+        self.model: Path | None = None  # to be sent at the end
 
     def start(self, names: list[str], settings: Facts, run_name: str, run_id: str) -> None:
         """Open the trackers, on rank 0; one that cannot be opened is left out, with one line."""
@@ -83,13 +79,12 @@ class Metrics:
             to_wandb = functools.partial(self._open_wandb, plain, run_name, run_id)
             opening = to_wandb if name == "wandb" else functools.partial(self._open, name, plain, {})
             with _noting(f"{name}: tracking is off"):
-                self.mirrors.append(_Mirror(_within(_START_SECONDS, opening), self.path))
+                self.mirrors.append(_Mirror(_within(_START_SECONDS, opening), self))
         self.accelerator.trackers = [mirror.tracker for mirror in self.mirrors]
 
     def _open(self, name: str, settings: Facts, init: Facts) -> GeneralTracker:
         self.accelerator.log_with, self.accelerator.trackers = filter_trackers([name], str(self.path.parent)), []
-        project = os.environ.get("WANDB_PROJECT", "llmtrain")
-        self.accelerator.init_trackers(project, config=settings, init_kwargs={name: init})
+        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "llmtrain"), settings, {name: init})
         return self.accelerator.trackers[0]
 
     def _open_wandb(self, settings: Facts, run_name: str, run_id: str) -> GeneralTracker:
@@ -102,17 +97,18 @@ class Metrics:
             silent=True, console="off", init_timeout=_INIT_SECONDS, finish_timeout=limit, finish_timeout_raises=True
         )
         init = {"dir": str(self.path.parent), "name": run_name, "id": run_id, "settings": own}
-        offline = {"mode": "offline", "resume": None}  # holds the whole history: synced, it replaces what is there
+        init |= {"mode": mode, "resume": "allow"}
+        # Offline a start holds the whole history: synced, it replaces what is there.
+        offline = init | {"mode": "offline", "resume": None}
         command, sys.argv = sys.argv, redacted(sys.argv)  # W&B sends it
         try:
-            online = {"mode": mode, "resume": "allow"}
-            tracker = self._open("wandb", settings, init | (offline if mode == "offline" else online))
+            tracker = self._open("wandb", settings, offline if mode == "offline" else init)
         except Exception as error:
             if mode == "offline":
                 raise
             note(f"W&B does not answer ({first_line(error)}); logging offline.")
             wandb.teardown()  # its service process, which still holds the run id
-            mode, tracker = "offline", self._open("wandb", settings, init | offline)
+            mode, tracker = "offline", self._open("wandb", settings, offline)
         finally:
             sys.argv = command
         run: wandb.Run = tracker.tracker
@@ -127,19 +123,19 @@ class Metrics:
 
     def write(self, reading: Facts) -> None:
         """Write one reading, of which ``step`` is part, on rank 0. Waits for no tracker."""
-        if not self.accelerator.is_main_process:
-            return
-        append_json_line(self.path, reading)
+        if self.accelerator.is_main_process:
+            append_json_line(self.path, reading)
         for mirror in self.mirrors:
             mirror.news.set()
 
     def close(self, exit_code: int, model: Path | None = None) -> None:
         """Send the rest, and the finished ``model`` where that was asked for, and finish the trackers' runs; one that
         does not get there in time is left behind."""
-        model = model if wants_model() else None
-        patience = _CLOSE_SECONDS if model is None else self.model_seconds
+        self.exit_code, self.model = exit_code, model if wants_model() else None
+        patience = _CLOSE_SECONDS if self.model is None else self.model_seconds
+        self.ending.set()
         for mirror in self.mirrors:
-            mirror.end(exit_code, model)
+            mirror.news.set()
         until = time.monotonic() + patience
         for mirror in self.mirrors:
             mirror.thread.join(max(0.0, until - time.monotonic()))
@@ -155,69 +151,55 @@ class _Mirror:
     W&B, which comes back to a run, is sent what it lacks.
     """
 
-    def __init__(self, tracker: GeneralTracker, path: Path) -> None:
-        self.tracker, self.path = tracker, path
-        self.run: wandb.Run | None = tracker.tracker if tracker.name == "wandb" else None
-        path.touch()
+    def __init__(self, tracker: GeneralTracker, metrics: Metrics) -> None:
+        self.tracker, self.metrics, self.is_wandb = tracker, metrics, tracker.name == "wandb"
+        metrics.path.touch()
         # W&B lacks what comes from its first step on, all of it offline, where every start has a file of its own.
         # The event files of earlier starts lie in one folder: TensorBoard lacks what is written from now on.
-        self.first_step = 0 if self.run is None else self.run.starting_step
-        self.first_byte = path.stat().st_size if self.run is None else 0
-        self.news, self.ending = threading.Event(), threading.Event()
-        self.exit_code = 0
-        self.model: Path | None = None  # to be sent at the end
+        self.first_step = tracker.tracker.starting_step if self.is_wandb else 0
+        self.first_byte = 0 if self.is_wandb else metrics.path.stat().st_size
+        self.news = threading.Event()
         self.thread = threading.Thread(target=self._live, name=f"llmtrain-{tracker.name}", daemon=True)
         self.thread.start()
 
-    def end(self, exit_code: int, model: Path | None) -> None:
-        """Have it send the rest, and a model, and finish; waits for nothing."""
-        self.exit_code, self.model = exit_code, model
-        self.ending.set()
-        self.news.set()
-
     def _live(self) -> None:
-        name = self.tracker.name
-        with _noting(f"{name}: tracking stopped", "metrics.jsonl goes on"):
+        with _noting(f"{self.tracker.name}: tracking stopped", "metrics.jsonl goes on"):
             self._follow()
-        self.ending.wait()
-        with _noting(f"closing {name}"):
-            if self.run is None:
-                self.tracker.finish()
-                return
-            import wandb
-
-            with _noting(name, "the run's folder has everything"):
-                self._send(self.run)
-            self.run.finish(exit_code=self.exit_code)
-            wandb.teardown()  # waits until its file is whole; finish does not
+        self.metrics.ending.wait()
+        with _noting(f"closing {self.tracker.name}"):
+            self._finish_wandb() if self.is_wandb else self.tracker.finish()
 
     def _follow(self) -> None:
-        with self.path.open("rb") as file:
+        with self.metrics.path.open("rb") as file:
             file.seek(self.first_byte)
-            last = False
-            while not last:
-                last = self.ending.is_set()  # asked before the file is read: all that was written until then is sent
+            while True:
+                last = self.metrics.ending.is_set()  # before the file is read: all that was written until then is sent
                 while (line := file.readline()).endswith(b"\n"):
                     reading = _as_numbers(json.loads(line))
                     if reading["step"] >= self.first_step:
                         self.tracker.log(reading, step=int(reading["step"]))
                 file.seek(-len(line), os.SEEK_CUR)  # a line that is being written
-                if not last:
-                    self.news.wait()
-                    self.news.clear()
+                if last:
+                    return
+                self.news.wait()
+                self.news.clear()
 
-    def _send(self, run: "wandb.Run") -> None:
-        """Send the texts that the model wrote, as a table, and the model where that was asked for."""
+    def _finish_wandb(self) -> None:
+        """Send the texts that the model wrote, as a table, and the model where that was asked for; end W&B's run."""
         import wandb
 
-        lines = read_lines(self.path.with_name("samples.jsonl"))
-        if lines:
-            columns: list[str | int] = ["step", "prompt", "text"]
-            run.log({"samples": wandb.Table(columns, [[line.get(str(name)) for name in columns] for line in lines])})
-        if self.model is not None:
-            artifact = wandb.Artifact(f"model-{run.id}", type="model")
-            artifact.add_dir(str(self.model))
-            run.log_artifact(artifact)
+        run: wandb.Run = self.tracker.tracker
+        with _noting("wandb", "the run's folder has everything"):
+            lines = read_lines(self.metrics.path.with_name("samples.jsonl"))
+            rows = [[line.get(name) for name in ("step", "prompt", "text")] for line in lines]
+            if rows:
+                run.log({"samples": wandb.Table(["step", "prompt", "text"], rows)})
+            if self.metrics.model is not None:
+                artifact = wandb.Artifact(f"model-{run.id}", type="model")
+                artifact.add_dir(str(self.metrics.model))
+                run.log_artifact(artifact)
+        run.finish(exit_code=self.metrics.exit_code)
+        wandb.teardown()  # waits until its file is whole; finish does not
 
 
 def _as_numbers(reading: Facts) -> dict[str, float]:
@@ -240,9 +222,9 @@ def _noting(what: str, rest: str = "metrics.jsonl has everything") -> Iterator[N
         note(f"{what}: {first_line(error)}; {rest}.")
 
 
-def _within(seconds: float, action: Callable[[], T]) -> T:
+def _within(seconds: float, action: Callable[[], GeneralTracker]) -> GeneralTracker:
     """Return or raise what ``action`` does; after so many seconds it is left behind on its thread."""
-    future: Future[T] = Future()
+    future: Future[GeneralTracker] = Future()
 
     def act() -> None:
         try:
@@ -257,13 +239,12 @@ def _within(seconds: float, action: Callable[[], T]) -> T:
 
 
 def _logged_in() -> bool:
-    """Return whether W&B has credentials for its server, as it finds them itself."""
+    """Return whether W&B has credentials for its server, looked for where it does that itself."""
     import wandb
 
     settings = wandb.setup().settings
-    if settings.api_key or settings.identity_token_file:
-        return True
+    known = bool(settings.api_key or settings.identity_token_file)
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         host = urlparse(settings.base_url).netloc  # with its port, as W&B writes it
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    return False
+        known = known or netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    return known
