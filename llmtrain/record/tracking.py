@@ -26,7 +26,6 @@ from llmtrain.files import append_json_line
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
 
-
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
 _CLOSE_SECONDS = 60  # all trackers
