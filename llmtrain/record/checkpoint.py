@@ -40,8 +40,10 @@ _SPARE_BYTES = 1 << 24  # for everything that is no tensor
 def write_checkpoint(
     folder: Path, step: int, files: ModelWriter, weights: Share, optimizer: Share, state: Facts
 ) -> Path:
-    """Commit ``folder/step-N``; the ranks of the shares' team call this together. Raises :class:`UserError` where it
-    cannot be written, and then leaves what was there untouched."""
+    """Commit ``folder/step-N``; the ranks of the shares' team call this together.
+
+    Raises :class:`UserError` where it cannot be written, and then leaves what was there untouched.
+    """
     team, target = weights.team, folder / f"step-{step:08d}"
 
     def begin() -> Path:
@@ -101,10 +103,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = None) -> Path | None:
-    """Return the newest checkpoint that is whole, and of the run with this identity's sha256; ``None`` where there
-    never was one. Others are named, and set aside in a folder that is ours.
+    """Return the newest checkpoint that is whole, and of the run with this identity's sha256.
 
-    Raises :class:`UserError` where there are checkpoints and none is whole: starting afresh would hide the loss.
+    ``None`` where there never was one. Damaged ones are named; with ``set_aside`` they are renamed, too. Raises
+    :class:`UserError` where there are checkpoints and none is whole: starting afresh would hide the loss.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -122,9 +124,11 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
 
 
 def find_fault(path: Path, identity: str | None = None) -> str | None:
-    """Return why a checkpoint cannot be trusted, or ``None``: exactly the files of its manifest are there, with their
-    bytes, and it is of the step that its name says, and of the run with this identity's sha256. No name in a manifest
-    is followed, nor is a link."""
+    """Return why a checkpoint cannot be trusted, or ``None``.
+
+    Exactly the files of its manifest must be there, with their bytes. It must be of the step that its name says, and
+    of the run with this identity's sha256. No name in a manifest is followed, nor is a link.
+    """
     try:
         return next(_faults(path, identity), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -189,8 +193,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Weights) -> None:
-    """Load what :func:`optimizer_tensors` returned, by name, one full tensor at a time. The groups' settings stay those
-    of this run."""
+    """Load what :func:`optimizer_tensors` returned, by name, one full tensor at a time.
+
+    The groups' settings stay those of this run.
+    """
     parameters = dict(model.named_parameters())
     places = {p: place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, torch.Tensor]] = {}

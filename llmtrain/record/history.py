@@ -42,8 +42,7 @@ class History(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state in ``status.json``, or killed where that says running and nobody does; unknown where there is
-        none."""
+        """The state in ``status.json``; killed where that says running and no process does; unknown without one."""
         said = str(self.status.get("state", "unknown"))
         return "killed" if said == "running" and not self.in_progress and not self._is_elsewhere else said
 
@@ -83,8 +82,10 @@ class History(NamedTuple):
         return next(reversed(self.series(key).values()), None)
 
     def hours(self) -> list[float | None]:
-        """Return the hours that were trained until each reading: without the pauses between starts, and without what
-        was trained and lost. ``None`` where the readings have no time."""
+        """Return the hours that were trained until each reading; ``None`` where the readings have no time.
+
+        Pauses between starts do not count, nor does what was trained and lost.
+        """
         begun = sorted(when for when in self.began() if when is not None)
         total, before = 0.0, begun[0] if begun else None
         found: list[float | None] = []
@@ -139,8 +140,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> list[Facts]:
-    """Return the JSON objects of a file that has one a line, each with a ``step``; without those that a crash has cut
-    off."""
+    """Return the JSON objects with a ``step`` of a file that has one a line. Half a line is left out."""
     found = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text().splitlines():
@@ -157,8 +157,10 @@ def _seconds(said: object) -> float | None:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process has locked it. It is not opened to be written, as :class:`filelock.FileLock` would, and
-    the shared lock that tells is given back at once."""
+    """Return whether a process has locked a file.
+
+    It is not opened to be written, as :class:`filelock.FileLock` would, and the shared lock is given back at once.
+    """
     with contextlib.suppress(OSError), lock.open("rb") as file:  # there is none, or a file system without locks
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -61,14 +61,16 @@ def difference(before: object, now: object) -> str:
 
 
 def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
-    """Return what this rank is about to train, and with what. ``settings`` are every flag with its value and origin."""
+    """Return what this rank is about to train, and with what; ``settings`` are every flag with its value and origin."""
     flags = {name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS}
     return {"flags": flags, **identity, "precision": precision, "versions": versions(), "code": code_digest()}
 
 
 def check_same_everywhere(team: Team, mine: Facts) -> None:
-    """Raise :class:`UserError`, on all ranks, where one of them is about to train something else or with something
-    else: each machine may have its own command, data, packages and code."""
+    """Raise :class:`UserError`, on all ranks, where one of them is about to train something else than rank 0.
+
+    Each machine may have its own command, data, packages and code. ``mine`` is of :func:`what_runs`.
+    """
     first, *others = team.each(lambda: mine)
     for rank, theirs in enumerate(others, 1):
         for key, value in first.items():

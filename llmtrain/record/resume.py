@@ -87,8 +87,10 @@ def lock(folder: Path) -> filelock.FileLock:
 
 
 def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
-    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running; begun from
-    ``source``, where a checkpoint was named."""
+    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running.
+
+    Where a checkpoint was named, ``source``, the run must have begun from it.
+    """
     record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
         return None

@@ -33,7 +33,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has ended with an error, which :meth:`wait` will raise."""
+        """A save in the background has ended with an error, which :meth:`wait` will raise."""
         pending = self._under_way
         return pending is not None and pending.done() and pending.exception() is not None
 
@@ -54,8 +54,10 @@ class Saver:
             pending.result()
 
     def _copy(self, part: str, share: Share) -> Share:
-        """Return what this rank writes on the host, in memory that is kept from save to save: new pages cost more than
-        the copying. Of what others write the shapes stay."""
+        """Return a copy on the host of what this rank writes; of what others write the shapes stay.
+
+        Its memory is kept from save to save: new pages cost more than the copying.
+        """
         copies = {name: meta_like(tensor) for name, tensor in share.spread.tensors.items()}
         for name, tensor in share.wholes():
             key = part, name

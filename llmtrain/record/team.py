@@ -27,8 +27,10 @@ class Team:
 
     @classmethod
     def of_all(cls, sees_folder: bool, timeout: float = 1800) -> "Team":
-        """Return all ranks, all of which call this, over a gloo group of its own: a save in the background must not
-        meet the training's collectives. Their actions fail after ``timeout`` seconds."""
+        """Return all ranks, all of which call this, over a gloo group of its own.
+
+        A save in the background must not meet the training's collectives. Actions fail after ``timeout`` seconds.
+        """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         seen = cls(dist.get_rank(), group=group).each(lambda: sees_folder)
         return cls(dist.get_rank(), tuple(rank for rank, sees in enumerate(seen) if sees), group)

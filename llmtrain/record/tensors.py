@@ -52,12 +52,12 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        """Of the full tensors."""
+        """The size of the full tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.spread.tensors.values())
 
     @property
     def dealt(self) -> list[list[str]]:
-        """The names that each writer writes; wider elements first, so that each tensor is aligned."""
+        """The names of the tensors of each writer; wider elements first, so that each tensor is aligned."""
         sizes = {name: (-tensor.element_size(), -tensor.numel(), name) for name, tensor in self.spread.tensors.items()}
         names = sorted(sizes, key=sizes.__getitem__)
         return [names[place :: len(self.writers)] for place in range(len(self.writers))]
@@ -82,8 +82,10 @@ class Share:
 
 
 def write_tensors(folder: Path, name: str, share: Share) -> Facts:
-    """Write this rank's file of a share, which ``safetensors.torch.load_file`` reads; return its name with its
-    ``bytes`` and ``sha256``. One full tensor at a time is held on the host. All ranks call this."""
+    """Write this rank's file of a share, and return its name with its ``bytes`` and ``sha256``.
+
+    ``safetensors.torch.load_file`` reads it. One full tensor at a time is held on the host. All ranks call this.
+    """
     blocks = _blocks(share)
     try:
         file = dict(zip(share.writers, share.files(name), strict=True)).get(share.team.rank)

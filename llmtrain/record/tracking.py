@@ -34,8 +34,10 @@ _BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
 
 
 def tracker_names(report_to: list[str]) -> list[str]:
-    """Return the trackers that ``--report_to`` asks for; raises :class:`UserError` for one that is unknown or not
-    installed."""
+    """Return the trackers that ``--report_to`` asks for.
+
+    Raises :class:`UserError` for one that is unknown or not installed.
+    """
     names = [name for name in report_to if name != "none"]
     for name in names:
         if name not in ("wandb", "tensorboard"):
@@ -128,8 +130,10 @@ class Metrics:
             mirror.news.set()
 
     def close(self, exit_code: int, model: Path | None = None) -> None:
-        """Send the rest, and the finished ``model`` where that was asked for, and finish the trackers' runs; one that
-        does not get there in time is left behind."""
+        """Send the rest, and the finished ``model`` where that was asked for, and finish the trackers' runs.
+
+        One that does not get there in time is left behind.
+        """
         self.exit_code, self.model = exit_code, model if wants_model() else None
         patience = _CLOSE_SECONDS if self.model is None else self.model_seconds
         self.ending.set()

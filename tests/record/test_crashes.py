@@ -37,7 +37,7 @@ def save(writer: Saver, step: int) -> None:
 
 
 def faults(folder: Path, at_least: int) -> list[str]:
-    """What a restart would suffer from: a committed checkpoint that is not whole, or the loss of one that counts."""
+    """Return what a restart would suffer from: a committed checkpoint that is not whole, or the loss of one that counts."""
     wrong = [f"{path.name}: {fault}" for path in checkpoints(folder) if (fault := find_fault(path))]
     steps = [checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)]
     return wrong + ([] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"])
@@ -207,7 +207,7 @@ def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable
 
 
 def save_state_faults(folder: Path, at_least: int) -> list[str]:
-    """The same question about the folders of `accelerator.save_state`: is the newest one whole, none lost?"""
+    """Ask the same of the folders of `accelerator.save_state`: is the newest one whole, none lost."""
     wrong, good = [], []
     for path in sorted(folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])):
         try:
@@ -221,7 +221,7 @@ def save_state_faults(folder: Path, at_least: int) -> list[str]:
 
 @pytest.mark.parametrize("writers", ["plain"], indirect=True)
 def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Callable[[str], None]) -> None:
-    """So the harness can fail."""
+    """The harness can fail."""
     draw, kills, broken, said = random.Random(1), 0, 0, 0
     while kills < min(KILLS // 3, 60) or (not broken and kills < 60):
         kills += 1

@@ -57,7 +57,7 @@ def opened(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def never() -> Iterator[threading.Event]:
-    """What a stalled tracker waits for; set when the test is over, so that its thread ends."""
+    """The event that a stalled tracker waits for; set when the test is over, so that its thread ends."""
     event = threading.Event()
     yield event
     event.set()
@@ -244,7 +244,7 @@ def test_half_a_line_is_not_sent(opened, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_every_start_of_an_offline_run_holds_the_whole_history(accelerator: Accelerator, tmp_path: Path) -> None:
-    """So that syncing the last one suffices."""
+    """Syncing the last one suffices."""
     for steps in ((1, 2, 3), (4, 5)):
         metrics = Metrics(accelerator, tmp_path)
         metrics.start(["wandb"], {"seed": 3}, "run", "abcd1234")
@@ -277,7 +277,7 @@ os._exit(0)
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """As much of W&B's server as one run needs; ``history`` is what it was sent of it."""
+    """A W&B server, as much of it as one run needs; ``history`` is what it was sent of it."""
 
     daemon_threads = True
 
