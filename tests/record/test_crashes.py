@@ -37,7 +37,7 @@ def save(writer: Saver, step: int) -> None:
 
 
 def faults(folder: Path, at_least: int) -> list[str]:
-    """Return what a restart would suffer from: a committed checkpoint that is not whole, or the loss of one that counts."""
+    """Return what a restart would suffer from: a checkpoint that is not whole, or the loss of one that counts."""
     wrong = [f"{path.name}: {fault}" for path in checkpoints(folder) if (fault := find_fault(path))]
     steps = [checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)]
     return wrong + ([] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"])
