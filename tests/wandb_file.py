@@ -1,4 +1,4 @@
-"""Reads a W&B offline file through W&B's own record schema.
+"""Read a W&B offline file through W&B's own record schema.
 
 The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md): after a header of 7 bytes,
 blocks of 32 kB hold chunks of a checksum, a length and a type; a record may span several chunks.
@@ -37,7 +37,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """What was logged, a dictionary a step."""
+    """Return what was logged, a dictionary a step."""
     return [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in read_records(path)

@@ -1,1 +1,1 @@
-"""What outlives the process."""
+"""The record of a run, which outlives its process."""

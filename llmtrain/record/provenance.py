@@ -1,4 +1,4 @@
-"""Who a run is, and what it ran on: the parts of ``run.json``."""
+"""The identity of a run, and what it ran on: the content of ``run.json``, and what all ranks must agree on."""
 
 import contextlib
 import hashlib
@@ -10,106 +10,113 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
 
 from llmtrain._version import __version__
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.contract import Facts
+from llmtrain.errors import UserError
+from llmtrain.files import read_object
+from llmtrain.record.team import Team
 from llmtrain.secrets import redacted
 
+if TYPE_CHECKING:
+    from llmtrain.record.resume import Choice
+
 _PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+# Flags that may differ between machines: where things are, and what only rank 0 does.
+_LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
 
 
-def digest(identity: dict[str, Any]) -> str:
+def digest(identity: Facts) -> str:
+    """Return the sha256 of an identity, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package that the numbers depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of every package that the numbers depend on."""
+    found = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES, "absent"), "llmtrain": __version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = __version__ if package == "llmtrain" else "absent"
     return found
 
 
 def code_digest() -> str:
-    """One sha256 over this package's sources and the script that was started."""
+    """Return one sha256 over this package's sources and the script that was started."""
     total = hashlib.sha256()
-    package = Path(__file__).resolve().parent.parent
-    for path in [*sorted(package.rglob("*.py")), Path(sys.argv[0])]:
+    for path in [*sorted(Path(__file__).resolve().parents[1].rglob("*.py")), Path(sys.argv[0])]:
         with contextlib.suppress(OSError):
             total.update(path.read_bytes())
     return total.hexdigest()
 
 
-def difference(before: Any, now: Any) -> str:
-    """Two values of one identity key, for a person; of dictionaries only what differs."""
+def difference(before: object, now: object) -> str:
+    """Return two values of one identity key, for a person; of dictionaries only what differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
     return f"{before} there, {now} here"
 
 
+def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
+    """Return what this rank is about to train, and with what; ``settings`` are every flag with its value and origin."""
+    flags = {name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS}
+    return {"flags": flags, **identity, "precision": precision, "versions": versions(), "code": code_digest()}
+
+
+def check_same_everywhere(team: Team, mine: Facts) -> None:
+    """Raise :class:`UserError`, on all ranks, where one of them is about to train something else than rank 0.
+
+    Each machine may have its own command, data, packages and code. ``mine`` is of :func:`what_runs`.
+    """
+    first, *others = team.each(lambda: mine)
+    for rank, theirs in enumerate(others, 1):
+        for key, value in first.items():
+            if theirs.get(key) != value:
+                raise UserError(f"rank {rank} differs from rank 0 in {key}: {difference(theirs.get(key), value)}.")
+
+
 def run_record(
-    accelerator: Accelerator,
-    folder: Path,
-    identity: dict[str, Any],
-    settings: dict[str, dict[str, Any]],
-    details: dict[str, Any],
-    choice: dict[str, Any],
-) -> dict[str, Any]:
-    starts = []
-    with contextlib.suppress(OSError, ValueError):
-        starts = json.loads((folder / "run.json").read_text()).get("starts", [])
-    start = {
+    folder: Path, identity: Facts, settings: dict[str, Facts], details: Facts, choice: "Choice", start: Facts
+) -> Facts:
+    """Return the content of ``run.json``: what is there already, and this start.
+
+    Args:
+        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        details: what else belongs there: facts of the data.
+        start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.
+    """
+    this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": choice["step"],
-        "from": choice["checkpoint"],
+        "step": choice.step,
+        "from": str(choice.checkpoint) if choice.checkpoint else None,
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # by the launcher (--max_restarts)
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": [] if "ipykernel" in sys.modules else redacted(sys.argv),  # which a notebook's is not
         "host": platform.node(),
-        "processes": accelerator.num_processes,
-        "sharded": _sharded(accelerator),
-        "device": str(accelerator.device.type),
+        **{key: start[key] for key in ("processes", "sharded", "device")},
         "threads": torch.get_num_threads(),
-        "mixed_precision": accelerator.mixed_precision,
+        "mixed_precision": start["mixed_precision"],
         "versions": versions(),
         "git_sha": _git_sha(),
         "code_sha256": code_digest(),
     }
     return {
-        "run_id": choice["run_id"],
+        "run_id": choice.run_id,
         "identity": identity,
         "identity_sha256": digest(identity),
-        "processes": accelerator.num_processes,
+        "processes": start["processes"],
         "settings": {k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()},
         **redacted(details),
-        "starts": [*starts, start],
+        "starts": [*read_object(folder / "run.json").get("starts", []), this_start],
     }
 
 
-def _sharded(accelerator: Accelerator) -> str | None:
-    """Replicas x processes that share one, x those that compute with parts of it; and the stages of a pipeline."""
-    sharding = sharding_of(accelerator)
-    if sharding is None:
-        return None
-    stages = f" in {sharding.stages} stages" if sharding.stages > 1 else ""
-    return f"{sharding.replicas}x{sharding.shards}" + (f"x{sharding.tensor}" if sharding.tensor > 1 else "") + stages
-
-
 def _git_sha() -> str | None:
-    """Of the repository that the started script stands in."""
-    folder = Path(sys.argv[0]).resolve().parent
-    try:
-        out = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return out.stdout.strip()
+    """Return the commit of the repository that the started script stands in, where there is one."""
+    command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return None

@@ -7,8 +7,10 @@ from llmtrain.errors import hub_said
 
 
 def publish(folder: Path, repository: str | None) -> None:
-    """Upload a model's folder, into a private repository where there was none. Which account it is, Hugging Face's own
-    login or ``HF_TOKEN`` says. What fails is a note: the model is on the disk."""
+    """Upload a model's folder, where a repository is named; a new one is private.
+
+    The account is that of Hugging Face's own login or of ``HF_TOKEN``. A failure is a note: the model is on the disk.
+    """
     if repository is None:
         return
     from huggingface_hub import HfApi

@@ -1,14 +1,16 @@
-"""Which folder a run lives in, and what it goes on from."""
+"""The folder that a run lives in, and what it goes on from."""
 
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import filelock
 
 from llmtrain.console import say
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
@@ -18,56 +20,81 @@ _WAIT_SECONDS = 60.0
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # above 0: the same start, made again
 
 
-def choose_folder(output_dir: str, resume: str, identity: dict[str, Any]) -> dict[str, Any]:
-    """Where this run lives and what it goes on from; makes the folder."""
-    fresh: dict[str, Any] = {"checkpoint": None, "step": 0, "tokens": 0, "run_id": secrets.token_hex(4)}
-    fresh["before"] = None  # the identity of a named checkpoint, which may have other settings of the update
-    fresh["incarnation"] = secrets.token_hex(8)
-    source = _named_checkpoint(Path(resume), identity) if resume not in ("auto", "never") else None
+class Choice(NamedTuple):
+    """The folder of a run, and the checkpoint that it goes on from, where there is one."""
+
+    folder: Path
+    checkpoint: Path | None = None
+    step: int = 0  # updates made
+    tokens: int = 0  # trained on
+    run_id: str = ""
+    incarnation: str = ""  # of this start
+    why: str = ""  # for a person
+    before: Facts | None = None  # identity of a named checkpoint, which may have other settings of the update
+
+    def going_on(self, path: Path, before: Facts | None = None) -> "Choice":
+        """Return the same folder with a checkpoint to go on from."""
+        state = checkpoint.read_state(path)
+        return self._replace(checkpoint=path, step=state["step"], tokens=state["tokens"], before=before)
+
+
+def choose_folder(output_dir: str, resume: str, identity: Facts) -> Choice:
+    """Choose where a run lives and what it goes on from, and make the folder.
+
+    Raises :class:`UserError` where what ``resume`` names cannot be gone on with, or no checkpoint of the run is whole.
+    """
+    choice = Choice(Path(output_dir), run_id=secrets.token_hex(4), incarnation=secrets.token_hex(8))
+    if resume not in ("auto", "never"):
+        choice = choice.going_on(*_named_checkpoint(Path(resume), identity))
     restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    for folder in names(output_dir):
+    for place, folder in enumerate(names(output_dir)):
         if is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if source is not None:
-                return fresh | source | {"folder": str(folder), "why": f"goes on from {source['checkpoint']}"}
-            why = "new" if folder.name == Path(output_dir).resolve().name else f"new; {output_dir} is taken"
-            return fresh | {"folder": str(folder), "why": why}
-        previous = _unfinished(folder, identity) if resume != "never" or restarted else None
-        if previous is not None and (source is None or _began_from(previous) == source["checkpoint"]):
+            new = f"new; {output_dir} is taken" if place else "new"
+            return choice._replace(folder=folder, why=f"goes on from {choice.checkpoint}" if choice.checkpoint else new)
+        previous = _unfinished(folder, identity, choice.checkpoint) if resume != "never" or restarted else None
+        if previous is not None:
+            choice = choice._replace(folder=folder, run_id=previous["run_id"])
             found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
-            kept = {"folder": str(folder), "run_id": previous["run_id"]}
             if found is None:
-                kept["why"] = "begun before, with no checkpoint yet; starts again"
-                return fresh | (source or {}) | kept
-            state = checkpoint.read_state(found)
-            kept |= {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"]}
-            return fresh | kept | {"why": f"goes on from step {state['step']}"}
+                return choice._replace(why="begun before, with no checkpoint yet; starts again")
+            choice = choice.going_on(found)
+            return choice._replace(why=f"goes on from step {choice.step}")
     raise AssertionError("there is always a next name")
 
 
 def names(output_dir: str) -> Iterator[Path]:
+    """Yield the folders that a run may live in: ``output_dir``, and then with -2, -3, ... at its end."""
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()
     if not base.name:
         raise UserError(f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
     yield base
-    number = 2
-    while True:
-        yield base.with_name(f"{base.name}-{number}")
-        number += 1
+    yield from (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
 
 
 def is_free(folder: Path) -> bool:
+    """Return whether nothing but leftovers lies in a folder. Raises :class:`UserError` where it is a file."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file.")
     return not folder.exists() or all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
-def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of the run in ``folder``, where it can be gone on with: same identity, not finished, not running."""
+def lock(folder: Path) -> filelock.FileLock:
+    """Return the lock that a run holds while it writes into its folder."""
+    return filelock.FileLock(folder / ".lock")
+
+
+def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
+    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running.
+
+    Where a checkpoint was named, ``source``, the run must have begun from it.
+    """
     record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
+        return None
+    if source is not None and [str(source)] != [start["from"] for start in record.get("starts", [])][:1]:
         return None
     for patience in (0.0, _WAIT_SECONDS):  # a launcher that was killed leaves processes that save and then end
         try:
@@ -79,34 +106,25 @@ def _unfinished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None
     return None
 
 
-def _began_from(record: dict[str, Any]) -> str | None:
-    return record["starts"][0]["from"] if record.get("starts") else None
-
-
-def lock(folder: Path) -> filelock.FileLock:
-    return filelock.FileLock(folder / ".lock")
-
-
-def _named_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    flag_name = f"--resume_from_checkpoint {path}"
-    if (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{flag_name}: this run has no checkpoint yet.")
-    elif (path / checkpoint.MANIFEST).exists():
-        if fault := checkpoint.find_fault(path):
-            raise UserError(f"{flag_name} is damaged: {fault}.")
-        found = path
-    else:
-        raise UserError(f"{flag_name} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
+    """Return a checkpoint that a person has named, by itself or by its run, and its identity."""
+    named = f"--resume_from_checkpoint {path}"
+    of_run = path / "checkpoints"
+    found = checkpoint.newest_valid(of_run) if of_run.is_dir() else path
+    if found is None:
+        raise UserError(f"{named}: this run has no checkpoint yet.")
+    if not (found / checkpoint.MANIFEST).exists():
+        raise UserError(f"{named} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+    if found is path and (fault := checkpoint.find_fault(path)):
+        raise UserError(f"{named} is damaged: {fault}.")
     state = checkpoint.read_state(found)
-    if not all(key in state for key in ("identity", "step", "tokens")):
-        raise UserError(f"{flag_name}: its state.json is not one of llmtrain's.")
+    if not {"identity", "step", "tokens"} <= state.keys():
+        raise UserError(f"{named}: its state.json is not one of llmtrain's.")
+    before: Facts = state["identity"]
     for key, value in identity.items():
-        before = state["identity"].get(key)
-        if before != value and key not in ("update", "exchange"):
-            raise UserError(f"{flag_name} has another {key}: {difference(before, value)}.")
-    before, now = state["identity"].get("exchange"), identity.get("exchange")
-    if before != now:
-        say("changed", f"how gradients are exchanged: {before or 'exactly'} -> {now or 'exactly'}")
-    return {"checkpoint": str(found), "step": state["step"], "tokens": state["tokens"], "before": state["identity"]}
+        if before.get(key) != value and key not in ("update", "exchange"):
+            raise UserError(f"{named} has another {key}: {difference(before.get(key), value)}.")
+    if before.get("exchange") != identity.get("exchange"):
+        ways = [ways.get("exchange") or "exactly" for ways in (before, identity)]
+        say("changed", f"how gradients are exchanged: {ways[0]} -> {ways[1]}")
+    return found, before

@@ -10,7 +10,7 @@ from llmtrain.files import write_json
 
 
 class Status(NamedTuple):
-    """What ``status.json`` in ``folder`` says; ``state`` is running, preempted, failed or finished."""
+    """The content of ``status.json`` in ``folder``; ``state`` is running, preempted, failed or finished."""
 
     folder: Path
     state: str
@@ -19,7 +19,7 @@ class Status(NamedTuple):
     incarnation: str
 
     def write(self) -> None:
+        """Replace the file, with this process and the time."""
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content = self._asdict() | {"pid": os.getpid(), "host": platform.node(), "time": now}
-        del content["folder"]
-        write_json(self.folder / "status.json", content)
+        write_json(content.pop("folder") / "status.json", content)

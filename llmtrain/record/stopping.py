@@ -1,12 +1,12 @@
 """Why a run stops before its last update: a signal, its own budget, the end of the batch job that it runs in."""
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
@@ -16,57 +16,50 @@ _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set in every job (sbatc
 
 @dataclass
 class Deadline:
-    """``at`` is on the monotonic clock, in seconds; ``None`` is never."""
+    """The moment by which a run must have ended: ``at`` on the monotonic clock, in seconds."""
 
-    at: float | None = None
+    at: float = math.inf
     why: str = ""
     reserved: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, max_hours: float | None) -> "Deadline":
-        """The earlier of ``max_hours`` from now and the end of the Slurm job that this process is part of."""
-        left = []
+        """Return the earlier of ``max_hours`` from now and the end of the Slurm job that this process is part of."""
+        left = [(math.inf, "")]
         if max_hours is not None:
             left.append((max_hours * 3600, f"--max_hours {max_hours:g} are over"))
         if os.environ.get(_SLURM_END, "").isdigit():
             left.append((float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end"))
-        if not left:
-            return cls()
         seconds, why = min(left)
-        margin = min(_MARGIN_SECONDS, max(0.0, seconds) / 10)
-        return cls(time.monotonic() + seconds, why, {"margin": margin})
+        return cls(time.monotonic() + seconds, why, {"margin": min(_MARGIN_SECONDS, max(0.0, seconds) / 10)})
 
-    def reserve(self, what: str, seconds: float) -> None:
-        """So long, or longer if it was said before, ``what`` may take between now and the end."""
-        self.reserved[what] = max(self.reserved.get(what, 0.0), seconds)
+    def reserve(self, purpose: str, seconds: float) -> None:
+        """Keep so many seconds free before the end, or more where more were reserved for this purpose before."""
+        self.reserved[purpose] = max(self.reserved.get(purpose, 0.0), seconds)
 
     def is_near(self) -> bool:
-        """Whether nothing is left but what is reserved."""
-        return self.at is not None and time.monotonic() > self.at - sum(self.reserved.values())
+        """Return whether nothing is left but what is reserved."""
+        return time.monotonic() > self.at - sum(self.reserved.values())
 
 
 @contextlib.contextmanager
 def stop_signals(asked: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 call ``asked`` with a reason. A second one is obeyed at once, as KeyboardInterrupt;
-    but launchers and batch systems repeat themselves: only where it comes some seconds after the first."""
-    asked_at: float | None = None
+    """Call ``asked`` with a reason at SIGTERM, SIGINT or SIGUSR1.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        if asked_at is None:
-            asked_at = now
+    A second one is obeyed at once, as KeyboardInterrupt; but launchers and batch systems repeat themselves: only where
+    it comes some seconds after the first. Outside the main thread, as in a notebook's helper, signals stay the host's.
+    """
+    times: list[float] = []
+
+    def ask(number: int, _: object) -> None:
+        times.append(time.monotonic())
+        if len(times) == 1:
             asked(f"asked to stop by {signal.Signals(number).name}")
-        elif now - asked_at > _PATIENCE_SECONDS:
+        elif times[-1] - times[0] > _PATIENCE_SECONDS:
             raise KeyboardInterrupt
 
-    try:
-        before = {number: signal.signal(number, ask) for number in _SIGNALS}
-    except ValueError:  # not the main thread, as in a notebook's helper: signals stay the host's
+    with contextlib.ExitStack() as restoring:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in _SIGNALS:
+                restoring.callback(signal.signal, number, signal.signal(number, ask))
         yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

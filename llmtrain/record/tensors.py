@@ -6,113 +6,100 @@ The format: 8 bytes with the header's length, the header as JSON (name -> dtype,
 import inspect
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import _TYPES, load_file
 
-from llmtrain.contract import Published
+from llmtrain.contract import Facts, Published
 from llmtrain.files import write_hashed
-from llmtrain.parallel.mesh import Home, Spread, meta_like
+from llmtrain.parallel.mesh import Spread, meta_like
+from llmtrain.record.team import ALONE, Team
 
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
-_READ: Any = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
+_READ = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
+_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}  # torch need not have all of them
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Header = tuple[str, torch.Size, torch.dtype]
 
 
 def as_it_is(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a tensor under its name."""
     return {name: whole}
 
 
 @dataclass(frozen=True)
 class Share:
-    """The tensors of a file that several processes write, each its part: the largest first, dealt out in turn.
+    """The tensors of a file that the writers of a team write, the largest first, dealt out in turn.
 
-    ``tensors`` are all of them, by name, and may be spread over the processes: each is gathered to the one that writes
-    it, as many at a time as there are writers. They may lie on any device. ``published`` makes of a whole tensor those
-    that are written.
+    They may be sharded, and lie on any device: each is gathered to the rank that writes it, as many at a time as there
+    are writers. ``published`` makes of a full tensor those that are written.
     """
 
-    tensors: dict[str, torch.Tensor]
-    rank: int = 0
-    writers: tuple[int, ...] = (0,)
+    spread: Spread
+    team: Team = ALONE
+    divisible: bool = True  # into a file of each writer
     published: Published = as_it_is
-    homes: Mapping[str, Home] = field(default_factory=dict)  # of those that other ranks hold
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        return self.team.writers if self.divisible else self.team.writers[:1]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the full tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.spread.tensors.values())
 
     @property
     def dealt(self) -> list[list[str]]:
-        """The names that each writer writes; wider elements first, so that each tensor is aligned."""
-
-        def order(name: str) -> tuple[int, int, str]:
-            return -self.tensors[name].element_size(), -self.tensors[name].numel(), name
-
-        names = sorted(self.tensors, key=order)
+        """The names of the tensors of each writer; wider elements first, so that each tensor is aligned."""
+        sizes = {name: (-tensor.element_size(), -tensor.numel(), name) for name, tensor in self.spread.tensors.items()}
+        names = sorted(sizes, key=sizes.__getitem__)
         return [names[place :: len(self.writers)] for place in range(len(self.writers))]
 
-    @property
-    def mine(self) -> list[str]:
-        return self.dealt[self.writers.index(self.rank)] if self.rank in self.writers else []
-
     def headers(self, names: list[str]) -> list[Header]:
-        """Of what is written for these tensors."""
-        written = (item for name in names for item in self.published(name, meta_like(self.tensors[name])).items())
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in written]
+        """Return the headers of what is written for these tensors."""
+        written = (self.published(name, meta_like(self.spread.tensors[name])) for name in names)
+        return [(name, tensor.shape, tensor.dtype) for one in written for name, tensor in one.items()]
 
     def files(self, name: str) -> list[str]:
-        """Of all writers, of which this is the one file where there is one."""
+        """Return the file of each writer; ``name`` itself where there is one."""
         stem, _, ending = name.rpartition(".")
         count = len(self.writers)
         return [name] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.{ending}" for i in range(count)]
 
     def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this process writes, one whole tensor after the other. All processes go through this together."""
-        spread = Spread(self.tensors, self.homes)
+        """Gather and yield the full tensors that this rank writes, one after the other. All ranks call this."""
         for names in itertools.zip_longest(*self.dealt):
-            kept = None
-            for name, writer in zip(names, self.writers, strict=True):
-                whole = spread.gather_to(name, writer) if name is not None else None
-                kept = kept if whole is None else (name, whole)
-            if kept is not None:
-                yield kept
+            dealt = [(name, to) for name, to in zip(names, self.writers, strict=True) if name is not None]
+            gathered = [(name, self.spread.gather_to(name, to)) for name, to in dealt]
+            yield from ((name, whole) for name, whole in gathered if whole is not None)
 
 
-def write_tensors(folder: Path, name: str, share: Share) -> dict[str, Any]:
-    """Write this process's file of a share, which ``safetensors.torch.load_file`` reads; returns its name with its
-    ``bytes`` and ``sha256``. One whole tensor at a time is held on the host."""
-    pieces = _pieces(share)
+def write_tensors(folder: Path, name: str, share: Share) -> Facts:
+    """Write this rank's file of a share, and return its name with its ``bytes`` and ``sha256``.
+
+    ``safetensors.torch.load_file`` reads it. One full tensor at a time is held on the host. All ranks call this.
+    """
+    blocks = _blocks(share)
     try:
-        if share.rank not in share.writers:
-            return {}
-        file = share.files(name)[share.writers.index(share.rank)]
-        return {file: write_hashed(folder / file, pieces)}
+        file = dict(zip(share.writers, share.files(name), strict=True)).get(share.team.rank)
+        return {} if file is None else {file: write_hashed(folder / file, blocks)}
     finally:
-        for _ in pieces:  # after an error too: the others wait for what this process holds of theirs
+        for _ in blocks:  # after an error too: the others wait for what this rank holds of theirs
             pass
 
 
-def _pieces(share: Share) -> Iterator[bytes | memoryview]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _blocks(share: Share) -> Iterator[bytes | memoryview]:
+    mine = dict(zip(share.writers, share.dealt, strict=True)).get(share.team.rank, [])
+    header: Facts = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape, dtype in share.headers(share.mine):
+    for name, shape, dtype in share.headers(mine):
         end = offset + shape.numel() * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -127,20 +114,17 @@ def _pieces(share: Share) -> Iterator[bytes | memoryview]:
 
 
 def headers(folder: Path) -> list[Header]:
-    """Name, shape and dtype of every tensor in the safetensors files of a folder."""
-    found = []
-    dtypes = {name: dtype for dtype, name in _NAMES.items()}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt", **_READ) as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                about = file.get_slice(name)
-                found.append((name, torch.Size(about.get_shape()), dtypes[about.get_dtype()]))
-    return found
+    """Return name, shape and dtype of every tensor in the safetensors files of a folder."""
+    found = ((name, file.get_slice(name)) for file, name in _stored(folder))
+    return [(name, torch.Size(stored.get_shape()), _DTYPES[stored.get_dtype()]) for name, stored in found]
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of all safetensors files of a folder, in the order of :func:`headers`, one at a time."""
+    """Yield the tensors of all safetensors files of a folder, in the order of :func:`headers`, one at a time."""
+    return ((name, file.get_tensor(name)) for file, name in _stored(folder))
+
+
+def _stored(folder: Path) -> Iterator[tuple[Any, str]]:  # of safetensors, which says no types
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt", **_READ) as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+            yield from ((file, name) for name in file.keys())  # noqa: SIM118 - it is no dict

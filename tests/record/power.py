@@ -1,4 +1,4 @@
-"""What a disk may hold after the power went: a model for test_crashes.py.
+"""The content of a disk after the power went: a model for test_crashes.py.
 
 A file keeps the bytes that its last fsync saw; a name survives if its folder was synced after it was made. Whatever was
 not synced may be there or not, so two extremes are played: ``lost``, where nothing unsynced survives, and ``eager``,
@@ -52,8 +52,10 @@ class Disk:
 
 @contextlib.contextmanager
 def watched(disk: Disk, before_each: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Call ``before_each`` before every fsync and every change of a name, and let ``disk`` know what was synced;
-    yields a function that calls it at other moments."""
+    """Call ``before_each`` before every fsync and every change of a name, and let ``disk`` know what was synced.
+
+    Yields a function that calls it at other moments.
+    """
     fsync, looking = os.fsync, False
 
     def look(what: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
 from llmtrain.record.tensors import Share, read_tensors
@@ -31,9 +32,8 @@ class Files:
 
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
-    return write_checkpoint(
-        folder, step, Files(), Share(weights), Share({"w.exp_avg": weights["w"] * 2}), {"step": step}
-    )
+    moments = {"w.exp_avg": weights["w"] * 2}
+    return write_checkpoint(folder, step, Files(), Share(Spread(weights)), Share(Spread(moments)), {"step": step})
 
 
 def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(tmp_path: Path) -> None:

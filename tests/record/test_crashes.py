@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain import files
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
@@ -32,11 +33,11 @@ class CrashError(BaseException):
 
 def save(writer: Saver, step: int) -> None:
     weights = {"w": torch.full((500,), float(step))}
-    writer.save(step, weights, {"w.exp_avg": weights["w"] * 2}, {"step": step}, lambda: None)
+    writer.save(step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None)
 
 
 def faults(folder: Path, at_least: int) -> list[str]:
-    """What a restart would suffer from: a committed checkpoint that is not whole, or the loss of one that counts."""
+    """Return what a restart would suffer from: a checkpoint that is not whole, or the loss of one that counts."""
     wrong = [f"{path.name}: {fault}" for path in checkpoints(folder) if (fault := find_fault(path))]
     steps = [checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)]
     return wrong + ([] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"])
@@ -206,7 +207,7 @@ def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable
 
 
 def save_state_faults(folder: Path, at_least: int) -> list[str]:
-    """The same question about the folders of `accelerator.save_state`: is the newest one whole, none lost?"""
+    """Ask the same of the folders of `accelerator.save_state`: is the newest one whole, none lost."""
     wrong, good = [], []
     for path in sorted(folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])):
         try:
@@ -220,7 +221,7 @@ def save_state_faults(folder: Path, at_least: int) -> list[str]:
 
 @pytest.mark.parametrize("writers", ["plain"], indirect=True)
 def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Callable[[str], None]) -> None:
-    """So the harness can fail."""
+    """The harness can fail."""
     draw, kills, broken, said = random.Random(1), 0, 0, 0
     while kills < min(KILLS // 3, 60) or (not broken and kills < 60):
         kills += 1
@@ -234,20 +235,20 @@ def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Ca
 def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, weights, done = Saver(tmp_path, Files(), 2, in_background=True), {"w": torch.ones(1000)}, []
+    writer, values, done = Saver(tmp_path, Files(), 2, in_background=True), torch.ones(1000), []
+    weights, moments = Spread({"w": values}), Spread({"w.exp_avg": values})
     for step in (1, 2):
-        writer.save(step, weights, {"w.exp_avg": weights["w"]}, {"step": step}, lambda step=step: done.append(step))
-        weights["w"] += 1  # training goes on
+        writer.save(step, weights, moments, {"step": step}, lambda step=step: done.append(step))
+        values += 1  # training goes on
     writer.wait()
     assert done == [1, 2]
-    values = [float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)]
-    assert values == [1, 2]
+    assert [float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)] == [1, 2]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
-    writer.save(3, weights, {}, {"step": 3}, lambda: done.append(3))
+    writer.save(3, weights, Spread({}), {"step": 3}, lambda: done.append(3))
     with pytest.raises(files.UserError, match="could not be written"):
         writer.wait()
     assert not writer.failed

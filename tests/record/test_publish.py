@@ -9,7 +9,7 @@ from llmtrain.record.publish import publish
 
 
 class Hub:
-    """What was asked of the hub, which may refuse."""
+    """A hub that keeps what was asked of it, and may refuse."""
 
     def __init__(self, calls: list[tuple[str, dict]], refusal: Exception | None = None) -> None:
         self.calls, self.refusal = calls, refusal

@@ -45,10 +45,10 @@ class Tracker:
 def opened(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Metrics in ``tmp_path`` with these trackers, by name."""
 
-    def go(**trackers: Any) -> Metrics:
+    def go(model_seconds: float = 1500, **trackers: Any) -> Metrics:
         monkeypatch.setattr(Metrics, "_open_wandb", lambda *_: trackers["wandb"])
         monkeypatch.setattr(Metrics, "_open", lambda self, name, *_: trackers[name])
-        metrics = Metrics(accelerator, tmp_path)
+        metrics = Metrics(accelerator, tmp_path, model_seconds)
         metrics.start(list(trackers), {}, "run", "abcd1234")
         return metrics
 
@@ -57,7 +57,7 @@ def opened(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def never() -> Iterator[threading.Event]:
-    """What a stalled tracker waits for; set when the test is over, so that its thread ends."""
+    """The event that a stalled tracker waits for; set when the test is over, so that its thread ends."""
     event = threading.Event()
     yield event
     event.set()
@@ -171,35 +171,45 @@ def test_who_is_logged_in_is_whom_wandb_takes_for_it(
 ) -> None:
     (tmp_path / "netrc").write_text("machine wandb.local:8080 login user password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    settings = SimpleNamespace(base_url=base_url, api_key=api_key)
+    settings = SimpleNamespace(base_url=base_url, api_key=api_key, identity_token_file=None)
     monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
     assert tracking._logged_in() is known
 
 
 def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(
-    accelerator: Accelerator, opened, never: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture
+    opened, never: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    accelerator.ddp_handler.config.ddp_timeout = 1
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     wandb = Tracker("wandb", nothing)
     wandb.log_artifact = lambda _: never.wait()
     (tmp_path / "model").mkdir()
-    metrics = opened(wandb=wandb)
-    metrics.log_model = True
-    metrics.close(exit_code=0, model=tmp_path / "model")
+    opened(model_seconds=1, wandb=wandb).close(exit_code=0, model=tmp_path / "model")
     assert "no answer in 1 s, left behind" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_finished_model_is_sent_where_that_was_asked_for(asked: bool, opened, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "asked"), [("end", True), ("True", True), ("false", False), (None, False)])
+def test_the_finished_model_is_sent_where_that_was_asked_for(
+    said: str | None, asked: bool, opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("WANDB_LOG_MODEL", said)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text(name)
     wandb = Tracker("wandb", nothing)
-    metrics = opened(wandb=wandb)
-    metrics.log_model = asked
-    metrics.close(exit_code=0, model=tmp_path / "model")
+    opened(wandb=wandb).close(exit_code=0, model=tmp_path / "model")
     assert wandb.sent == ([("model-abcd1234", "model", ["config.json", "model.safetensors"])] if asked else [])
     assert wandb.finished.is_set()
+
+
+def test_a_model_that_is_to_be_sent_and_is_not_is_told(
+    opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
+    opened(tensorboard=Tracker("tensorboard", nothing)).close(exit_code=0)
+    assert capsys.readouterr().err == (
+        "note: WANDB_LOG_MODEL is set and the model is not sent: that needs --report_to wandb.\n"
+    )
 
 
 def test_the_best_loss_group_and_tags_stand_in_what_wandb_is_told(
@@ -234,7 +244,7 @@ def test_half_a_line_is_not_sent(opened, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_every_start_of_an_offline_run_holds_the_whole_history(accelerator: Accelerator, tmp_path: Path) -> None:
-    """So that syncing the last one suffices."""
+    """Syncing the last one suffices."""
     for steps in ((1, 2, 3), (4, 5)):
         metrics = Metrics(accelerator, tmp_path)
         metrics.start(["wandb"], {"seed": 3}, "run", "abcd1234")
@@ -267,7 +277,7 @@ os._exit(0)
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """As much of W&B's server as one run needs; ``history`` is what it was sent of it."""
+    """A W&B server, as much of it as one run needs; ``history`` is what it was sent of it."""
 
     daemon_threads = True
 

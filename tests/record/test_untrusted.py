@@ -18,6 +18,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
@@ -33,7 +34,7 @@ CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 def save(folder: Path, step: int, identity: str = "ours") -> Path:
     weights = {"w": torch.full((300,), float(step))}
     state = {"step": step, "identity_sha256": identity}
-    Saver(folder, Files(), keep=3).save(step, weights, {"w.exp_avg": weights["w"]}, state, lambda: None)
+    Saver(folder, Files(), keep=3).save(step, Spread(weights), Spread({"w.exp_avg": weights["w"]}), state, lambda: None)
     return folder / f"step-{step:08d}"
 
 
@@ -161,7 +162,7 @@ def model_folder(tmp_path: Path) -> Path:
     model = GPT(GPTConfig(1, 1, 8, 8), len(words))
 
     folder = tmp_path / "model"
-    checkpoint.write_model(folder, ModelFiles(model.hf_config(0), words), model.state_dict())
+    checkpoint.write_model(folder, ModelFiles(model.hf_config(0), words), Spread(model.state_dict()))
     return folder
 
 

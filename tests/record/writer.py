@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record.saver import Saver
 from tests.record.test_checkpoint import Files
 
@@ -18,7 +19,7 @@ def ours(folder: Path, step: int) -> None:
     saver = Saver(folder, Files(), keep=2)
     while True:
         weights = {"w": torch.full((30_000,), float(step))}
-        saver.save(step, weights, {"w.exp_avg": weights["w"] * 2}, {"step": step}, lambda: None)
+        saver.save(step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None)
         acknowledge(step)
         step += 1
 
