@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -41,30 +41,30 @@ class ChatConfig(Config):
 
 @dataclass
 class Audit:
-    """What fine-tuning will be supervised by: counted over the rows that were prepared."""
+    """The supervision of fine-tuning, counted over the rows."""
 
     conversations: int = 0  # that were read
     bad: int = 0  # of them: left out, with --on_bad_row skip
-    overlong: int = 0  # dropped, or cut, as --overlong says
+    overlong: int = 0  # dropped, or truncated, as --overlong says
     untrained: int = 0  # left out: without a single trained token
     kept: int = 0
     tokens: int = 0  # of those that are kept
     trained: int = 0  # of them
     rows: int = 0
     places: int = 0  # of all rows, filled or not
-    turns: int = 0  # of assistants, in conversations that are not cut
+    turns: int = 0  # of assistants, in conversations that are not truncated
     ended: int = 0  # of them: with their end-of-turn token trained
 
     def left(self, overlong: str) -> str:
-        """How many conversations are left, and why the others are not."""
-        word = {"drop": "dropped", "truncate": "cut", "error": "overlong"}[overlong]
+        """Return how many conversations are left, and why the others are not, in one line."""
+        word = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}[overlong]
         return (
             f"{self.kept:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, "
             f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
-        """For the banner."""
+        """Return lines for the banner."""
         return [
             self.left(overlong),
             f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
@@ -90,79 +90,46 @@ class Conversations:
 
     def __init__(self, source: Source, format: str, config: DataConfig, chat: ChatConfig) -> None:
         self.source, self.format, self.chat = source, format, chat
-        self.audits: list[Audit] = []
-        places = []
-        for _, conversation in self._read():
-            places.append(hash_place(_as_text(conversation)))
+        places = [hash_place(_as_text(conversation)) for _, conversation in self._read()]
         if not places:
             raise UserError(f"--dataset {source.name} holds no conversation.")
-        self.documents = len(places)
         self.limit = _limit_of(places, config.eval_fraction)
-        self.eval_documents = sum(place < self.limit for place in places)
-        self.eval_bytes = 0  # of what is trained: known when it is rendered
+        held_out = sum(place < self.limit for place in places)
+        self.documents = len(places) - held_out, held_out
 
     def everything(self) -> Iterator[str]:
-        """All that is said, for a tokenizer to learn from."""
+        """Yield all that is said, for a tokenizer to learn from."""
         return (content for _, conversation in self._read() for content in _contents(conversation))
 
-    def train(self) -> Iterator[str]:
+    def side(self, held_out: bool) -> Iterator[str]:
+        """Yield what is said in the conversations that are held out, or in those to train on."""
         for _, conversation in self._read():
-            if not self._is_held_out(conversation):
+            if self._is_held_out(conversation) == held_out:
                 yield from _contents(conversation)
 
     def write(
-        self, tokenizer: "PreTrainedTokenizerFast", trained_here: bool, block_size: int, train: Path, held_out: Path
+        self, tokenizer: "PreTrainedTokenizerFast", block_size: int, train: Path, held_out: Path
     ) -> tuple[Written, Written]:
-        """Write the rows of both sides. Raises :class:`UserError` with the place of a conversation that cannot be
-        rendered, or is overlong, where the flags do not say to go on without it."""
-        render, width = Renderer(tokenizer), block_size + 1
-        sides = [(TokenStore(path), hashlib.sha256(), Audit()) for path in (train, held_out)]
-        for place, conversation in tqdm(self._read(), total=self.documents, desc="rendering", leave=False):
-            store, digest, audit = sides[self._is_held_out(conversation)]
-            audit.conversations += 1
+        """Write the rows of both sides.
+
+        Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
+        flags do not say to go on without it.
+        """
+        render = Renderer(tokenizer)
+        sides = [_Side(path, block_size + 1, self.chat) for path in (train, held_out)]
+        for place, conversation in tqdm(self._read(), total=sum(self.documents), desc="rendering", leave=False):
+            side = sides[self._is_held_out(conversation)]
             try:
-                ids, trained, trained_bytes, turns, ended = render(conversation)
+                side.add(place, conversation, render)
             except BadRow as error:
                 self._refuse(place, error)
-                audit.bad += 1
-                continue
-            if len(ids) > width:
-                audit.overlong += 1
-                if self.chat.overlong == "error":
-                    raise UserError(
-                        f"{place}: {len(ids):,} tokens are more than --block_size {block_size} has room for; raise it, "
-                        "or set --overlong drop or truncate."
-                    )
-                if self.chat.overlong == "drop":
-                    continue
-                ids, trained, turns, ended = ids[:width], trained[:width], 0, 0  # where turns end is cut off
-                said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
-                trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
-            trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
-            if not trained.any():
-                audit.untrained += 1
-                continue
-            audit.kept += 1
-            audit.tokens += len(ids)
-            audit.trained += int(trained.sum())
-            audit.turns += turns
-            audit.ended += ended
-            if audit is sides[1][2]:
-                self.eval_bytes += trained_bytes
-            digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
-            store.add(ids, trained)
-        written = []
-        for path, (store, digest, audit) in zip((train, held_out), sides, strict=True):
-            audit.rows = store.write_rows(path, width, self.chat.packing)
-            audit.places = audit.rows * width
-            digest.update(f"{width} {self.chat.packing}".encode())
-            written.append(Written(audit.trained, audit.rows, digest.hexdigest()))
-        audit = sides[0][2]
+                side.audit.bad += 1
+        audit = sides[0].audit
         audit.bad += self._bad  # which side they would have been on, nobody knows
         audit.conversations += self._bad
+        first, second = (side.written(documents) for side, documents in zip(sides, self.documents, strict=True))
         audit.check(self.source.name)
-        self.audits = [audit for _, _, audit in sides]
-        return written[0], written[1]
+        return first, second
 
     def _read(self) -> Iterator[tuple[str, Conversation]]:
         self._bad = 0
@@ -181,17 +148,63 @@ class Conversations:
         return hash_place(_as_text(conversation)) < self.limit
 
 
+class _Side:
+    """The rows to train on, or those held out, while they are written."""
+
+    def __init__(self, path: Path, width: int, chat: ChatConfig) -> None:
+        self.path, self.width, self.chat = path, width, chat
+        self.store, self.digest, self.audit, self.bytes = TokenStore(path), hashlib.sha256(), Audit(), 0
+
+    def add(self, place: str, conversation: Conversation, render: Renderer) -> None:
+        audit = self.audit
+        audit.conversations += 1
+        ids, trained, trained_bytes, turns, ended = render(conversation)
+        if len(ids) > self.width:
+            audit.overlong += 1
+            if self.chat.overlong == "error":
+                raise UserError(
+                    f"{place}: {len(ids):,} tokens are more than --block_size {self.width - 1} has room for; raise it, "
+                    "or set --overlong drop or truncate."
+                )
+            if self.chat.overlong == "drop":
+                return
+            ids, trained, turns, ended = ids[: self.width], trained[: self.width], 0, 0  # where turns end is lost
+            said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
+            trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
+        trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
+        if not trained.any():
+            audit.untrained += 1
+            return
+        audit.kept += 1
+        audit.tokens += len(ids)
+        audit.trained += int(trained.sum())
+        audit.turns += turns
+        audit.ended += ended
+        self.bytes += trained_bytes
+        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
+        self.store.add(ids, trained)
+
+    def written(self, documents: int) -> Written:
+        audit = self.audit
+        audit.rows = self.store.write_rows(self.path, self.width, self.chat.packing)
+        audit.places = audit.rows * self.width
+        self.digest.update(f"{self.width} {self.chat.packing}".encode())
+        return Written(documents, audit.rows, audit.trained, self.bytes, self.digest.hexdigest(), audit)
+
+
 def format_of(source: Source, chat: ChatConfig) -> str:
-    """``text``, or the format of the source's conversations, recognised by the fields of its first record."""
+    """Return ``text``, or the format of the source's conversations, recognised by the fields of its first record."""
     if chat.format != "auto":
         return chat.format
-    first = next(iter(source.records()), None)
-    return (recognise(first.fields) if first else None) or "text"
+    return next((recognise(first.fields) for first in source.records()), None) or "text"
 
 
 def _limit_of(places: list[float], fraction: float) -> float:
-    """Below which hash a conversation is held out: the fraction, or so many of the lowest where chance gave none or
-    too many. Copies of one conversation have one hash, and stay together."""
+    """Return the hash below which a conversation is held out.
+
+    It is the fraction, or such that so many are held out where chance gave none or too many. Copies of one conversation
+    have one hash, and stay together.
+    """
     chosen = sum(place < fraction for place in places)
     if not fraction or 0 < chosen <= min(len(places) * max(0.5, 2 * fraction), len(places) - 1):
         return fraction
@@ -210,10 +223,6 @@ def _contents(conversation: Conversation) -> Iterator[str]:
     return filter(None, contents)
 
 
-def audit_of(parts: Iterable[Audit]) -> Audit:
-    """The sum over several sources."""
-    total = Audit()
-    for part in parts:
-        for name, count in asdict(part).items():
-            setattr(total, name, getattr(total, name) + count)
-    return total
+def audit_of(audits: Iterable[Audit]) -> Audit:
+    """Return the sum over several sources."""
+    return Audit(*map(sum, zip(*map(astuple, audits), strict=True)))

@@ -1,4 +1,4 @@
-"""Documents of any length -> rows of one length, with as little padding as can be and no document cut.
+"""Documents of any length -> rows of one length, with as little padding as can be and no document split.
 
 A packed row holds whole documents one after the other. ``position_ids`` restart at each, which is how attention knows
 where one ends; the first label of each is -100, since nothing before it belongs to it.
@@ -15,8 +15,10 @@ COLUMNS = ["input_ids", "labels", "position_ids"]
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Which documents share a row: best-fit decreasing (Johnson 1973; for language models Ding et al. 2024,
-    arXiv:2404.10830). The longest document that waits goes where the least room is left that holds it.
+    """Return which documents share a row, by best-fit decreasing (Johnson 1973).
+
+    The longest document that waits goes where the least room is left that holds it. For language models: Ding et al.
+    2024, arXiv:2404.10830.
 
     Args:
         lengths: int [documents], each from 1 to ``capacity``.
@@ -53,6 +55,7 @@ class TokenStore:
         self.lengths: list[int] = []
 
     def add(self, ids: np.ndarray, trained: np.ndarray) -> None:
+        """Add a document: its tokens, and of each whether it is trained."""
         self._files[0].write(ids.astype(np.int32).tobytes())
         self._files[1].write(trained.astype(np.bool_).tobytes())
         self.lengths.append(len(ids))
@@ -61,28 +64,27 @@ class TokenStore:
         """Write all documents as rows of ``width`` tokens and drop the two files; returns the number of rows."""
         for file in self._files:
             file.close()
-        lengths = np.array(self.lengths, np.int64)
-        rows = best_fit(lengths, width) if packing else [[i] for i in range(len(lengths))]
+        rows = best_fit(np.array(self.lengths, np.int64), width) if packing else [[i] for i in range(len(self.lengths))]
         columns = COLUMNS if packing else COLUMNS[:2]  # alone in its row a document needs no position_ids
         with row_table(path, columns, width) as write:
             count = max(TOKENS_PER_BATCH // width, 1)
             for start in range(0, len(rows), count):
-                write(*self._filled(rows[start : start + count], lengths, width)[: len(columns)])
+                write(*self._filled(rows[start : start + count], width)[: len(columns)])
         for file_path in self._paths:
             file_path.unlink()
         return len(rows)
 
-    def _filled(self, rows: list[list[int]], lengths: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+    def _filled(self, rows: list[list[int]], width: int) -> tuple[np.ndarray, ...]:
         tokens, trained = np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
-        starts = np.cumsum(lengths) - lengths
+        ends = np.cumsum(self.lengths)
         ids = np.zeros((len(rows), width), np.int32)
         labels = np.full((len(rows), width), IGNORED, np.int32)
         positions = np.zeros((len(rows), width), np.int32)
         for i, documents in enumerate(rows):
             at = 0
             for document in documents:
-                length, start = lengths[document], starts[document]
-                here, there = slice(at, at + length), slice(start, start + length)
+                length, end = self.lengths[document], ends[document]
+                here, there = slice(at, at + length), slice(end - length, end)
                 ids[i, here] = tokens[there]
                 labels[i, here] = np.where(trained[there], tokens[there], IGNORED)
                 labels[i, at] = IGNORED

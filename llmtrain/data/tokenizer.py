@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -20,12 +20,15 @@ _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def is_trained(spec: str) -> bool:
-    """Whether ``--tokenizer spec`` is made from the data (else it is a folder or a hub name)."""
+    """Return whether ``--tokenizer spec`` is made from the data (else it is a folder or a hub name)."""
     return spec.partition(":")[0] in TRAINED and not Path(spec).exists()
 
 
 def vocabulary_size(spec: str) -> int:
-    """N of ``bpe:N``; raises :class:`UserError` where it is not a number that a byte-level BPE can have."""
+    """Return N of ``bpe:N``, and 0 for ``char`` and ``byte``.
+
+    Raises :class:`UserError` where N is not a number that a byte-level BPE can have.
+    """
     smallest = len(_BYTES) + 1  # every byte, and the end of text
     kind, _, size = spec.partition(":")
     if kind != "bpe":
@@ -67,10 +70,10 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
 
 
 def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrainedTokenizerFast":
-    """The trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
+    """Return the trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -81,17 +84,17 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrain
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
-    """A tokenizer's folder or hub name. It must be a fast one and know how a text ends."""
-    from transformers import AutoTokenizer
+    """Load a tokenizer's folder or hub name. Raises :class:`UserError` unless it is a fast one that can end a text."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
             f"failed: {hub_said(error)}"
         ) from None
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name} has no end-of-text token (eos_token) to join documents with.")
@@ -99,7 +102,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
 
 
 def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """What identifies a tokenizer, wherever it was loaded from."""
+    """Return the sha256 that identifies a tokenizer, wherever it was loaded from."""
     content = tokenizer.backend_tokenizer.to_str() + json.dumps(
         [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template], sort_keys=True, default=str
     )
