@@ -67,8 +67,7 @@ class TokenRows:
         return len(self.data)
 
     def __getitem__(self, row: int) -> dict[str, list[int]]:
-        (found,) = self.data.slice(row, 1).to_pylist()
-        return dict(found)
+        return dict(self.data.slice(row, 1).to_pylist()[0])
 
     @property
     def dataset(self) -> "datasets.Dataset":
