@@ -8,15 +8,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from llmtrain.data.sources import Fields
+from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # A format and the fields that it cannot do without; where two fit a record, the first has it.
 _NEEDED = {
@@ -167,19 +165,15 @@ def _tool_call(call: Fields) -> Fields:
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
-def template_text(chat_template: str) -> str:
-    """Return the template that ``--chat_template`` names; raises :class:`UserError` where it is neither chatml nor a
-    file."""
+def template_text(name: str) -> str:
+    """Read the template that ``--chat_template`` names; raises :class:`UserError` where there is none."""
     try:
-        path = _CHATML if chat_template == "chatml" else Path(chat_template).expanduser()
-        return path.read_text(encoding="utf-8")
+        return (_CHATML if name == "chatml" else Path(name).expanduser()).read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"--chat_template {chat_template}: not chatml, and no file to read ({first_line(error)})."
-        ) from None
+        raise UserError(f"--chat_template {name}: not chatml, and no file to read ({first_line(error)}).") from None
 
 
-def set_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> list[int]:
+def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[int]:
     """Give the tokenizer the template that ``--chat_template`` names: ``None`` (its own), ``chatml`` or a file.
 
     Returns:
@@ -207,7 +201,7 @@ def set_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None
     return sorted(id for token, id in tokenizer.get_vocab().items() if token not in before)
 
 
-def end_of_turn_ids(tokenizer: "PreTrainedTokenizerFast") -> set[int]:
+def end_of_turn_ids(tokenizer: FastTokenizer) -> set[int]:
     """Return the tokens that may end an assistant's turn: EOS, and the first that the template puts behind its last
     words."""
     text, _ = _render(tokenizer, _PROBE)
@@ -222,10 +216,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerFast",
-    messages: list[Message],
-    tools: list[Fields] | None = None,
-    add_generation_prompt: bool = False,
+    tokenizer: FastTokenizer, messages: list[Message], tools: list[Fields] | None = None, prompted: bool = False
 ) -> tuple[str, list[_Span] | None]:
     """Return the text, and the spans of its ``{% generation %}`` blocks; ``None`` where the template has none."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -240,7 +231,7 @@ def _render(
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=marks,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=prompted,
             **tokenizer.special_tokens_map,
         )
     except Exception as error:  # a template can raise whatever Python can
@@ -256,7 +247,7 @@ class Renderer:
     that ends the turn, behind which a model says nothing. A token is trained where all its characters are.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
         self.tokenizer = tokenizer
         self.end_ids = end_of_turn_ids(tokenizer)
         known = tokenizer.added_tokens_decoder
@@ -267,7 +258,7 @@ class Renderer:
         text, _ = _render(tokenizer, _PROBE)
         self.ends_every_turn = self.end.match(text.partition(_PROBE[1]["content"])[2].lstrip()) is not None
         # The generation prompt may hold more than every turn begins with, such as "<think>".
-        prompt, _ = _render(tokenizer, _PROBE[:1], add_generation_prompt=True)
+        prompt, _ = _render(tokenizer, _PROBE[:1], prompted=True)
         self.surplus = next(prompt[n:] for n in range(len(prompt), -1, -1) if text.startswith(prompt[:n]))
         # A copy, because others have the tokenizer read "<|im_end|>" as text. A post-processor would add nothing here,
         # but may take white space out of the offsets.
@@ -321,7 +312,7 @@ class Renderer:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, _ = _render(self.tokenizer, messages[:i], tools, add_generation_prompt=True)
+            prompt, _ = _render(self.tokenizer, messages[:i], tools, prompted=True)
             if not text.startswith(prompt):
                 prompt = prompt.removesuffix(self.surplus)
             so_far, _ = _render(self.tokenizer, messages[: i + 1], tools) if i + 1 < len(messages) else (text, None)

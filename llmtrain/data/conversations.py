@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -17,10 +17,8 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.packing import TokenStore
 from llmtrain.data.sources import Source
 from llmtrain.data.table import Written, hash_place
+from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass
@@ -86,11 +84,9 @@ class Audit:
 class Conversations:
     """The conversations of a source, some of them held out: those whose hash falls lowest."""
 
-    task = "conversations"
-
     def __init__(self, source: Source, format: str, config: DataConfig, chat: ChatConfig) -> None:
         self.source, self.format, self.chat = source, format, chat
-        places = [hash_place(_as_text(conversation)) for _, conversation in self._read()]
+        places = [_place_of(conversation) for _, conversation in self._read()]
         if not places:
             raise UserError(f"--dataset {source.name} holds no conversation.")
         self.limit = _limit_of(places, config.eval_fraction)
@@ -103,33 +99,60 @@ class Conversations:
 
     def side(self, held_out: bool) -> Iterator[str]:
         """Yield what is said in the conversations that are held out, or in those to train on."""
-        for _, conversation in self._read():
-            if self._is_held_out(conversation) == held_out:
-                yield from _contents(conversation)
+        return (content for _, conversation in self._side(held_out) for content in _contents(conversation))
 
-    def write(
-        self, tokenizer: "PreTrainedTokenizerFast", block_size: int, train: Path, held_out: Path
-    ) -> tuple[Written, Written]:
-        """Write the rows of both sides.
+    def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
+        """Write the rows of one side.
 
         Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
         flags do not say to go on without it.
         """
-        render = Renderer(tokenizer)
-        sides = [_Side(path, block_size + 1, self.chat) for path in (train, held_out)]
-        for place, conversation in tqdm(self._read(), total=sum(self.documents), desc="rendering", leave=False):
-            side = sides[self._is_held_out(conversation)]
+        render, width = Renderer(tokenizer), block_size + 1
+        store, digest, audit, size = TokenStore(path), hashlib.sha256(), Audit(), 0
+        total = self.documents[held_out]
+        for place, conversation in tqdm(self._side(held_out), total=total, desc="rendering", leave=False):
+            audit.conversations += 1
             try:
-                side.add(place, conversation, render)
+                ids, trained, trained_bytes, turns, ended = render(conversation)
             except BadRow as error:
                 self._refuse(place, error)
-                side.audit.bad += 1
-        audit = sides[0].audit
-        audit.bad += self._bad  # which side they would have been on, nobody knows
-        audit.conversations += self._bad
-        first, second = (side.written(documents) for side, documents in zip(sides, self.documents, strict=True))
-        audit.check(self.source.name)
-        return first, second
+                audit.bad += 1
+                continue
+            if len(ids) > width:
+                audit.overlong += 1
+                if self.chat.overlong == "error":
+                    raise UserError(
+                        f"{place}: {len(ids):,} tokens are more than --block_size {block_size} has room for; raise it, "
+                        "or set --overlong drop or truncate."
+                    )
+                if self.chat.overlong == "drop":
+                    continue
+                ids, trained, turns, ended = ids[:width], trained[:width], 0, 0  # where turns end is lost
+                said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
+                trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
+            trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
+            if not trained.any():
+                audit.untrained += 1
+                continue
+            audit.kept += 1
+            audit.tokens += len(ids)
+            audit.trained += int(trained.sum())
+            audit.turns += turns
+            audit.ended += ended
+            size += trained_bytes
+            digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
+            store.add(ids, trained)
+        audit.rows = store.write_rows(path, width, self.chat.packing)
+        audit.places = audit.rows * width
+        digest.update(f"{width} {self.chat.packing}".encode())
+        if not held_out:
+            audit.bad += self._bad  # which side they would have been on, nobody knows
+            audit.conversations += self._bad
+            audit.check(self.source.name)
+        return Written(total, audit.rows, audit.trained, size, digest.hexdigest(), audit)
+
+    def _side(self, held_out: bool) -> Iterator[tuple[str, Conversation]]:
+        return ((place, found) for place, found in self._read() if (_place_of(found) < self.limit) == held_out)
 
     def _read(self) -> Iterator[tuple[str, Conversation]]:
         self._bad = 0
@@ -143,53 +166,6 @@ class Conversations:
     def _refuse(self, place: str, error: BadRow) -> None:
         if self.chat.on_bad_row == "error":
             raise UserError(f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip.") from None
-
-    def _is_held_out(self, conversation: Conversation) -> bool:
-        return hash_place(_as_text(conversation)) < self.limit
-
-
-class _Side:
-    """The rows to train on, or those held out, while they are written."""
-
-    def __init__(self, path: Path, width: int, chat: ChatConfig) -> None:
-        self.path, self.width, self.chat = path, width, chat
-        self.store, self.digest, self.audit, self.bytes = TokenStore(path), hashlib.sha256(), Audit(), 0
-
-    def add(self, place: str, conversation: Conversation, render: Renderer) -> None:
-        audit = self.audit
-        audit.conversations += 1
-        ids, trained, trained_bytes, turns, ended = render(conversation)
-        if len(ids) > self.width:
-            audit.overlong += 1
-            if self.chat.overlong == "error":
-                raise UserError(
-                    f"{place}: {len(ids):,} tokens are more than --block_size {self.width - 1} has room for; raise it, "
-                    "or set --overlong drop or truncate."
-                )
-            if self.chat.overlong == "drop":
-                return
-            ids, trained, turns, ended = ids[: self.width], trained[: self.width], 0, 0  # where turns end is lost
-            said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
-            trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
-        trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
-        if not trained.any():
-            audit.untrained += 1
-            return
-        audit.kept += 1
-        audit.tokens += len(ids)
-        audit.trained += int(trained.sum())
-        audit.turns += turns
-        audit.ended += ended
-        self.bytes += trained_bytes
-        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
-        self.store.add(ids, trained)
-
-    def written(self, documents: int) -> Written:
-        audit = self.audit
-        audit.rows = self.store.write_rows(self.path, self.width, self.chat.packing)
-        audit.places = audit.rows * self.width
-        self.digest.update(f"{self.width} {self.chat.packing}".encode())
-        return Written(documents, audit.rows, audit.trained, self.bytes, self.digest.hexdigest(), audit)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
@@ -213,8 +189,8 @@ def _limit_of(places: list[float], fraction: float) -> float:
     return next((place for place in lowest[count:] if place > lowest[0]), 0.0)
 
 
-def _as_text(conversation: Conversation) -> str:
-    return json.dumps(conversation, sort_keys=True, default=str)
+def _place_of(conversation: Conversation) -> float:
+    return hash_place(json.dumps(conversation, sort_keys=True, default=str))
 
 
 def _contents(conversation: Conversation) -> Iterator[str]:

@@ -7,21 +7,16 @@ the process's window. So the layout decides who computes a row, never which rows
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmtrain.contract import IGNORED, Window
+from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import key_of, mix, permute
-from llmtrain.data.table import as_matrices
-
-if TYPE_CHECKING:
-    import datasets
-
-    from llmtrain.data.mixture import Mixture
-    from llmtrain.data.table import TokenRows
+from llmtrain.data.table import Rows, as_matrices
 
 _POSITIONS_AT_ONCE = 4096
 
@@ -56,7 +51,7 @@ def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.nd
     return positions if seed is None else permute(positions, n, key_of(seed, epoch))
 
 
-def mixed_slots_of(step: int, mixture: "Mixture", global_batch_size: int, seed: int) -> list[Slot]:
+def mixed_slots_of(step: int, mixture: Mixture, global_batch_size: int, seed: int) -> list[Slot]:
     """Return the global batch of ``step`` over several sources in fixed proportions.
 
     Each source has epochs of its own, which end where they end: no slot is empty.
@@ -71,7 +66,7 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
     drop_last = False  # Accelerate asks
 
     def __init__(
-        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: "Mixture | None" = None
+        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: Mixture | None = None
     ) -> None:
         self.n, self.batch_size, self.steps, self.seed, self.mixture = n, global_batch_size, steps, seed, mixture
 
@@ -90,7 +85,7 @@ class SlotRows(Dataset[Item]):
     """Token rows, read by slot: straight from memory-mapped columns, for the way in which a ``datasets.Dataset`` reads
     a few rows of fixed length takes ten times as long."""
 
-    def __init__(self, rows: "TokenRows | datasets.Dataset") -> None:
+    def __init__(self, rows: Rows) -> None:
         assert getattr(rows, "_indices", None) is None, "a selection of rows is no table"
         self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
         lengths = [len(matrix) for matrix in next(iter(self.columns.values()))]
@@ -146,13 +141,13 @@ def fingerprint(rows: np.ndarray) -> int:
 
 
 def train_loader(
-    rows: "TokenRows | datasets.Dataset",
+    rows: Rows,
     global_batch_size: int,
     micro_batch: int,
     steps: range,
     seed: int | None,
     dropout_seed: int | None = None,
-    mixture: "Mixture | None" = None,
+    mixture: Mixture | None = None,
 ) -> DataLoader[Item]:
     """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
 
@@ -162,7 +157,7 @@ def train_loader(
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
 
 
-def eval_loader(rows: "TokenRows | datasets.Dataset", processes: int, micro_batch: int) -> DataLoader[Item]:
+def eval_loader(rows: Rows, processes: int, micro_batch: int) -> DataLoader[Item]:
     """Return every row once, in the stored order; the last batch is filled up with rows of weight zero."""
     batch = processes * micro_batch
     sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)

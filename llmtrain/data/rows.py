@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import filelock
 
@@ -20,15 +19,12 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
 from llmtrain.data.mixture import Mixture, counts_of
 from llmtrain.data.packing import COLUMNS
-from llmtrain.data.sources import Fields, Made, Source, open_source
-from llmtrain.data.table import TokenRows, Written, as_matrices
+from llmtrain.data.sources import Made, MakesRecords, Source, open_source
+from llmtrain.data.table import Rows, TokenRows, Written, as_matrices
 from llmtrain.data.text import Texts
+from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
-
-if TYPE_CHECKING:
-    import datasets
-    from transformers import PreTrainedTokenizerFast
 
 FORMAT = 3  # of a cache entry; a change makes every one anew
 
@@ -62,7 +58,7 @@ class Tokenized:
 
     train: TokenRows
     eval: TokenRows | None
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: FastTokenizer
     facts: Facts
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
@@ -97,7 +93,7 @@ def tokenize(
     block_size: int,
     chat: ChatConfig | None = None,
     trust_remote_code: bool = False,
-    records: Callable[[], Iterable[str | Fields]] | None = None,
+    records: MakesRecords | None = None,
 ) -> Tokenized:
     """Find the rows of this data, tokenizer and block size in the cache, or make them.
 
@@ -141,7 +137,7 @@ def tokenize(
                         Conversations(source, name, config, chat) if chat else Texts(source, config)
                         for source, name in zip(sources, formats, strict=True)
                     ]
-                    _make(folder, config, spec, block_size, corpora, pretrained, chat)
+                    _make(folder, config, block_size, corpora, pretrained, chat)
         except OSError as error:
             raise UserError(
                 f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
@@ -156,12 +152,7 @@ def tokenize(
     return rows
 
 
-def rows_of(
-    train: "TokenRows | datasets.Dataset",
-    tokenizer: "PreTrainedTokenizerFast",
-    eval: "TokenRows | datasets.Dataset | None" = None,
-    in_order: bool = False,
-) -> Tokenized:
+def rows_of(train: Rows, tokenizer: FastTokenizer, eval: "Rows | None" = None, in_order: bool = False) -> Tokenized:
     """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
 
     Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
@@ -185,11 +176,11 @@ def rows_of(
         )
     written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
     name = tokenizer.name_or_path
-    facts = _facts("rows of one's own", name, tokenizer, lengths.pop() - 1, "text", written[:1], written[1:])
+    facts = _facts("rows of one's own", name, tokenizer, lengths.pop() - 1, written[:1], written[1:])
     return Tokenized(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
 
 
-def _measured(rows: TokenRows, tokenizer: "PreTrainedTokenizerFast", held_out: bool) -> Written:
+def _measured(rows: TokenRows, tokenizer: FastTokenizer, held_out: bool) -> Written:
     """Hash the content of rows of one's own, and count their targets."""
     digest, targets, size = hashlib.sha256(), 0, 0
     for name in rows.column_names:
@@ -252,12 +243,12 @@ def _open(folder: Path) -> Tokenized | None:
 def _make(
     folder: Path,
     config: DataConfig,
-    spec: str,
     block_size: int,
     corpora: Sequence[Texts | Conversations],
-    tokenizer: "PreTrainedTokenizerFast | None",
+    tokenizer: "FastTokenizer | None",
     chat: ChatConfig | None,
 ) -> None:
+    name, spec = " ".join(config.dataset), config.tokenizer or ""
     with new_folder(folder) as working:
         if tokenizer is None:
             texts = chain.from_iterable(corpus.side(held_out=False) for corpus in corpora)
@@ -267,39 +258,36 @@ def _make(
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
         tokenizer.save_pretrained(working / "tokenizer")
-        sides = [
-            corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", working / f"eval-{i}.arrow")
-            for i, corpus in enumerate(corpora)
-        ]
-        train, held_out = zip(*sides, strict=True)
+        train, held_out = (
+            [
+                corpus.write(tokenizer, block_size, working / f"{side}-{i}.arrow", unseen)
+                for i, corpus in enumerate(corpora)
+            ]
+            for side, unseen in (("train", False), ("eval", True))
+        )
         smallest = min(written.targets for written in train)
         if chat is None and smallest < block_size:
             raise UserError(
-                f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of "
-                f"{' '.join(config.dataset)}); use at most {max(smallest, 1)} or more text."
+                f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of {name}); "
+                f"use at most {max(smallest, 1)} or more text."
             )
-        facts = _facts(" ".join(config.dataset), spec, tokenizer, block_size, corpora[0].task, train, held_out)
+        facts = _facts(name, spec, tokenizer, block_size, train, held_out)
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
 
 
 def _facts(
-    dataset: str,
-    spec: str,
-    tokenizer: "PreTrainedTokenizerFast",
-    block_size: int,
-    task: str,
-    train: Sequence[Written],
-    held_out: Sequence[Written],
+    dataset: str, spec: str, tokenizer: FastTokenizer, block_size: int, train: list[Written], held_out: list[Written]
 ) -> Facts:
-    audits = [[written.audit for written in side if written.audit] for side in (train, held_out)]
+    everything = [*train, *held_out]
+    audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
     return Facts(
         dataset=dataset,
         tokenizer=spec,
         tokenizer_sha256=tok.digest(tokenizer),
-        data_sha256=hashlib.sha256("".join(written.sha256 for written in (*train, *held_out)).encode()).hexdigest(),
+        data_sha256=hashlib.sha256("".join(written.sha256 for written in everything).encode()).hexdigest(),
         vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
         block_size=block_size,
-        documents=sum(written.documents for written in (*train, *held_out)),
+        documents=sum(written.documents for written in everything),
         eval_documents=sum(written.documents for written in held_out),
         train_tokens=sum(written.targets for written in train),
         eval_tokens=sum(written.targets for written in held_out),
@@ -307,7 +295,7 @@ def _facts(
         eval_rows=sum(written.rows for written in held_out),
         eval_bytes=sum(written.bytes for written in held_out),
         source_rows=[written.rows for written in train],
-        task=task,
-        audit=asdict(audit_of(audits[0])) if audits[0] else None,
-        eval_audit=asdict(audit_of(audits[1])) if audits[1] else None,
+        task="conversations" if audits else "text",
+        audit=asdict(audit_of(audits)) if audits else None,
+        eval_audit=asdict(audit_of(eval_audits)) if audits else None,
     )

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -19,11 +19,8 @@ from llmtrain.contract import IGNORED
 from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
-from llmtrain.data.tokenizer import is_trained
+from llmtrain.data.tokenizer import FastTokenizer, is_trained
 from llmtrain.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _ENCODE_CHARACTERS = 1 << 20  # per call of the tokenizer, which spreads it over the cores
 _SEGMENT_CHARACTERS = 1 << 16
@@ -39,27 +36,24 @@ class Texts:
     Where that leaves one side almost empty, as with a handful of documents, the last part of the longest is held out.
     """
 
-    task = "text"
-
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.source, self.config, self.fraction = source, config, config.eval_fraction
-        self.documents = self.eval_documents = self.bytes = self.eval_bytes = 0
+        self.documents, self.bytes = [0, 0], [0, 0]  # to train on, and held out
         self.divided: tuple[int, int] | None = None  # a document's number, and where its held-out part begins
         longest = (0, 0)  # characters, and minus the document's number
         for number, text in enumerate(self.everything()):
-            size = len(text.encode())
-            self.documents += 1
-            self.bytes += size
+            held_out = hash_place(text) < self.fraction
+            self.documents[held_out] += 1
+            self.bytes[held_out] += len(text.encode())
             longest = max(longest, (len(text), -number))
-            if hash_place(text) < self.fraction:
-                self.eval_documents += 1
-                self.eval_bytes += size
-        if not self.bytes:
+        size = sum(self.bytes)
+        if not size:
             raise UserError(f"--dataset {source.name} holds no text.")
-        if self.fraction and not 0 < self.eval_bytes <= self.bytes * max(0.5, 2 * self.fraction):
+        if self.fraction and not 0 < self.bytes[True] <= size * max(0.5, 2 * self.fraction):
             self.divided = (-longest[1], int(longest[0] * (1 - self.fraction)))
-            self.eval_documents, self.eval_bytes = 1, sum(len(text.encode()) for text in self.side(held_out=True))
-        if self.eval_bytes == self.bytes:
+            unseen = sum(len(text.encode()) for text in self.side(held_out=True))
+            self.documents, self.bytes = [sum(self.documents) - 1, 1], [size - unseen, unseen]
+        if not self.bytes[False]:
             raise UserError(f"--eval_fraction {self.fraction} leaves no text to train on; lower it, to 0 if need be.")
 
     def everything(self) -> Iterator[str]:
@@ -77,19 +71,12 @@ class Texts:
             elif not held_out:
                 yield text
 
-    def write(
-        self, tokenizer: "PreTrainedTokenizerFast", block_size: int, train: Path, held_out: Path
-    ) -> tuple[Written, Written]:
-        """Write the rows of both sides."""
+    def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
+        """Write the rows of one side."""
         encode = _Encoder(tokenizer, splits=is_trained(self.config.tokenizer or ""))
-        with tqdm(total=self.bytes, unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
-            written = _write_rows(train, encode(self.side(held_out=False), bar), block_size)
-            unseen = _write_rows(held_out, encode(self.side(held_out=True), bar), block_size)
-        documents, size = self.documents - self.eval_documents, self.bytes - self.eval_bytes
-        return (
-            written._replace(documents=documents, bytes=size),
-            unseen._replace(documents=self.eval_documents, bytes=self.eval_bytes),
-        )
+        with tqdm(total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
+            written = _write_rows(path, encode(self.side(held_out), bar), block_size)
+        return written._replace(documents=self.documents[held_out], bytes=self.bytes[held_out])
 
 
 class _Encoder:
@@ -100,7 +87,7 @@ class _Encoder:
     trained here begin a new word wherever white space follows something else.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", splits: bool) -> None:
+    def __init__(self, tokenizer: FastTokenizer, splits: bool) -> None:
         self.end = [tokenizer.eos_token_id]
         bos = tokenizer.bos_token_id
         self.begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []

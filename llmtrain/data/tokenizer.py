@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -14,6 +14,7 @@ from llmtrain.errors import UserError, hub_said
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
 TRAINED = ("char", "byte", "bpe")  # kinds that are made from the data
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -50,12 +51,12 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     kind = spec.partition(":")[0]
     if kind == "char":
         alphabet = sorted({character for text in everything() for character in set(text)})
-        vocabulary = {END_OF_TEXT: 0} | {character: i for i, character in enumerate(alphabet, start=1)}
+        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
     else:
-        vocabulary = {END_OF_TEXT: 0} | {byte: i for i, byte in enumerate(_BYTES, start=1)}
+        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +70,7 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     return tokenizer
 
 
-def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrainedTokenizerFast":
+def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastTokenizer:
     """Return the trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +84,7 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrain
     )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> FastTokenizer:
     """Load a tokenizer's folder or hub name. Raises :class:`UserError` unless it is a fast one that can end a text."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -101,7 +102,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTok
     return tokenizer
 
 
-def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
+def digest(tokenizer: FastTokenizer) -> str:
     """Return the sha256 that identifies a tokenizer, wherever it was loaded from."""
     content = tokenizer.backend_tokenizer.to_str() + json.dumps(
         [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template], sort_keys=True, default=str
