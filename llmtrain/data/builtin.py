@@ -26,11 +26,8 @@ def python_docs() -> Iterator[dict[str, str]]:
     """Yield about 2.5 MB in 600 documents."""
     from pydoc_data.topics import topics  # half a megabyte, and only this corpus needs it
 
-    for _, text in sorted(topics.items()):
-        yield {"text": text.strip() + "\n"}
-    for path in _files():
-        if text := _documentation(path):
-            yield {"text": text}
+    yield from ({"text": text.strip() + "\n"} for _, text in sorted(topics.items()))
+    yield from ({"text": text} for path in _files() if (text := _documentation(path)))
 
 
 def python_functions() -> Iterator[dict[str, str]]:
@@ -40,9 +37,8 @@ def python_functions() -> Iterator[dict[str, str]]:
 
 
 def function_pairs() -> Iterator[tuple[str, str]]:
-    """Yield the source of each function without its docstring, and the docstring, in the library's order."""
-    for path in _files():
-        yield from _pairs(path)
+    """Return the source of each function without its docstring, and the docstring, in the library's order."""
+    return (pair for path in _files() for pair in _pairs(path))
 
 
 CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {

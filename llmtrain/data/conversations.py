@@ -14,9 +14,8 @@ from tqdm import tqdm
 from llmtrain.config import Config, flag
 from llmtrain.data.chat import BadRow, Conversation, Renderer, conversation_of, recognise
 from llmtrain.data.config import DataConfig
-from llmtrain.data.packing import TokenStore
 from llmtrain.data.sources import Source
-from llmtrain.data.table import Written, hash_place
+from llmtrain.data.table import TokenStore, Written, hash_place
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
 
@@ -156,7 +155,7 @@ class Conversations:
 
     def _read(self) -> Iterator[tuple[str, Conversation]]:
         self._bad = 0
-        for place, fields in self.source.records():
+        for place, fields in self.source.records(None):
             try:
                 yield place, conversation_of(fields, self.format)
             except BadRow as error:
@@ -172,7 +171,7 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     """Return ``text``, or the format of the source's conversations, recognised by the fields of its first record."""
     if chat.format != "auto":
         return chat.format
-    return next((recognise(first.fields) for first in source.records()), None) or "text"
+    return next((recognise(first.fields) for first in source.records(None)), None) or "text"
 
 
 def _limit_of(places: list[float], fraction: float) -> float:

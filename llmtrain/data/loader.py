@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmtrain.contract import IGNORED, Window
-from llmtrain.data.mixture import Mixture
-from llmtrain.data.order import key_of, mix, permute
+from llmtrain.data.order import Mixture, key_of, mix, permute
 from llmtrain.data.table import Rows, as_matrices
 
 _POSITIONS_AT_ONCE = 4096

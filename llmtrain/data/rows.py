@@ -17,10 +17,9 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
-from llmtrain.data.mixture import Mixture, counts_of
-from llmtrain.data.packing import COLUMNS
-from llmtrain.data.sources import Made, MakesRecords, Source, open_source
-from llmtrain.data.table import Rows, TokenRows, Written, as_matrices
+from llmtrain.data.order import Mixture, counts_of
+from llmtrain.data.sources import MakesRecords, Source, made, open_source
+from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.text import Texts
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -111,8 +110,8 @@ def tokenize(
     if records is not None:
         if config.given("dataset"):
             raise UserError("--dataset: this recipe has data of its own; leave it out.")
-        config.dataset = [Made(records).name]
-    sources: list[Source] = [Made(records)] if records else [open_source(name) for name in config.dataset]
+        config.dataset = [made(records).name]
+    sources = [made(records)] if records else [open_source(name) for name in config.dataset]
     formats = _formats_of(sources, chat)
     asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)

@@ -1,7 +1,6 @@
 """Where text comes from: files, the running Python's own documentation, a data set of the Hugging Face hub, a function.
 
-A source yields records in a fixed order, each with its place for whoever must mend it. Its fingerprint changes when the
-records may have changed, so that the rows that were made of it are found again without reading it twice.
+By its fingerprint the rows that were made of a source are found again without reading its records.
 """
 
 import codecs
@@ -12,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,7 +34,16 @@ class Record(NamedTuple):
     fields: Fields
 
 
-def documents(source: "Source", field: str) -> Iterator[str]:
+@dataclass(frozen=True)
+class Source:
+    """Records in a fixed order, each with its place for whoever must mend it."""
+
+    name: str  # as --dataset has it
+    fingerprint: Callable[[], str]  # a hex digest that changes when the records may have changed
+    records: Callable[[str | None], Iterator[Record]]  # with the named field, where they have it, or with all
+
+
+def documents(source: Source, field: str) -> Iterator[str]:
     """Yield the texts of a source; raises :class:`UserError` with the place of a record that has none."""
     for place, fields in source.records(field):
         if field not in fields:
@@ -50,24 +59,25 @@ def documents(source: "Source", field: str) -> Iterator[str]:
         yield text
 
 
-def open_source(name: str) -> "Source":
+def open_source(name: str) -> Source:
     """Find what one name of ``--dataset`` means; a :class:`UserError` says what was looked for."""
     if name.startswith("builtin:"):
         if name not in builtin.CORPORA:
             raise UserError(f"--dataset {name} does not exist; there are {' and '.join(builtin.CORPORA)}.")
-        return Builtin(name)
+        corpus = builtin.CORPORA[name]
+        return Source(name, partial(builtin.fingerprint, name), lambda _: _numbered(corpus(), f"{name}, document"))
     try:
         paths = _find_files(name)
     except (OSError, RuntimeError) as error:  # a name too long, a home folder of nobody
         raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
     if paths:
-        return Files(name, tuple(paths))
+        return Source(name, partial(_fingerprint_of_files, paths), partial(_read_files, paths))
     looks_local = _suffix(Path(name)) in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
     if looks_local or Path(name).exists():
         raise UserError(
             f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
         )
-    return Hub(name)
+    return _hub(name)
 
 
 def _suffix(path: Path) -> str:
@@ -85,104 +95,69 @@ def _find_files(name: str) -> list[Path]:
     return sorted(path for path in found if _suffix(path) in SUFFIXES and path.is_file())
 
 
-@dataclass(frozen=True)
-class Builtin:
-    """A corpus that every Python has."""
+def _hub(name: str) -> Source:
+    """Return the training split of a data set of the hub, NAME or NAME:CONFIGURATION."""
 
-    name: str
-
-    def fingerprint(self) -> str:
-        return builtin.fingerprint(self.name)
-
-    def records(self, field: str | None = None) -> Iterator[Record]:
-        for number, fields in enumerate(builtin.CORPORA[self.name]()):
-            yield Record(f"{self.name}, document {number}", fields)
-
-
-@dataclass(frozen=True)
-class Files:
-    """Files, in the order of their paths."""
-
-    name: str
-    paths: tuple[Path, ...]
-
-    def fingerprint(self) -> str:
-        # content, not names: a moved data set is the same data set
-        total = hashlib.sha256()
-        for path in self.paths:
-            try:
-                total.update(_suffix(path).encode() + file_digest(path))
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror}.") from None
-        return total.hexdigest()
-
-    def records(self, field: str | None = None) -> Iterator[Record]:
-        for path in self.paths:
-            try:
-                if reader := _READERS.get(_suffix(path)):
-                    yield from reader(path, field)
-                else:  # the whole file is one text, whatever the field is called
-                    yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror or error}.") from None
-
-
-@dataclass(frozen=True)
-class Hub:
-    """The training split of a data set of the hub."""
-
-    name: str  # with :CONFIGURATION where it has several
-
-    def _load(self) -> "datasets.Dataset":
+    def load() -> "datasets.Dataset":
         import datasets  # heavy, and only hub names need it here
 
-        path, _, configuration = self.name.partition(":")
+        path, _, configuration = name.partition(":")
         try:
             loaded: datasets.Dataset = datasets.load_dataset(path, configuration or None, split="train")
         except Exception as error:  # the hub has many ways to say no
             raise UserError(
-                f"--dataset {self.name}: no file or folder of that name here, and the hub answered: {hub_said(error)}"
+                f"--dataset {name}: no file or folder of that name here, and the hub answered: {hub_said(error)}"
             ) from None
         return loaded
 
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._load()._fingerprint.encode()).hexdigest()
+    def records(field: str | None) -> Iterator[Record]:
+        dataset = load()
+        return _numbered(dataset.select_columns([field]) if field in dataset.column_names else dataset, f"{name}, row")
 
-    def records(self, field: str | None = None) -> Iterator[Record]:
-        dataset = self._load()
-        if field in dataset.column_names:
-            dataset = dataset.select_columns([field])
-        for row, fields in enumerate(dataset):
-            yield Record(f"{self.name}, row {row}", fields)
+    return Source(name, lambda: hashlib.sha256(load()._fingerprint.encode()).hexdigest(), records)
 
 
-@dataclass(frozen=True)
-class Made:
-    """The records that a function yields: texts, or fields."""
+def made(make: MakesRecords) -> Source:
+    """Return the records that a function yields: texts, or fields."""
+    name = getattr(make, "__name__", "records")  # not every callable has a name
 
-    make: MakesRecords
-
-    @property
-    def name(self) -> str:
-        return getattr(self.make, "__name__", "records")  # not every callable has a name
-
-    def fingerprint(self) -> str:
-        """Return a digest of the content: whoever changes the function, or what it reads, need not think of a cache."""
+    def fingerprint() -> str:  # of the content: whoever changes the function need not think of a cache
         total = hashlib.sha256()
-        for record in self.make():
+        for record in make():
             total.update(json.dumps(record, default=repr).encode() + b"\n")
         return total.hexdigest()
 
-    def records(self, field: str | None = None) -> Iterator[Record]:
-        for number, record in enumerate(self.make()):
-            place = f"{self.name}(), record {number}"
-            fields = {field or "text": record} if isinstance(record, str) else record
-            if not isinstance(fields, dict):
-                raise UserError(f"{place} is {json.dumps(record, default=repr)[:40]}, neither text nor fields.")
-            yield Record(place, fields)
+    return Source(name, fingerprint, lambda field: _numbered(make(), f"{name}(), record", field))
 
 
-Source: TypeAlias = Builtin | Files | Hub | Made
+def _numbered(records: Iterable[str | Fields], place: str, field: str | None = None) -> Iterator[Record]:
+    for number, record in enumerate(records):
+        fields = {field or "text": record} if isinstance(record, str) else record
+        if not isinstance(fields, dict):
+            raise UserError(f"{place} {number} is {json.dumps(record, default=repr)[:40]}, neither text nor fields.")
+        yield Record(f"{place} {number}", fields)
+
+
+def _fingerprint_of_files(paths: list[Path]) -> str:
+    # content, not names: a moved data set is the same data set
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            total.update(_suffix(path).encode() + file_digest(path))
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}.") from None
+    return total.hexdigest()
+
+
+def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
+    for path in paths:
+        try:
+            if reader := _READERS.get(_suffix(path)):
+                yield from reader(path, field)
+            else:  # the whole file is one text, whatever the field is called
+                yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}.") from None
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
@@ -193,7 +168,7 @@ def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         raise UserError(
-            f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8; convert the file first."
+            f"{path}, line {line}: byte {raw[error.start]:#04x} is not UTF-8; convert the file first."
         ) from None
 
 

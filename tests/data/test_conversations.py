@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from llmtrain.data import rows as tokenizing
 from llmtrain.data.chat import conversation_of
 from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _as_text, _limit_of, audit_of
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _limit_of, _place_of, audit_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import open_source
-from llmtrain.data.table import hash_place
 from llmtrain.errors import UserError
 from tests.data.test_rows import complaint, left_behind
 
@@ -603,7 +602,7 @@ def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
 
 def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     def place(record: dict) -> float:
-        return hash_place(_as_text(conversation_of(record, "messages")))
+        return _place_of(conversation_of(record, "messages"))
 
     shorts = chats(6)
     long = next(r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts)))

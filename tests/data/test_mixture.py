@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.loader import GlobalBatchSampler, mixed_slots_of, train_loader
-from llmtrain.data.mixture import Mixture
+from llmtrain.data.order import Mixture
 from llmtrain.errors import UserError
 from tests.data.test_loader import of_process
 

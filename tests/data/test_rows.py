@@ -328,10 +328,10 @@ def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, mo
     first = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; tokenised\n")
 
-    def unread(self, field=None):
+    def unread(paths, field):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(sources.Files, "records", unread)
+    monkeypatch.setattr(sources, "_read_files", unread)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; found in the cache\n")
     assert second.facts == first.facts
@@ -513,7 +513,7 @@ def test_a_hub_dataset_is_tokenised_and_found_again(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    monkeypatch.setattr(tokenizing, "open_source", sources.Hub)
+    monkeypatch.setattr(tokenizing, "open_source", sources._hub)
     for done in ("tokenised", "found in the cache"):
         made = tokenize(config(tmp_path / "corpus"), BLOCK)
         assert documents_of(made.train, made) == TEXTS

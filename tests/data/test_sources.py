@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.sources import Builtin, Hub, documents, open_source
+from llmtrain.data.sources import _hub, documents, open_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -320,20 +320,20 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
-    source = Hub(str(hub_folder))
+    source = _hub(str(hub_folder))
     assert list(documents(source, "text")) == TEXTS
-    assert [record.fields["id"] for record in source.records()] == list(range(len(TEXTS)))
+    assert [record.fields["id"] for record in source.records(None)] == list(range(len(TEXTS)))
     before = source.fingerprint()
-    assert before == Hub(str(hub_folder)).fingerprint()
+    assert before == _hub(str(hub_folder)).fingerprint()
     write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
-    assert Hub(str(hub_folder)).fingerprint() != before
+    assert _hub(str(hub_folder)).fingerprint() != before
 
 
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(documents(Hub(str(hub_folder)), "id"))
+        list(documents(_hub(str(hub_folder)), "id"))
     with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; it has id, text"):
-        list(documents(Hub(str(hub_folder)), "body"))
+        list(documents(_hub(str(hub_folder)), "body"))
 
 
 @pytest.mark.parametrize("error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")])
@@ -355,15 +355,15 @@ def test_an_unknown_builtin_is_an_error_that_names_those_there_are(name):
 
 
 def test_the_documentation_of_python_is_a_corpus_of_more_than_a_megabyte():
-    source = Builtin("builtin:python-docs")
+    source = open_source("builtin:python-docs")
     texts = list(documents(source, "text"))
     assert sum(map(len, texts)) > 1_000_000
     assert len(texts) > 300
     assert all(texts)
     assert (
         source.fingerprint()
-        == Builtin("builtin:python-docs").fingerprint()
-        != Builtin("builtin:python-functions").fingerprint()
+        == open_source("builtin:python-docs").fingerprint()
+        != open_source("builtin:python-functions").fingerprint()
     )
 
 
