@@ -202,8 +202,7 @@ def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[in
 
 
 def end_of_turn_ids(tokenizer: FastTokenizer) -> set[int]:
-    """Return the tokens that may end an assistant's turn: EOS, and the first that the template puts behind its last
-    words."""
+    """Return the tokens that may end an assistant's turn: EOS, and the first that follows its last words."""
     text, _ = _render(tokenizer, _PROBE)
     behind = text.rpartition(_PROBE[-1]["content"])[2]
     known = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}

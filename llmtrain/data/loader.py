@@ -81,8 +81,10 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 
 
 class SlotRows(Dataset[Item]):
-    """Token rows, read by slot: straight from memory-mapped columns, for the way in which a ``datasets.Dataset`` reads
-    a few rows of fixed length takes ten times as long."""
+    """Token rows, read by slot.
+
+    They come straight from memory-mapped columns: a ``datasets.Dataset`` takes ten times as long for a few rows.
+    """
 
     def __init__(self, rows: Rows) -> None:
         assert getattr(rows, "_indices", None) is None, "a selection of rows is no table"
@@ -131,8 +133,10 @@ class Collate:
 
 
 def fingerprint(rows: np.ndarray) -> int:
-    """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row, which any other
-    token changes. The same rows have the same one, in whatever order and on however many processes."""
+    """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row.
+
+    Any other token changes it. Rows have it in whatever order and on however many processes they come.
+    """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         places = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
         sums = ((rows + 1).astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)

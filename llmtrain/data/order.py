@@ -66,8 +66,10 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 class Mixture:
-    """The places of a run dealt to its sources by error diffusion: each place goes to the source that is furthest
-    behind its share, so that any stretch of the run holds the proportions to a row or two.
+    """The places of a run dealt to its sources by error diffusion.
+
+    Each place goes to the source that is furthest behind its share, so that any stretch of the run holds the
+    proportions to a row or two.
 
     The deal repeats after as many places as the shares have for a common denominator, so any place is found without
     dealing the ones before it: by its position in the run alone, on any layout.

@@ -165,17 +165,17 @@ def rows_of(train: Rows, tokenizer: FastTokenizer, eval: "Rows | None" = None, i
     sides = [TokenRows(table.select([name for name in COLUMNS if name in table.column_names])) for table in tables]
     columns = [column for rows in sides for column in rows.data.columns]
     try:
+        (width,) = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
         kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
-        lengths = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
     except (pyarrow.ArrowException, ValueError):  # no lists, lists with gaps, or lists of several lengths
-        kinds = lengths = set()
-    if kinds != {"i"} or len(lengths) != 1 or any("input_ids" not in rows.column_names for rows in sides):
+        width, kinds = 0, set()
+    if kinds != {"i"} or width < 2 or any("input_ids" not in rows.column_names for rows in sides):
         raise UserError(
             f"rows_of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
         )
     written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
     name = tokenizer.name_or_path
-    facts = _facts("rows of one's own", name, tokenizer, lengths.pop() - 1, written[:1], written[1:])
+    facts = _facts("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
     return Tokenized(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
 
 

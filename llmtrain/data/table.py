@@ -57,8 +57,10 @@ def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callab
 
 
 class TokenRows:
-    """Rows of tokens: columns of integer lists of one length. A run reads them without ``datasets``, whose import would
-    cost every start half a second."""
+    """Rows of tokens: columns of integer lists of one length.
+
+    A run reads them without ``datasets``, whose import would cost every start half a second.
+    """
 
     def __init__(self, data: "pyarrow.Table") -> None:
         self.data = data

@@ -30,10 +30,10 @@ _T = TypeVar("_T", bound=Sized)
 
 
 class Texts:
-    """The documents of a source, some of them held out: those whose hash falls below the fraction, so that they never
-    move.
+    """The documents of a source, some of them held out: those whose hash falls below the fraction.
 
-    Where that leaves one side almost empty, as with a handful of documents, the last part of the longest is held out.
+    So a document never moves to the other side. Where that leaves one side almost empty, as with a handful of
+    documents, the last part of the longest is held out.
     """
 
     def __init__(self, source: Source, config: DataConfig) -> None:
@@ -80,8 +80,10 @@ class Texts:
 
 
 class _Encoder:
-    """Documents -> arrays of token ids, each document followed by end-of-text; the first is also preceded by it. Where
-    the tokenizer puts a BOS before every text, each document begins with that instead: its model knows no other way.
+    """Documents -> arrays of token ids, each document followed by end-of-text.
+
+    The first is also preceded by it. Where the tokenizer puts a BOS before every text, each document begins with that
+    instead: its model knows no other way.
 
     A long document is split into segments for the tokenizer's threads where that changes no token: the tokenizers
     trained here begin a new word wherever white space follows something else.

@@ -329,6 +329,36 @@ def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
     assert _hub(str(hub_folder)).fingerprint() != before
 
 
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("someone/something", ("someone/something", None)),
+        ("someone/something:first-half", ("someone/something", "first-half")),
+        ("something:20231101.en", ("something", "20231101.en")),
+    ],
+)
+def test_a_configuration_of_a_hub_dataset_stands_behind_a_colon(monkeypatch, name, asked):
+    datasets = pytest.importorskip("datasets")
+    loaded = []
+
+    def load(path, configuration, split):
+        loaded.append((path, configuration, split))
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    assert read(name) == TEXTS
+    assert loaded == [(*asked, "train")]
+    assert open_source(name).name == name
+
+
+def test_a_file_whose_name_holds_a_colon_is_that_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a:b.txt", "colon")
+    write(tmp_path / "c:d" / "e.txt", "folder")
+    assert read("a:b.txt") == read("a:*.txt") == ["colon"]
+    assert read("c:d") == ["folder"]
+
+
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
         list(documents(_hub(str(hub_folder)), "id"))
