@@ -92,13 +92,12 @@ class Conversations:
         held_out = sum(place < self.limit for place in places)
         self.documents = len(places) - held_out, held_out
 
-    def everything(self) -> Iterator[str]:
-        """Yield all that is said, for a tokenizer to learn from."""
-        return (content for _, conversation in self._read() for content in _contents(conversation))
-
-    def side(self, held_out: bool) -> Iterator[str]:
-        """Yield what is said in the conversations that are held out, or in those to train on."""
-        return (content for _, conversation in self._side(held_out) for content in _contents(conversation))
+    def texts(self, held_out: bool | None = None) -> Iterator[str]:
+        """Yield what is said in the conversations that are held out, or in those to train on, or in all."""
+        for _, conversation in self._read(held_out):
+            # without halves of surrogate pairs, which tokenizers cannot take; to render them is an error with a place
+            contents = (message["content"].encode(errors="ignore").decode() for message in conversation.messages)
+            yield from filter(None, contents)
 
     def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
         """Write the rows of one side.
@@ -109,7 +108,7 @@ class Conversations:
         render, width = Renderer(tokenizer), block_size + 1
         store, digest, audit, size = TokenStore(path), hashlib.sha256(), Audit(), 0
         total = self.documents[held_out]
-        for place, conversation in tqdm(self._side(held_out), total=total, desc="rendering", leave=False):
+        for place, conversation in tqdm(self._read(held_out), total=total, desc="rendering", leave=False):
             audit.conversations += 1
             try:
                 ids, trained, trained_bytes, turns, ended = render(conversation)
@@ -150,17 +149,17 @@ class Conversations:
             audit.check(self.source.name)
         return Written(total, audit.rows, audit.trained, size, digest.hexdigest(), audit)
 
-    def _side(self, held_out: bool) -> Iterator[tuple[str, Conversation]]:
-        return ((place, found) for place, found in self._read() if (_place_of(found) < self.limit) == held_out)
-
-    def _read(self) -> Iterator[tuple[str, Conversation]]:
+    def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, Conversation]]:
         self._bad = 0
         for place, fields in self.source.records(None):
             try:
-                yield place, conversation_of(fields, self.format)
+                conversation = conversation_of(fields, self.format)
             except BadRow as error:
                 self._refuse(place, error)
                 self._bad += 1
+            else:
+                if held_out is None or held_out == (_place_of(conversation) < self.limit):
+                    yield place, conversation
 
     def _refuse(self, place: str, error: BadRow) -> None:
         if self.chat.on_bad_row == "error":
@@ -190,12 +189,6 @@ def _limit_of(places: list[float], fraction: float) -> float:
 
 def _place_of(conversation: Conversation) -> float:
     return hash_place(json.dumps(conversation, sort_keys=True, default=str))
-
-
-def _contents(conversation: Conversation) -> Iterator[str]:
-    # without halves of surrogate pairs, which tokenizers cannot take; to render them is an error with a place
-    contents = (message["content"].encode(errors="ignore").decode() for message in conversation.messages)
-    return filter(None, contents)
 
 
 def audit_of(audits: Iterable[Audit]) -> Audit:

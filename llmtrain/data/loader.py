@@ -135,7 +135,7 @@ class Collate:
 def fingerprint(rows: np.ndarray) -> int:
     """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row.
 
-    Any other token changes it. Rows have it in whatever order and on however many processes they come.
+    Another token changes it. Rows have it in whatever order and on however many processes they come.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         places = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)

@@ -21,7 +21,6 @@ from llmtrain.data.order import Mixture, counts_of
 from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.text import Texts
-from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 
@@ -57,7 +56,7 @@ class Tokenized:
 
     train: TokenRows
     eval: TokenRows | None
-    tokenizer: FastTokenizer
+    tokenizer: tok.FastTokenizer
     facts: Facts
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
@@ -151,7 +150,7 @@ def tokenize(
     return rows
 
 
-def rows_of(train: Rows, tokenizer: FastTokenizer, eval: "Rows | None" = None, in_order: bool = False) -> Tokenized:
+def rows_of(train: Rows, tokenizer: tok.FastTokenizer, eval: "Rows | None" = None, in_order: bool = False) -> Tokenized:
     """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
 
     Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
@@ -179,7 +178,7 @@ def rows_of(train: Rows, tokenizer: FastTokenizer, eval: "Rows | None" = None, i
     return Tokenized(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
 
 
-def _measured(rows: TokenRows, tokenizer: FastTokenizer, held_out: bool) -> Written:
+def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
     """Hash the content of rows of one's own, and count their targets."""
     digest, targets, size = hashlib.sha256(), 0, 0
     for name in rows.column_names:
@@ -244,14 +243,14 @@ def _make(
     config: DataConfig,
     block_size: int,
     corpora: Sequence[Texts | Conversations],
-    tokenizer: "FastTokenizer | None",
+    tokenizer: "tok.FastTokenizer | None",
     chat: ChatConfig | None,
 ) -> None:
     name, spec = " ".join(config.dataset), config.tokenizer or ""
     with new_folder(folder) as working:
         if tokenizer is None:
-            texts = chain.from_iterable(corpus.side(held_out=False) for corpus in corpora)
-            everything = (corpus.everything() for corpus in corpora)
+            texts = chain.from_iterable(corpus.texts(held_out=False) for corpus in corpora)
+            everything = (corpus.texts() for corpus in corpora)
             trained = tok.train_tokenizer(spec, texts, lambda: chain.from_iterable(everything))
             tokenizer = tok.as_pretrained(trained, block_size)
             if chat:
@@ -275,7 +274,12 @@ def _make(
 
 
 def _facts(
-    dataset: str, spec: str, tokenizer: FastTokenizer, block_size: int, train: list[Written], held_out: list[Written]
+    dataset: str,
+    spec: str,
+    tokenizer: tok.FastTokenizer,
+    block_size: int,
+    train: list[Written],
+    held_out: list[Written],
 ) -> Facts:
     everything = [*train, *held_out]
     audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))

@@ -41,7 +41,7 @@ class Texts:
         self.documents, self.bytes = [0, 0], [0, 0]  # to train on, and held out
         self.divided: tuple[int, int] | None = None  # a document's number, and where its held-out part begins
         longest = (0, 0)  # characters, and minus the document's number
-        for number, text in enumerate(self.everything()):
+        for number, text in enumerate(self.texts()):
             held_out = hash_place(text) < self.fraction
             self.documents[held_out] += 1
             self.bytes[held_out] += len(text.encode())
@@ -51,20 +51,16 @@ class Texts:
             raise UserError(f"--dataset {source.name} holds no text.")
         if self.fraction and not 0 < self.bytes[True] <= size * max(0.5, 2 * self.fraction):
             self.divided = (-longest[1], int(longest[0] * (1 - self.fraction)))
-            unseen = sum(len(text.encode()) for text in self.side(held_out=True))
+            unseen = sum(len(text.encode()) for text in self.texts(held_out=True))
             self.documents, self.bytes = [sum(self.documents) - 1, 1], [size - unseen, unseen]
         if not self.bytes[False]:
             raise UserError(f"--eval_fraction {self.fraction} leaves no text to train on; lower it, to 0 if need be.")
 
-    def everything(self) -> Iterator[str]:
-        """Yield all texts, held out or not."""
-        return documents(self.source, self.config.text_field)
-
-    def side(self, held_out: bool) -> Iterator[str]:
-        """Yield the texts that are held out, or those to train on."""
-        for number, text in enumerate(self.everything() if self.fraction or not held_out else ()):
-            if self.divided is None:
-                if (hash_place(text) < self.fraction) == held_out:
+    def texts(self, held_out: bool | None = None) -> Iterator[str]:
+        """Yield the texts that are held out, or those to train on, or all."""
+        for number, text in enumerate(documents(self.source, self.config.text_field)):
+            if held_out is None or self.divided is None:
+                if held_out in (None, hash_place(text) < self.fraction):
                     yield text
             elif number == self.divided[0]:
                 yield text[self.divided[1] :] if held_out else text[: self.divided[1]]
@@ -75,7 +71,7 @@ class Texts:
         """Write the rows of one side."""
         encode = _Encoder(tokenizer, splits=is_trained(self.config.tokenizer or ""))
         with tqdm(total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
-            written = _write_rows(path, encode(self.side(held_out), bar), block_size)
+            written = _write_rows(path, encode(self.texts(held_out) if self.bytes[held_out] else (), bar), block_size)
         return written._replace(documents=self.documents[held_out], bytes=self.bytes[held_out])
 
 

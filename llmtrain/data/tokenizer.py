@@ -74,13 +74,9 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastToken
     """Return the trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
     from transformers import PreTrainedTokenizerFast
 
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        model_max_length=block_size,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, model_max_length=block_size, clean_up_tokenization_spaces=False, **tokens
     )
 
 

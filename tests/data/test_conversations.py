@@ -465,8 +465,8 @@ def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
     found = Conversations(open_source(data[0].dataset[0]), "messages", data[0], data[2])
     train = texts_of(made.train, made)
     expected = [m["content"] for record in records if shown(record) in train for m in record["messages"]]
-    assert list(found.side(held_out=False)) == expected
-    assert list(found.everything()) == [m["content"] for record in records for m in record["messages"]]
+    assert list(found.texts(held_out=False)) == expected
+    assert list(found.texts()) == [m["content"] for record in records for m in record["messages"]]
 
 
 def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
