@@ -30,17 +30,22 @@ class Slot(NamedTuple):
 Item: TypeAlias = tuple[Slot, dict[str, np.ndarray]]  # a slot, and the columns of its row
 
 
-def slots_of(step: int, n: int, global_batch_size: int, seed: int | None) -> list[Slot]:
+def slots_of(step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None) -> list[Slot]:
     """Return the global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
 
-    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots.
+    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots. With a ``mixture``
+    each source has epochs of its own, which end where they end: no slot is empty.
     """
-    epoch, k = divmod(step, -(-n // global_batch_size))
-    steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
-    block, place = divmod(k, steps)
-    rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
+    first = step * global_batch_size
+    if mixture is not None and seed is not None:
+        rows = mixture.rows_at(np.arange(first, first + global_batch_size), seed)
+    else:
+        epoch, k = divmod(step, -(-n // global_batch_size))
+        steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
+        block, place = divmod(k, steps)
+        rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
     padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
-    return [Slot(step * global_batch_size + j, row) for j, row in enumerate(padded)]
+    return [Slot(first + j, row) for j, row in enumerate(padded)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -48,15 +53,6 @@ def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.nd
     """Return the rows at so many positions of an epoch; for several steps at once, which takes numpy no longer."""
     positions = np.arange(block * size, min((block + 1) * size, n))
     return positions if seed is None else permute(positions, n, key_of(seed, epoch))
-
-
-def mixed_slots_of(step: int, mixture: Mixture, global_batch_size: int, seed: int) -> list[Slot]:
-    """Return the global batch of ``step`` over several sources in fixed proportions.
-
-    Each source has epochs of its own, which end where they end: no slot is empty.
-    """
-    positions = np.arange(step * global_batch_size, (step + 1) * global_batch_size)
-    return [*map(Slot, positions.tolist(), mixture.rows_at(positions, seed).tolist())]
 
 
 class GlobalBatchSampler(Sampler[list[Slot]]):
@@ -73,11 +69,7 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        for step in self.steps:
-            if self.mixture is not None and self.seed is not None:
-                yield mixed_slots_of(step, self.mixture, self.batch_size, self.seed)
-            else:
-                yield slots_of(step, self.n, self.batch_size, self.seed)
+        return (slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps)
 
 
 class SlotRows(Dataset[Item]):

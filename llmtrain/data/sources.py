@@ -1,4 +1,4 @@
-"""Where text comes from: files, the running Python's own documentation, a data set of the Hugging Face hub, a function.
+"""Sources of text: files, the running Python's own documentation, a data set of the Hugging Face hub, a function.
 
 By its fingerprint the rows that were made of a source are found again without reading its records.
 """

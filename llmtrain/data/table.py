@@ -82,7 +82,7 @@ class TokenRows:
 
     @property
     def dataset(self) -> "datasets.Dataset":
-        """The rows as a ``datasets.Dataset``."""
+        """A ``datasets.Dataset`` of the rows."""
         import datasets
         from datasets.fingerprint import generate_random_fingerprint
 
