@@ -1,4 +1,4 @@
-"""Real text that every machine already has: the documentation of the running Python.
+"""Text that every machine already has: the documentation of the running Python.
 
 ``python-docs`` is the language reference (``pydoc_data.topics``) and the docstrings of the standard library, a document
 per module, written as ``help()`` would: the signature, then the docstring. ``python-functions`` is the library's
@@ -14,82 +14,42 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 _SKIPPED_FOLDERS = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"),
     *("idlelib", "turtledemo", "lib2to3", "ensurepip", "pydoc_data"),
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-_T = TypeVar("_T")
-
-
-def _remembered(generator: Callable[[], Iterator[_T]]) -> Callable[[], Iterator[_T]]:
-    """The same generator; what it yields is kept once somebody has read all of it."""
-    kept: list[_T] = []
-
-    @functools.wraps(generator)
-    def read() -> Iterator[_T]:
-        if kept:
-            yield from kept
-            return
-        made = []
-        for item in generator():
-            made.append(item)
-            yield item
-        kept[:] = made
-
-    return read
-
-
-@_remembered
 def python_docs() -> Iterator[dict[str, str]]:
-    """About 2.5 MB in 600 documents."""
+    """Yield about 2.5 MB in 600 documents."""
     from pydoc_data.topics import topics  # half a megabyte, and only this corpus needs it
 
-    for _, text in sorted(topics.items()):
-        yield {"text": text.strip() + "\n"}
-    for module, _, tree in _modules():
-        parts = [f"{module}\n", _docstring(tree)]
-        for node in ast.walk(tree):
-            if isinstance(node, _Documented) and (docstring := _docstring(node)):
-                parts.append(f"{_signature(node)}\n{_indented(docstring)}")
-        if len(parts) > 2 or parts[1]:
-            yield {"text": "\n".join(part for part in parts if part)}
+    yield from ({"text": text.strip() + "\n"} for _, text in sorted(topics.items()))
+    yield from ({"text": text} for path in _files() if (text := _documentation(path)))
 
 
-@_remembered
 def python_functions() -> Iterator[dict[str, str]]:
-    """About 6,000 functions, each with its docstring: as one text, and as a question and its answer."""
+    """Yield about 6,000 functions, each with its docstring: as one text, and as a question and its answer."""
     for code, docstring in function_pairs():
         yield {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
 
 
 def function_pairs() -> Iterator[tuple[str, str]]:
-    """(source of a function without its docstring, the docstring), in the library's order."""
-    for _, source, tree in _modules():
-        lines = source.splitlines()
-        for node in ast.walk(tree):
-            if not isinstance(node, _Function) or not (docstring := _docstring(node)) or len(node.body) < 2:
-                continue
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            quoted = node.body[0]
-            kept = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-            yield inspect.cleandoc("\n".join(["", *kept])), docstring
+    """Return the source of each function without its docstring, and the docstring, in the library's order."""
+    return (pair for path in _files() for pair in _pairs(path))
 
 
 CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
-    "python-docs": python_docs,
-    "python-functions": python_functions,
+    "builtin:python-docs": python_docs,
+    "builtin:python-functions": python_functions,
 }
 
 
 def fingerprint(name: str) -> str:
-    """Digest of this Python's version and of the files that the corpus is read from, without parsing them."""
-    digest = hashlib.sha256(f"{name} {sys.version_info[:3]}".encode())
+    """Return a digest of this Python's version and of the files that a corpus is read from, without parsing them."""
+    digest = hashlib.sha256(f"{name.removeprefix('builtin:')} {sys.version_info[:3]}".encode())
     for path in _files():
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
@@ -107,28 +67,45 @@ def _files() -> list[Path]:
     return sorted(found)
 
 
-def _modules() -> Iterator[tuple[str, str, ast.Module]]:
-    for path in _files():
-        try:
-            source = path.read_text(encoding="utf-8")
-            tree = ast.parse(source)
-        except (SyntaxError, UnicodeDecodeError):  # templates and files in old encodings
-            continue
-        parts = path.relative_to(_root()).with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__"), source, tree
+def _parse(path: Path) -> tuple[str, ast.Module]:
+    """Return a file's source and its tree: nothing of templates and of files in old encodings."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        return source, ast.parse(source)
+    except (SyntaxError, UnicodeDecodeError):
+        return "", ast.Module([], [])
+
+
+@functools.cache
+def _documentation(path: Path) -> str:
+    """Return a module's name and docstrings; nothing where it has none."""
+    tree = _parse(path)[1]
+    module = ".".join(name for name in path.relative_to(_root()).with_suffix("").parts if name != "__init__")
+    texts = [_docstring(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | _Function) and (docstring := _docstring(node)):
+            if isinstance(node, ast.ClassDef):
+                bases = ", ".join(map(ast.unparse, node.bases))
+                signature = f"class {node.name}({bases})" if bases else f"class {node.name}"
+            else:
+                signature = f"def {node.name}({ast.unparse(node.args)})"
+            indented = "".join(f"    {line}\n" if line else "\n" for line in docstring.splitlines())
+            texts.append(f"{signature}\n{indented}")
+    return "\n".join(filter(None, [f"{module}\n", *texts])) if any(texts) else ""
+
+
+@functools.cache
+def _pairs(path: Path) -> list[tuple[str, str]]:
+    source, tree = _parse(path)
+    lines, found = source.splitlines(), []
+    for node in ast.walk(tree):
+        if isinstance(node, _Function) and (docstring := _docstring(node)) and len(node.body) > 1:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            quoted = node.body[0]
+            code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
+            found.append((inspect.cleandoc("\n".join(["", *code])), docstring))
+    return found
 
 
 def _docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
     return (ast.get_docstring(node) or "").strip()
-
-
-def _signature(node: ast.AST) -> str:
-    if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
-        return f"class {node.name}({bases})" if bases else f"class {node.name}"
-    assert isinstance(node, _Function)
-    return f"def {node.name}({ast.unparse(node.args)})"
-
-
-def _indented(text: str) -> str:
-    return "".join(f"    {line}\n" if line else "\n" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""The user's cache: where prepared rows lie, and what is remembered of the files that they were made of."""
+"""The user's cache: where the rows of tokens lie, and what is remembered of the files that they were made of."""
 
 import contextlib
 import hashlib
@@ -13,15 +13,18 @@ _YOUNG = 60.0  # seconds in which a file may change once more and show the same 
 
 
 def cache_folder() -> Path:
-    """``$LLMTRAIN_CACHE``, else ``llmtrain`` in the user's cache folder."""
+    """Return ``$LLMTRAIN_CACHE``, else ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 
 
 def file_digest(path: Path) -> bytes:
-    """The sha256 of a file's content. That of a large file is remembered, for as long as the file system says that
-    nobody has touched it: as git knows by its index which files to read. A file changed a short time ago is read
-    again, for its times need not tell the next change from this one."""
+    """Return the sha256 of a file's content.
+
+    That of a large file is remembered for as long as the file system says that nobody has touched it, as git knows by
+    its index which files to read. A file changed a short time ago is read again, for its times need not tell the next
+    change from this one.
+    """
     remembered = cache_folder() / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     with path.open("rb") as file:  # opened, for which a network file system asks its server
         state = _state(file.fileno())
@@ -48,6 +51,6 @@ def _digest(file: IO[bytes]) -> bytes:
 
 
 def _state(file: int) -> list[int]:
-    """What changes with a file's content; times in nanoseconds."""
+    """Return what changes with a file's content; times in nanoseconds."""
     stat = os.fstat(file)
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -1,21 +1,20 @@
-"""Conversations of the usual formats -> messages -> text by a chat template -> token ids and what of them is trained.
+"""Conversations of the usual formats -> messages -> text by a chat template -> token ids, each trained or not.
 
-What is trained is what the assistant says, with the token that ends its turn; all else is there to be read.
+The assistant's words are trained, with the token that ends its turn; all else is there to be read.
 """
 
 import copy
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from llmtrain.data.sources import Fields
+from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # A format and the fields that it cannot do without; where two fit a record, the first has it.
 _NEEDED = {
@@ -25,44 +24,20 @@ _NEEDED = {
     "alpaca": {"instruction", "output"},
 }
 FORMATS = tuple(_NEEDED)
-_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
 }
-
-_CHATML = """
-{%- if tools -%}
-    {{- '<|im_start|>system\\n<tools>\\n' + tools | map('tojson') | join('\\n') + '\\n</tools><|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\\n' -}}
-    {%- if message.role == 'assistant' -%}
-        {%- generation -%}
-            {%- if message.reasoning_content -%}
-                {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
-            {%- endif -%}
-            {{- message.content -}}
-            {%- for call in message.tool_calls -%}
-                {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
-                {{- '<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' -}}
-            {%- endfor -%}
-            {{- '<|im_end|>' -}}
-        {%- endgeneration -%}
-    {%- else -%}
-        {{- message.content + '<|im_end|>' -}}
-    {%- endif -%}
-    {{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
+_CHATML = Path(__file__).with_name("chatml.jinja")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+Message: TypeAlias = Fields  # as chat templates take it: role, content, and whatever else it had
+_Span: TypeAlias = tuple[int, int]  # of characters
+_T = TypeVar("_T")
 
-# What is rendered to learn a template's ways; two turns, because many treat the last one differently.
-_PROBE = [
+# A conversation that shows how a template renders; two turns, because many treat the last one differently.
+_PROBE: list[Message] = [
     {"role": "user", "content": "One question."},
     {"role": "assistant", "content": "One answer."},
     {"role": "user", "content": "The other question."},
@@ -71,14 +46,14 @@ _PROBE = [
 
 
 class BadRow(ValueError):  # noqa: N818 - it says what the row is
-    """What is wrong with one conversation, in one line; the caller says in which file and line it stands."""
+    """A conversation that cannot be trained on, and why, in one line; the caller adds its file and line."""
 
 
 class Conversation(NamedTuple):
-    """Messages as chat templates take them: ``role``, ``content``, and whatever else a message had."""
+    """A conversation as chat templates take it."""
 
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
+    messages: list[Message]
+    tools: list[Fields] | None
 
 
 class Rendered(NamedTuple):
@@ -100,17 +75,17 @@ class Rendered(NamedTuple):
 
 
 def recognise(fields: Collection[str]) -> str | None:
-    """The one of :data:`FORMATS` that a record with these fields has; ``None`` where it is no conversation."""
+    """Return the one of :data:`FORMATS` that a record with these fields has; ``None`` where it is no conversation."""
     return next((format for format, needed in _NEEDED.items() if needed <= set(fields)), None)
 
 
-def conversation_of(record: dict[str, Any], format: str) -> Conversation:
+def conversation_of(record: Fields, format: str) -> Conversation:
     """Read a record of one of :data:`FORMATS`; raises :class:`BadRow` where the assistant says nothing in it.
 
     A prompt and a completion are texts or lists of messages. ``None`` counts as absent, everywhere.
     """
-    record = _without_none(record)
-    given: list[Any] = []
+    record = {field: _without_none(value) for field, value in record.items() if value is not None}
+    given: list[object] = []
     if format in ("sharegpt", "alpaca") and (system := _field(record, "system", str, "")):
         given.append({"role": "system", "content": system})
     if format == "prompt_completion":
@@ -132,29 +107,29 @@ def conversation_of(record: dict[str, Any], format: str) -> Conversation:
     return Conversation(messages, _field(tools, "tools", list) or None)
 
 
-def _without_none(value: Any) -> Any:
-    """Parquet gives every object the fields of all of them, ``None`` where it has none."""
+def _without_none(value: object) -> object:
+    """Drop what is ``None``: Parquet gives every object the fields of all of them."""
     if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [*map(_without_none, value)] if isinstance(value, list) else value
 
 
-def _field(record: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def _field(record: Fields, name: str, kind: type[_T], default: _T | None = None) -> _T:
     value = record.get(name, default)
     if not isinstance(value, kind):
         raise BadRow(f"field '{name}' is {value!r:.40}, not {'text' if kind is str else 'a list'}")
     return value
 
 
-def _from_json(value: Any) -> Any:
-    """What a JSON string holds; as it is, where it is something else."""
+def _from_json(value: object) -> object:
+    """Return what a JSON string holds; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
 
-def _message(given: Any, number: int) -> dict[str, Any]:
+def _message(given: object, number: int) -> Message:
     if not isinstance(given, dict):
         raise BadRow(f"message {number} is {given!r:.40}, not an object with a role and content")
     name = given.get("role", given.get("from"))
@@ -167,11 +142,11 @@ def _message(given: Any, number: int) -> dict[str, Any]:
     if calls:  # "no calls" is best said by saying nothing: templates ask whether the field is there
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"message {number} ({name}): its tool_calls are {calls!r:.40}, not a list of objects")
-        message["tool_calls"] = [_tool_call(call) for call in calls]
+        message["tool_calls"] = [*map(_tool_call, calls)]
 
     content = given.get("content", given.get("value"))
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(_field(part, "text", str) for part in content)
+    if isinstance(content, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
+        content = "".join(_field(one, "text", str) for one in content)
     if content is None and calls:
         content = ""  # which more templates take than a field that is absent
     if not isinstance(content, str):
@@ -182,61 +157,57 @@ def _message(given: Any, number: int) -> dict[str, Any]:
     return message
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """With its arguments as an object, as templates take them; OpenAI has the JSON of one."""
+def _tool_call(call: Fields) -> Fields:
+    """Return a call with its arguments as an object, as templates take them; OpenAI has the JSON of one."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     arguments = _from_json(call.get("arguments"))
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
-def template_text(chat_template: str) -> str:
-    """What ``--chat_template`` stands for. Raises :class:`UserError` where it is neither chatml nor a file."""
-    if chat_template == "chatml":
-        return _CHATML
+def template_text(name: str) -> str:
+    """Read the template that ``--chat_template`` names; raises :class:`UserError` where there is none."""
     try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        return (_CHATML if name == "chatml" else Path(name).expanduser()).read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"--chat_template {chat_template}: not chatml, and no file to read ({first_line(error)})."
-        ) from None
+        raise UserError(f"--chat_template {name}: not chatml, and no file to read ({first_line(error)}).") from None
 
 
-def set_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str | None) -> int:
+def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[int]:
     """Give the tokenizer the template that ``--chat_template`` names: ``None`` (its own), ``chatml`` or a file.
 
     Returns:
-        How many tokens were added to the vocabulary; a model needs rows for them.
+        The tokens that were added to the vocabulary; a model needs rows for them.
     Raises:
         UserError: there is no such template, or it cannot show a conversation.
     """
-    before = len(tokenizer)
+    before = tokenizer.get_vocab()
     named = "the tokenizer's own chat template" if chat_template is None else f"--chat_template {chat_template}"
-    if chat_template == "chatml":
-        # a model that has always met a BOS before a text shall meet it before a conversation
-        begins = tokenizer.bos_token is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = ("{{- bos_token -}}" if begins else "") + _CHATML
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    elif chat_template is not None:
+    if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     elif tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template; give --chat_template chatml or a file.")
+    if chat_template == "chatml":
+        # a model that has always met a BOS before a text shall meet it before a conversation
+        if tokenizer.bos_token is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
+            tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     try:
         text, _ = _render(tokenizer, _PROBE)
     except BadRow as error:
         raise UserError(f"{named} cannot show two questions and two answers: {error}.") from None
     if any(message["content"] not in text for message in _PROBE):
         raise UserError(f"{named} is not one: it does not show what is said.")
-    return len(tokenizer) - before
+    return sorted(id for token, id in tokenizer.get_vocab().items() if token not in before)
 
 
-def end_of_turn_ids(tokenizer: "PreTrainedTokenizerFast") -> set[int]:
-    """The tokens that may end an assistant's turn: EOS, and the first that the template puts behind its last words."""
+def end_of_turn_ids(tokenizer: FastTokenizer) -> set[int]:
+    """Return the tokens that may end an assistant's turn: EOS, and the first that follows its last words."""
     text, _ = _render(tokenizer, _PROBE)
     behind = text.rpartition(_PROBE[-1]["content"])[2]
-    added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    found = _any_of(added).search(behind)
-    return {tokenizer.eos_token_id} | ({added[found[0]]} if found else set())
+    known = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    found = _any_of(known).search(behind)
+    return {tokenizer.eos_token_id} | ({known[found[0]]} if found else set())
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -244,15 +215,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerFast",
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None = None,
-    add_generation_prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text, and the spans of it in ``{% generation %}`` blocks; ``None`` where the template has no such blocks."""
-    from transformers.utils import chat_template_utils
+    tokenizer: FastTokenizer, messages: list[Message], tools: list[Fields] | None = None, prompted: bool = False
+) -> tuple[str, list[_Span] | None]:
+    """Return the text, and the spans of its ``{% generation %}`` blocks; ``None`` where the template has none."""
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    render: Any = chat_template_utils.render_jinja_template  # its annotations are wrong
+    # its own annotation is wrong
+    render = cast("Callable[..., tuple[list[str], list[list[_Span]]]]", render_jinja_template)
     try:
         template = tokenizer.get_chat_template(tools=tools)
         marks = _GENERATION.search(template) is not None
@@ -261,7 +230,7 @@ def _render(
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=marks,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=prompted,
             **tokenizer.special_tokens_map,
         )
     except Exception as error:  # a template can raise whatever Python can
@@ -277,19 +246,19 @@ class Renderer:
     that ends the turn, behind which a model says nothing. A token is trained where all its characters are.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
         self.tokenizer = tokenizer
         self.end_ids = end_of_turn_ids(tokenizer)
-        added = tokenizer.added_tokens_decoder
-        controls = {id: token.content for id, token in added.items() if token.special or id in self.end_ids}
+        known = tokenizer.added_tokens_decoder
+        controls = {id: token.content for id, token in known.items() if token.special or id in self.end_ids}
         self.control_ids = np.array(list(controls))
         self.controls = _any_of(controls.values())
         self.end = re.compile(f"(?:{_any_of(controls[id] for id in self.end_ids).pattern})+")
         text, _ = _render(tokenizer, _PROBE)
         self.ends_every_turn = self.end.match(text.partition(_PROBE[1]["content"])[2].lstrip()) is not None
         # The generation prompt may hold more than every turn begins with, such as "<think>".
-        prompt, _ = _render(tokenizer, _PROBE[:1], add_generation_prompt=True)
-        self.beyond = next(prompt[n:] for n in range(len(prompt), -1, -1) if text.startswith(prompt[:n]))
+        prompt, _ = _render(tokenizer, _PROBE[:1], prompted=True)
+        self.surplus = next(prompt[n:] for n in range(len(prompt), -1, -1) if text.startswith(prompt[:n]))
         # A copy, because others have the tokenizer read "<|im_end|>" as text. A post-processor would add nothing here,
         # but may take white space out of the offsets.
         self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -299,11 +268,11 @@ class Renderer:
         self.backend.post_processor = None
 
     def __call__(self, conversation: Conversation) -> Rendered:
-        """Raises :class:`BadRow` where the template does, and where it cannot be told what to train."""
+        """Render one; raises :class:`BadRow` where the template does, and where it cannot be told what to train."""
         messages, tools = conversation
         said = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages, start=1)]
-        for place, part in [*said, ("field 'tools'", tools)]:
-            if found := self.controls.search(json.dumps(part, ensure_ascii=False, default=str)):
+        for place, shown in [*said, ("field 'tools'", tools)]:
+            if found := self.controls.search(json.dumps(shown, ensure_ascii=False, default=str)):
                 raise BadRow(f"{place} holds the control token {found[0]}")
         text, spans = _render(self.tokenizer, messages, tools)
         if spans is None:
@@ -311,7 +280,7 @@ class Renderer:
         spans = [(start, m.end() if (m := self.end.search(text, start, end)) else end) for start, end in spans]
         turns = sum(message["role"] == "assistant" for message in messages)
         spoken = sum(bool(self.end.sub("", text[start:end]).strip()) for start, end in spans)
-        if spoken < max(1, min(turns, len(spans))):  # fewer may be marked, or some in parts
+        if spoken < max(1, min(turns, len(spans))):  # fewer may be marked, or some in several blocks
             raise BadRow("the chat template shows nothing of what the assistant says in one of its turns")
         try:
             text.encode()
@@ -336,25 +305,24 @@ class Renderer:
         trained_bytes -= sum(len(text[first[i] : last[i]].encode()) for i in controls if trained[i])
         return Rendered(ids, trained, trained_bytes, turns, min(ended, turns))
 
-    def _turns(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
-        """The assistant's turns as spans of ``text``, found by rendering the conversation as far as each of them."""
-        spans: list[tuple[int, int]] = []
+    def _turns(self, text: str, messages: list[Message], tools: list[Fields] | None) -> list[_Span]:
+        """Find the assistant's turns in ``text``, by rendering the conversation as far as each of them."""
+        spans: list[_Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, _ = _render(self.tokenizer, messages[:i], tools, add_generation_prompt=True)
+            prompt, _ = _render(self.tokenizer, messages[:i], tools, prompted=True)
             if not text.startswith(prompt):
-                prompt = prompt.removesuffix(self.beyond)
-            start = len(prompt)
+                prompt = prompt.removesuffix(self.surplus)
             so_far, _ = _render(self.tokenizer, messages[: i + 1], tools) if i + 1 < len(messages) else (text, None)
             end = len(so_far) if text.startswith(so_far) else -1
             # A turn may read differently where it is not the last, perhaps without its reasoning.
             if end < 0 and self.ends_every_turn and re.search(self.end.pattern + r"\s*\Z", so_far):
-                end = found.end() if (found := self.end.search(text, start)) else -1
+                end = found.end() if (found := self.end.search(text, len(prompt))) else -1
             if not text.startswith(prompt) or end < 0:
                 raise BadRow(
                     f"the chat template rewrites what came before message {i + 1}, so that turns cannot be told apart; "
                     "give a --chat_template with {% generation %} around what the assistant says"
                 )
-            spans.append((start, end))
+            spans.append((len(prompt), end))
         return spans

@@ -1,4 +1,4 @@
-"""What a run reads, and how many rows make an update."""
+"""The settings of the data of a run, and of its global batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class BatchConfig(Config):
 
     @property
     def proportions(self) -> list[float]:
-        """In which several data sets are drawn; empty where every row comes once an epoch."""
+        """The proportions in which several data sets are drawn; empty where every row comes once an epoch."""
         return []
 
 

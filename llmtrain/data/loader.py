@@ -1,26 +1,21 @@
 """Token rows -> windows of micro-batches.
 
 Slot ``j`` of the global batch of step ``s`` is fixed by (seed, s, j) alone. The sampler yields whole global batches and
-knows neither ranks nor micro-batches; Accelerate gives each process its slice, and ``collate`` cuts that slice into the
-process's window. So the layout decides who computes a row, never which rows a step holds.
+knows neither ranks nor micro-batches; Accelerate gives each process its slice, and ``collate`` splits that slice into
+the process's window. So the layout decides who computes a row, never which rows a step holds.
 """
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmtrain.contract import IGNORED, Window
-from llmtrain.data.order import key_of, mix, permute
-
-if TYPE_CHECKING:
-    import datasets
-
-    from llmtrain.data.mixture import Mixture
-    from llmtrain.data.table import TokenRows
+from llmtrain.data.order import Mixture, key_of, mix, permute
+from llmtrain.data.table import Rows, as_matrices
 
 _POSITIONS_AT_ONCE = 4096
 
@@ -32,68 +27,66 @@ class Slot(NamedTuple):
     row: int | None  # None: past the end of the epoch, a row of weight zero
 
 
-def slots_of(step: int, n: int, global_batch_size: int, seed: int | None) -> list[Slot]:
-    """The global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
+Item: TypeAlias = tuple[Slot, dict[str, np.ndarray]]  # a slot, and the columns of its row
 
-    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots.
+
+def slots_of(step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None) -> list[Slot]:
+    """Return the global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
+
+    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots. With a ``mixture``
+    each source has epochs of its own, which end where they end: no slot is empty.
     """
-    epoch, k = divmod(step, -(-n // global_batch_size))
-    steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
-    block, place = divmod(k, steps)
-    rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
+    first = step * global_batch_size
+    if mixture is not None and seed is not None:
+        rows = mixture.rows_at(np.arange(first, first + global_batch_size), seed)
+    else:
+        epoch, k = divmod(step, -(-n // global_batch_size))
+        steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
+        block, place = divmod(k, steps)
+        rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
     padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
-    return [Slot(step * global_batch_size + j, row) for j, row in enumerate(padded)]
+    return [Slot(first + j, row) for j, row in enumerate(padded)]
 
 
 @functools.lru_cache(maxsize=4)
 def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.ndarray:
-    """The rows at so many positions of an epoch; for several steps at once, as numpy takes no longer for them."""
+    """Return the rows at so many positions of an epoch; for several steps at once, which takes numpy no longer."""
     positions = np.arange(block * size, min((block + 1) * size, n))
     return positions if seed is None else permute(positions, n, key_of(seed, epoch))
-
-
-def mixed_slots_of(step: int, mixture: "Mixture", global_batch_size: int, seed: int) -> list[Slot]:
-    """The global batch of ``step`` over several sources in fixed proportions. Each has epochs of its own, which end
-    where they end: no slot is empty."""
-    positions = np.arange(step * global_batch_size, (step + 1) * global_batch_size)
-    return [Slot(*slot) for slot in zip(positions.tolist(), mixture.rows_at(positions, seed).tolist(), strict=True)]
 
 
 class GlobalBatchSampler(Sampler[list[Slot]]):
     """Yields the global batch of every step in ``steps``."""
 
+    drop_last = False  # Accelerate asks
+
     def __init__(
-        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: "Mixture | None" = None
+        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: Mixture | None = None
     ) -> None:
         self.n, self.batch_size, self.steps, self.seed, self.mixture = n, global_batch_size, steps, seed, mixture
-        self.drop_last = False
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        for step in self.steps:
-            if self.mixture is not None and self.seed is not None:
-                yield mixed_slots_of(step, self.mixture, self.batch_size, self.seed)
-            else:
-                yield slots_of(step, self.n, self.batch_size, self.seed)
+        return (slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps)
 
 
-class SlotRows(Dataset):
-    """Token rows, read by slot: straight from memory-mapped columns, for the way in which a ``datasets.Dataset`` reads
-    a few rows of fixed length takes ten times as long."""
+class SlotRows(Dataset[Item]):
+    """Token rows, read by slot.
 
-    def __init__(self, rows: "TokenRows | datasets.Dataset") -> None:
+    They come straight from memory-mapped columns: a ``datasets.Dataset`` takes ten times as long for a few rows.
+    """
+
+    def __init__(self, rows: Rows) -> None:
         assert getattr(rows, "_indices", None) is None, "a selection of rows is no table"
-        self.columns = {
-            name: [_as_matrix(chunk) for chunk in rows.data.column(name).chunks] for name in rows.column_names
-        }
+        self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
         lengths = [len(matrix) for matrix in next(iter(self.columns.values()))]
         self.ends = np.cumsum(lengths)
         self.starts = self.ends - lengths
 
-    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, dict[str, np.ndarray]]]:
-        """Each slot with its row's columns, ``labels`` too, int32 [block_size + 1]; an empty slot has no label."""
+    def __getitems__(self, slots: list[Slot]) -> list[Item]:
+        """Return each slot with its row's columns, ``labels`` too, [block_size + 1]; an empty slot has no label."""
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
         places = list(zip(chunks, rows - self.starts[chunks], strict=True))
@@ -105,13 +98,8 @@ class SlotRows(Dataset):
         return [(slot, {name: column[i] for name, column in columns.items()}) for i, slot in enumerate(slots)]
 
 
-def _as_matrix(chunk: Any) -> np.ndarray:
-    """A chunk of lists of one length, [rows, length], without a copy."""
-    return np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1)  # without pandas, which to_numpy() imports
-
-
 class Collate:
-    """Cut a process's slice of the global batch into micro-batches.
+    """Split a process's slice of the global batch into micro-batches.
 
     Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. Packed rows
     also have ``position_ids`` of that shape, which restart at each document. With ``dropout_seed`` each row carries its
@@ -121,25 +109,26 @@ class Collate:
     def __init__(self, micro_batch: int, dropout_seed: int | None = None) -> None:
         self.micro_batch, self.dropout_seed = micro_batch, dropout_seed
 
-    def __call__(self, items: list[tuple[Slot, dict[str, np.ndarray]]]) -> Window:
+    def __call__(self, items: list[Item]) -> Window:
         columns = {
             name: torch.from_numpy(np.stack([row[name] for _, row in items]).astype(np.int64)) for name in items[0][1]
         }
-        labels = columns["labels"]
         columns["input_ids"] = columns["input_ids"].clamp(min=0)
         if self.dropout_seed is not None:
             keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot, _ in items]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
-        pieces = {name: column.split(self.micro_batch) for name, column in columns.items()}
-        batches = [dict(zip(pieces, micro, strict=True)) for micro in zip(*pieces.values(), strict=True)]
+        starts = range(0, len(items), self.micro_batch)
+        batches = [{name: column[i : i + self.micro_batch] for name, column in columns.items()} for i in starts]
         rows = torch.tensor([-1 if slot.row is None else slot.row for slot, _ in items])
         content = [fingerprint(columns[name][rows >= 0].numpy()) for name in ("input_ids", "labels")]
-        return Window(batches, rows, (labels[:, 1:] != IGNORED).sum(dim=1), torch.tensor(content))
+        return Window(batches, rows, (columns["labels"][:, 1:] != IGNORED).sum(dim=1), torch.tensor(content))
 
 
 def fingerprint(rows: np.ndarray) -> int:
-    """Of tokens [rows, length]: the sum of a number below 2**31 for each row, which any other token changes. So it is
-    the same for the same rows, in whatever order and on however many processes."""
+    """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row.
+
+    Another token changes it. Rows have it in whatever order and on however many processes they come.
+    """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         places = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
         sums = ((rows + 1).astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)
@@ -147,21 +136,24 @@ def fingerprint(rows: np.ndarray) -> int:
 
 
 def train_loader(
-    rows: "TokenRows | datasets.Dataset",
+    rows: Rows,
     global_batch_size: int,
     micro_batch: int,
     steps: range,
-    seed: int,
+    seed: int | None,
     dropout_seed: int | None = None,
-    mixture: "Mixture | None" = None,
-) -> DataLoader:
-    """Windows of the given steps, for ``accelerator.prepare``. Starting at any step costs nothing."""
+    mixture: Mixture | None = None,
+) -> DataLoader[Item]:
+    """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
+
+    To start at any step costs nothing.
+    """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
 
 
-def eval_loader(rows: "TokenRows | datasets.Dataset", processes: int, micro_batch: int) -> DataLoader:
-    """Every row once, in the stored order; the last batch is filled up with rows of weight zero."""
+def eval_loader(rows: Rows, processes: int, micro_batch: int) -> DataLoader[Item]:
+    """Return every row once, in the stored order; the last batch is filled up with rows of weight zero."""
     batch = processes * micro_batch
     sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch))

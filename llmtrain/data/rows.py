@@ -1,15 +1,15 @@
 """Text or conversations -> rows of tokens on disk, made once and found again by their content."""
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 import filelock
 
+from llmtrain.config import flags_of
 from llmtrain.console import say
 from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
@@ -17,24 +17,19 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
-from llmtrain.data.mixture import Mixture, parts_of
-from llmtrain.data.sources import Made, Source, open_source
-from llmtrain.data.table import TokenRows, Written
+from llmtrain.data.order import Mixture, counts_of
+from llmtrain.data.sources import MakesRecords, Source, made, open_source
+from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedTokenizerFast
-
-FORMAT = 3  # of the prepared folder; a change makes every cache entry anew
+FORMAT = 3  # of a cache entry; a change makes every one anew
 
 
 @dataclass
 class Facts:
-    """What was prepared, for ``run.json`` and the banner. Hashes are hex sha256."""
+    """Counts and hashes of rows, for ``run.json`` and the banner. Hashes are hex sha256."""
 
     dataset: str
     tokenizer: str
@@ -56,28 +51,34 @@ class Facts:
 
 
 @dataclass
-class PreparedData:
+class Tokenized:
     """Token rows, memory-mapped, with the tokenizer that made them."""
 
     train: TokenRows
     eval: TokenRows | None
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: tok.FastTokenizer
     facts: Facts
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
+    in_order: bool = False  # drawn in the stored order, not in a permutation of it
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids, with gaps."""
+        return self.facts.vocabulary
 
     @property
     def packed(self) -> bool:
-        """Whether a row may hold several documents, which must not see each other."""
+        """Return whether a row may hold several documents, which must not see each other."""
         return "position_ids" in self.train.column_names
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens at which an answer ends; none of a text."""
+        """The tokens at which an answer ends; none of a text."""
         return tuple(sorted(end_of_turn_ids(self.tokenizer))) if self.facts.task != "text" else ()
 
     def unseen_question(self) -> list[int] | None:
-        """The tokens before the first answer of a held-out conversation."""
+        """Return the tokens before the first answer of a held-out conversation."""
         if self.eval is None or self.facts.task == "text":
             return None
         row = self.eval[len(self.eval) - 1]
@@ -85,42 +86,18 @@ class PreparedData:
         return row["input_ids"][:answered]
 
 
-class Corpus(Protocol):
-    """A source, read as what it is."""
-
-    task: str
-    documents: int
-    eval_documents: int
-    eval_bytes: int
-
-    @property
-    def audits(self) -> list[Audit]:
-        """Of conversations, once they are written: of those to train on, and of those held out."""
-
-    def everything(self) -> "Iterator[str]":
-        """All texts, held out or not."""
-
-    def train(self) -> "Iterator[str]":
-        """The texts to train on."""
-
-    def write(
-        self, tokenizer: "PreTrainedTokenizerFast", trained_here: bool, block_size: int, train: Path, held_out: Path
-    ) -> tuple[Written, Written]:
-        """Write the rows of both sides."""
-
-
-def prepare(
+def tokenize(
     config: DataConfig,
     block_size: int,
     chat: ChatConfig | None = None,
     trust_remote_code: bool = False,
-    records: Callable[[], Iterable[str | dict[str, Any]]] | None = None,
-) -> PreparedData:
-    """Find the prepared rows of this data, tokenizer and block size, or make them.
+    records: MakesRecords | None = None,
+) -> Tokenized:
+    """Find the rows of this data, tokenizer and block size in the cache, or make them.
 
     Every process calls this before the process group exists; one makes the rows while the others wait for its lock.
-    With ``chat``, data that are conversations are prepared as such. Where a recipe has data of its own, ``records``
-    yields them, texts or conversations with their fields, always the same ones in the same order; nobody else's are
+    With ``chat``, data that are conversations are rendered as such. Where a recipe has data of its own, ``records``
+    yields them, texts or conversations with their fields, always the same ones in the same order; no other data are
     read then. Raises :class:`UserError` for bad input, and then leaves nothing behind.
     """
     spec = config.tokenizer
@@ -128,64 +105,100 @@ def prepare(
     if tok.is_trained(spec):
         tok.vocabulary_size(spec)  # a wrong size is told before any text is read
     if config.mixture:
-        parts_of(config.mixture)  # a share too small as well
+        counts_of(config.mixture)  # a share too small as well
     if records is not None:
         if config.given("dataset"):
             raise UserError("--dataset: this recipe has data of its own; leave it out.")
-        config.dataset = [Made(records).name]
-    sources: list[Source] = [Made(records)] if records else [open_source(name, config) for name in config.dataset]
+        config.dataset = [made(records).name]
+    sources = [made(records)] if records else [open_source(name) for name in config.dataset]
     formats = _formats_of(sources, chat)
     asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
-    vocabulary = pretrained.get_vocab() if pretrained is not None else {}
-    if pretrained is not None and chat:
-        set_template(pretrained, chat.chat_template)
-    elif chat and spec == "char":
+    new_tokens = set_template(pretrained, chat.chat_template) if pretrained and chat else []
+    if chat and spec == "char":
         raise UserError("--tokenizer char knows no letters but the data's, and a chat template has others; use byte.")
-    key: list[Any] = [FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]]
-    key += [tok.digest(pretrained) if pretrained is not None else spec]
     template = template_text(chat.chat_template) if chat and chat.chat_template else None  # a file's may change
-    key += [[formats, asdict(chat), template] if chat else config.text_field]
+    key = [
+        *(FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]),
+        tok.digest(pretrained) if pretrained is not None else spec,
+        [formats, asdict(chat), template] if chat else config.text_field,
+    ]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    prepared = _open(folder)
-    found = prepared is not None
-    if prepared is None:
+    rows = found = _open(folder)
+    if rows is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(f"{folder}.lock"):
-                prepared = _open(folder)
-                if prepared is None:
-                    corpora: list[Corpus] = [
+                if _open(folder) is None:
+                    corpora = [
                         Conversations(source, name, config, chat) if chat else Texts(source, config)
                         for source, name in zip(sources, formats, strict=True)
                     ]
-                    _make(folder, config, spec, corpora, pretrained, block_size, chat)
-                    prepared = _open(folder)
+                    _make(folder, config, block_size, corpora, pretrained, chat)
         except OSError as error:
             raise UserError(
                 f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
             ) from None
-        assert prepared is not None, f"{folder} cannot be read back"
-    facts = prepared.facts
-    facts.dataset, facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
-    if pretrained is not None:
-        prepared.new_tokens = sorted(id for token, id in pretrained.get_vocab().items() if token not in vocabulary)
+        rows = _open(folder)
+        assert rows is not None, f"{folder} cannot be read back"
+    rows.facts.dataset, rows.facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
+    rows.new_tokens = new_tokens
     if config.mixture:
-        prepared.mixture = Mixture(facts.source_rows, config.mixture)
-    _describe(facts, formats, asked, found)
-    return prepared
+        rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
+    _describe(rows.facts, formats, asked, found is not None)
+    return rows
+
+
+def rows_of(train: Rows, tokenizer: tok.FastTokenizer, eval: "Rows | None" = None, in_order: bool = False) -> Tokenized:
+    """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
+
+    Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
+    ``in_order`` rows are drawn in the stored order. Raises :class:`UserError` for columns that are no such lists.
+    """
+    import pyarrow
+    from pyarrow.compute import list_value_length
+
+    given = [rows for rows in (train, eval) if rows is not None]
+    tables = [rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:] for rows in given]
+    sides = [TokenRows(table.select([name for name in COLUMNS if name in table.column_names])) for table in tables]
+    columns = [column for rows in sides for column in rows.data.columns]
+    try:
+        (width,) = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
+        kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
+    except (pyarrow.ArrowException, ValueError):  # no lists, lists with gaps, or lists of several lengths
+        width, kinds = 0, set()
+    if kinds != {"i"} or width < 2 or any("input_ids" not in rows.column_names for rows in sides):
+        raise UserError(
+            f"rows_of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
+        )
+    written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
+    name = tokenizer.name_or_path
+    facts = _facts("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
+    return Tokenized(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
+
+
+def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
+    """Hash the content of rows of one's own, and count their targets."""
+    digest, targets, size = hashlib.sha256(), 0, 0
+    for name in rows.column_names:
+        digest.update(name.encode())
+        for matrix in as_matrices(rows.data.column(name)):
+            digest.update(matrix.astype("<i4").tobytes())
+    for matrix in as_matrices(rows.data.column("labels" if "labels" in rows.column_names else "input_ids")):
+        labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
+        targets += len(labels)
+        size += len(tokenizer.backend_tokenizer.decode(labels.tolist()).encode()) if held_out else 0
+    return Written(len(rows), len(rows), targets, size, digest.hexdigest())
 
 
 def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
-    """What the records of each source are; all text, or all conversations."""
+    """Return the format of the records of each source: all text, or all conversations."""
     formats = [format_of(source, chat) if chat else "text" for source in sources]
     if len({name == "text" for name in formats}) > 1:
         kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
         raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
-    idle = [
-        name for name in ("chat_template", "overlong", "on_bad_row", "packing") if chat is not None and chat.given(name)
-    ]
+    idle = [name for name in flags_of(ChatConfig) if chat and chat.given(name) and name != "format"]
     if formats[0] == "text" and idle:
         raise UserError(
             f"--{idle[0]} is for conversations, and {sources[0].name} is text; leave it out, or see --format."
@@ -194,12 +207,12 @@ def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
 
 
 def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: bool) -> None:
-    """Lines of the banner."""
+    """Print lines of the banner."""
     say(
         "data",
         f"{facts.dataset}: {facts.documents:,} {'documents' if facts.task == 'text' else facts.task}, "
         f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out, "
-        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {'found in the cache' if found else 'prepared'}",
+        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {'found in the cache' if found else 'tokenised'}",
     )
     if facts.audit and chat:
         say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
@@ -211,80 +224,81 @@ def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: 
         say("task", "going on with pretraining: the records are text, no conversations")
 
 
-def _open(folder: Path) -> PreparedData | None:
-    """What was prepared, or ``None`` where it was not, or where somebody has damaged it."""
-    if not folder.exists():
-        return None
-
-    def rows(side: str, count: int) -> TokenRows:
-        return TokenRows([folder / f"{side}-{i}.arrow" for i in range(count)])
-
+def _open(folder: Path) -> Tokenized | None:
+    """Return the rows of a cache entry, or ``None`` where there is none, or where somebody has damaged it."""
     try:
         facts = Facts(**json.loads((folder / "facts.json").read_text()))
-        count = len(facts.source_rows)
-        return PreparedData(
-            train=rows("train", count),
-            eval=rows("eval", count) if facts.eval_rows else None,
-            tokenizer=tok.load_tokenizer(str(folder / "tokenizer")),
-            facts=facts,
+        train, held_out = (
+            TokenRows.open([folder / f"{side}-{i}.arrow" for i in range(len(facts.source_rows))])
+            for side in ("train", "eval")
         )
+        tokenizer = tok.load_tokenizer(str(folder / "tokenizer"))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
+    return Tokenized(train, held_out if facts.eval_rows else None, tokenizer, facts)
 
 
 def _make(
     folder: Path,
     config: DataConfig,
-    spec: str,
-    corpora: list[Corpus],
-    pretrained: "PreTrainedTokenizerFast | None",
     block_size: int,
+    corpora: Sequence[Texts | Conversations],
+    tokenizer: "tok.FastTokenizer | None",
     chat: ChatConfig | None,
 ) -> None:
-    def texts(name: str) -> "Iterator[str]":
-        return itertools.chain.from_iterable(getattr(corpus, name)() for corpus in corpora)
-
+    name, spec = " ".join(config.dataset), config.tokenizer or ""
     with new_folder(folder) as working:
-        if pretrained is None:
-            trained = tok.train_tokenizer(spec, texts("train"), lambda: texts("everything"))
+        if tokenizer is None:
+            texts = chain.from_iterable(corpus.texts(held_out=False) for corpus in corpora)
+            everything = (corpus.texts() for corpus in corpora)
+            trained = tok.train_tokenizer(spec, texts, lambda: chain.from_iterable(everything))
             tokenizer = tok.as_pretrained(trained, block_size)
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
-        else:
-            tokenizer = pretrained
         tokenizer.save_pretrained(working / "tokenizer")
-
-        sides = [
-            corpus.write(
-                tokenizer, pretrained is None, block_size, working / f"train-{i}.arrow", working / f"eval-{i}.arrow"
-            )
-            for i, corpus in enumerate(corpora)
-        ]
-        train, held_out = zip(*sides, strict=True)
-        total = sum(part.targets for part in train)
-        if corpora[0].task == "text" and any(part.targets < block_size for part in train):
-            smallest = min(part.targets for part in train)
-            raise UserError(
-                f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of "
-                f"{' '.join(config.dataset)}); use at most {max(smallest, 1)} or more text."
-            )
-        facts = Facts(
-            dataset=" ".join(config.dataset),
-            tokenizer=spec,
-            tokenizer_sha256=tok.digest(tokenizer),
-            data_sha256=hashlib.sha256("".join(part.sha256 for part in (*train, *held_out)).encode()).hexdigest(),
-            vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
-            block_size=block_size,
-            documents=sum(corpus.documents for corpus in corpora),
-            eval_documents=sum(corpus.eval_documents for corpus in corpora),
-            train_tokens=total,
-            eval_tokens=sum(part.targets for part in held_out),
-            train_rows=sum(part.rows for part in train),
-            eval_rows=sum(part.rows for part in held_out),
-            eval_bytes=sum(corpus.eval_bytes for corpus in corpora),
-            source_rows=[part.rows for part in train],
-            task=corpora[0].task,
-            audit=asdict(audit_of(corpus.audits[0] for corpus in corpora)) if chat else None,
-            eval_audit=asdict(audit_of(corpus.audits[1] for corpus in corpora)) if chat else None,
+        train, held_out = (
+            [
+                corpus.write(tokenizer, block_size, working / f"{side}-{i}.arrow", unseen)
+                for i, corpus in enumerate(corpora)
+            ]
+            for side, unseen in (("train", False), ("eval", True))
         )
+        smallest = min(written.targets for written in train)
+        if chat is None and smallest < block_size:
+            raise UserError(
+                f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of {name}); "
+                f"use at most {max(smallest, 1)} or more text."
+            )
+        facts = _facts(name, spec, tokenizer, block_size, train, held_out)
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
+
+
+def _facts(
+    dataset: str,
+    spec: str,
+    tokenizer: tok.FastTokenizer,
+    block_size: int,
+    train: list[Written],
+    held_out: list[Written],
+) -> Facts:
+    everything = [*train, *held_out]
+    audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
+    return Facts(
+        dataset=dataset,
+        tokenizer=spec,
+        tokenizer_sha256=tok.digest(tokenizer),
+        data_sha256=hashlib.sha256("".join(written.sha256 for written in everything).encode()).hexdigest(),
+        vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
+        block_size=block_size,
+        documents=sum(written.documents for written in everything),
+        eval_documents=sum(written.documents for written in held_out),
+        train_tokens=sum(written.targets for written in train),
+        eval_tokens=sum(written.targets for written in held_out),
+        train_rows=sum(written.rows for written in train),
+        eval_rows=sum(written.rows for written in held_out),
+        eval_bytes=sum(written.bytes for written in held_out),
+        source_rows=[written.rows for written in train],
+        task="conversations" if audits else "text",
+        audit=asdict(audit_of(audits)) if audits else None,
+        eval_audit=asdict(audit_of(eval_audits)) if audits else None,
+    )

@@ -1,30 +1,45 @@
-"""Rows of tokens on the disk, as memory-mapped Arrow files, which ``datasets`` reads too."""
+"""Rows of tokens on the disk, as memory-mapped Arrow files, which ``datasets`` reads too.
+
+Documents of any length become packed rows of one length with as little padding as can be, and no document is split.
+A packed row holds whole documents one after the other. ``position_ids`` restart at each, which is how attention knows
+where one ends; the first label of each is -100, since nothing before it belongs to it.
+"""
 
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from llmtrain.contract import IGNORED
+
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
 
+    from llmtrain.data.conversations import Audit
+
+Rows: TypeAlias = "TokenRows | datasets.Dataset"
+COLUMNS = ["input_ids", "labels", "position_ids"]
 TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
 
 
 class Written(NamedTuple):
-    """What one file of rows holds."""
+    """One side of a source: the rows to train on, or those held out."""
 
-    targets: int  # tokens that are trained on, or counted in an evaluation
+    documents: int
     rows: int
+    targets: int  # tokens that are trained on, or counted in an evaluation
+    bytes: int  # of the targets' text in UTF-8
     sha256: str  # of the tokens
+    audit: "Audit | None" = None  # of conversations
 
 
 @contextlib.contextmanager
 def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callable[..., None]]:
-    """A function that appends rows: of each column an int32 [rows, width]."""
+    """Open a new file, and yield a function that appends rows to it: of each column an int32 [rows, width]."""
     import datasets
     import pyarrow
 
@@ -34,46 +49,128 @@ def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callab
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write(*values: np.ndarray) -> None:
-            arrays = [
-                pyarrow.FixedSizeListArray.from_arrays(
-                    pyarrow.array(np.ascontiguousarray(value, np.int32).ravel(), pyarrow.int32()), type=field.type
-                )
-                for value, field in zip(values, schema, strict=True)
-            ]
-            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+            flat = [np.ascontiguousarray(value, np.int32).ravel() for value in values]
+            arrays = [pyarrow.FixedSizeListArray.from_arrays(value, type=schema.types[0]) for value in flat]
+            writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
 
         yield write
 
 
 class TokenRows:
-    """Rows of tokens, columns of int32 lists of one length, that stay on the disk. A ``datasets.Dataset`` of them is a
-    property: a run does without, whose every start would spend half a second on importing it."""
+    """Rows of tokens: columns of integer lists of one length.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """The files' rows one after the other; raises ``OSError`` or ``ValueError`` where one is damaged."""
+    A run reads them without ``datasets``, whose import would cost every start half a second.
+    """
+
+    def __init__(self, data: "pyarrow.Table") -> None:
+        self.data = data
+        self.column_names: list[str] = data.column_names
+
+    @classmethod
+    def open(cls, paths: Sequence[Path]) -> "TokenRows":
+        """Map the rows of files, one after the other. Raises ``OSError`` or ``ValueError`` where one is damaged."""
         import pyarrow
 
-        self.paths = paths
         streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
-        self.data = pyarrow.concat_tables(stream.read_all() for stream in streams)
+        return cls(pyarrow.concat_tables(stream.read_all() for stream in streams))
 
     def __len__(self) -> int:
-        return self.data.num_rows
+        return len(self.data)
 
     def __getitem__(self, row: int) -> dict[str, list[int]]:
-        return self.data.slice(row, 1).to_pylist()[0]
-
-    @property
-    def column_names(self) -> list[str]:
-        return self.data.column_names
+        return dict(self.data.slice(row, 1).to_pylist()[0])
 
     @property
     def dataset(self) -> "datasets.Dataset":
+        """A ``datasets.Dataset`` of the rows."""
         import datasets
+        from datasets.fingerprint import generate_random_fingerprint
 
-        return datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in self.paths])
+        return datasets.Dataset(datasets.table.InMemoryTable(self.data), fingerprint=generate_random_fingerprint())
+
+
+def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:
+    """Return the chunks of a column of lists of one length, each as [rows, length], without a copy."""
+    # not by to_numpy(), which imports pandas
+    return [np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1) for chunk in column.chunks if len(chunk)]
 
 
 def hash_place(text: str) -> float:
-    """Where a text falls in [0, 1), by its content alone."""
+    """Return the place of a text in [0, 1), which its content alone decides."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return which documents share a row, by best-fit decreasing (Johnson 1973).
+
+    The longest document that waits goes where the least room is left that holds it. For language models: Ding et al.
+    2024, arXiv:2404.10830.
+
+    Args:
+        lengths: int [documents], each from 1 to ``capacity``.
+    Returns:
+        A list of document numbers a row, in their own order.
+    """
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows with so many places left
+    rooms = 0  # bit r is set where by_room[r] is not empty
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            rooms &= ~(int(not by_room[room]) << room)
+            rows[row].append(document)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([document])
+        left = room - length
+        by_room[left].append(row)
+        rooms |= 1 << left
+    return [sorted(row) for row in rows]
+
+
+class TokenStore:
+    """Documents of tokens, kept in a file while it is not known which of them share a row.
+
+    A token that is not trained is kept as its complement, which is below zero.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(".tokens")
+        self._file = self._path.open("wb")
+        self.lengths: list[int] = []
+
+    def add(self, ids: np.ndarray, trained: np.ndarray) -> None:
+        """Add a document: its tokens, and of each whether it is trained."""
+        self._file.write(np.where(trained, ids, ~ids).astype(np.int32).tobytes())
+        self.lengths.append(len(ids))
+
+    def write_rows(self, path: Path, width: int, packing: bool) -> int:
+        """Write all documents as rows of ``width`` tokens, drop the file, and return the number of rows."""
+        self._file.close()
+        rows = best_fit(np.array(self.lengths, np.int64), width) if packing else [[i] for i in range(len(self.lengths))]
+        columns = COLUMNS if packing else COLUMNS[:2]  # alone in its row a document needs no position_ids
+        with row_table(path, columns, width) as write:
+            count = max(TOKENS_PER_BATCH // width, 1)
+            for start in range(0, len(rows), count):
+                write(*self._filled(rows[start : start + count], width)[: len(columns)])
+        self._path.unlink()
+        return len(rows)
+
+    def _filled(self, rows: list[list[int]], width: int) -> list[np.ndarray]:
+        stored, ends = np.memmap(self._path, np.int32, "r"), np.cumsum(self.lengths)
+        ids, labels, positions = (np.full((len(rows), width), empty, np.int32) for empty in (0, IGNORED, 0))
+        for i, documents in enumerate(rows):
+            at = 0
+            for document in documents:
+                tokens = stored[ends[document] - self.lengths[document] : ends[document]]
+                here = slice(at, at + len(tokens))
+                ids[i, here] = np.maximum(tokens, ~tokens)
+                labels[i, here] = np.where(tokens < 0, IGNORED, tokens)
+                labels[i, at] = IGNORED
+                positions[i, here] = np.arange(len(tokens))
+                at = here.stop
+            positions[i, at:] = np.arange(width - at)  # padding is a document of its own
+        return [ids, labels, positions]

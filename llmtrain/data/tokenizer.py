@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -14,18 +14,22 @@ from llmtrain.errors import UserError, hub_said
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
 TRAINED = ("char", "byte", "bpe")  # kinds that are made from the data
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def is_trained(spec: str) -> bool:
-    """Whether ``--tokenizer spec`` is made from the data (else it is a folder or a hub name)."""
+    """Return whether ``--tokenizer spec`` is made from the data (else it is a folder or a hub name)."""
     return spec.partition(":")[0] in TRAINED and not Path(spec).exists()
 
 
 def vocabulary_size(spec: str) -> int:
-    """N of ``bpe:N``; raises :class:`UserError` where it is not a number that a byte-level BPE can have."""
+    """Return N of ``bpe:N``, and 0 for ``char`` and ``byte``.
+
+    Raises :class:`UserError` where N is not a number that a byte-level BPE can have.
+    """
     smallest = len(_BYTES) + 1  # every byte, and the end of text
     kind, _, size = spec.partition(":")
     if kind != "bpe":
@@ -47,12 +51,12 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     kind = spec.partition(":")[0]
     if kind == "char":
         alphabet = sorted({character for text in everything() for character in set(text)})
-        vocabulary = {END_OF_TEXT: 0} | {character: i for i, character in enumerate(alphabet, start=1)}
+        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
     else:
-        vocabulary = {END_OF_TEXT: 0} | {byte: i for i, byte in enumerate(_BYTES, start=1)}
+        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -66,40 +70,36 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     return tokenizer
 
 
-def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> "PreTrainedTokenizerFast":
-    """The trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
+def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastTokenizer:
+    """Return the trained tokenizer as every Hugging Face tool expects it; end-of-text plays GPT-2's three parts."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        model_max_length=block_size,
-        clean_up_tokenization_spaces=False,
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
+        tokenizer_object=tokenizer, model_max_length=block_size, clean_up_tokenization_spaces=False, **tokens
     )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
-    """A tokenizer's folder or hub name. It must be a fast one and know how a text ends."""
-    from transformers import AutoTokenizer
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> FastTokenizer:
+    """Load a tokenizer's folder or hub name. Raises :class:`UserError` unless it is a fast one that can end a text."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(
             f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
             f"failed: {hub_said(error)}"
         ) from None
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name} has no end-of-text token (eos_token) to join documents with.")
     return tokenizer
 
 
-def digest(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """What identifies a tokenizer, wherever it was loaded from."""
+def digest(tokenizer: FastTokenizer) -> str:
+    """Return the sha256 that identifies a tokenizer, wherever it was loaded from."""
     content = tokenizer.backend_tokenizer.to_str() + json.dumps(
         [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template], sort_keys=True, default=str
     )

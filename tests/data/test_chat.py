@@ -334,9 +334,9 @@ def test_what_is_no_conversation_is_said_in_one_line(record, format, reason):
 def test_chatml_adds_its_tokens_once():
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT)), block_size=32)
     size = len(tokenizer)
-    assert set_template(tokenizer, "chatml") == 2
+    assert len(set_template(tokenizer, "chatml")) == 2
     assert len(tokenizer) == size + 2
-    assert set_template(tokenizer, "chatml") == set_template(tokenizer, None) == 0
+    assert set_template(tokenizer, "chatml") == set_template(tokenizer, None) == []
     assert (tokenizer.bos_token, tokenizer.eos_token) == (tok.END_OF_TEXT,) * 2
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end_of_turn_ids(tokenizer) == {end, tokenizer.eos_token_id}
@@ -348,7 +348,7 @@ def test_the_template_and_its_tokens_outlive_saving_and_loading(tmp_path):
     set_template(made, "chatml")
     made.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert set_template(loaded, None) == 0
+    assert set_template(loaded, None) == []
     assert end_of_turn_ids(loaded) == end_of_turn_ids(made)
     np.testing.assert_array_equal(Renderer(loaded)(chat("a", "b")).ids, Renderer(made)(chat("a", "b")).ids)
     assert said(loaded, chat("a", "b")) == ["b<|im_end|>"]
@@ -394,7 +394,7 @@ def test_a_template_can_be_a_file(tmp_path):
     path = tmp_path / "llama.jinja"
     path.write_text(marked(TEMPLATES["llama"]))
     tokenizer = make(TEMPLATES["chatml"])
-    assert set_template(tokenizer, str(path)) == 0
+    assert set_template(tokenizer, str(path)) == []
     assert said(tokenizer, chat("a", "b")) == ["b<|eot_id|>"]
 
 

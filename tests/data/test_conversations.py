@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import rows as preparation
+from llmtrain.data import rows as tokenizing
 from llmtrain.data.chat import conversation_of
 from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _as_text, _limit_of, audit_of
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _limit_of, _place_of, audit_of
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.rows import PreparedData, prepare
+from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import open_source
-from llmtrain.data.table import hash_place
 from llmtrain.errors import UserError
 from tests.data.test_rows import complaint, left_behind
 
@@ -72,13 +71,13 @@ FLAGS = set(ChatConfig.__dataclass_fields__)
 
 
 def arguments(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> tuple:
-    """What :func:`prepare` takes; a setting finds its way into the dataclass that has it."""
+    """What :func:`tokenize` takes; a setting finds its way into the dataclass that has it."""
     flags = {name: settings.pop(name) for name in FLAGS & set(settings)}
     return config(write(folder / "chats.jsonl", records), **settings), block_size, ChatConfig(**flags)
 
 
-def prepare_chats(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> PreparedData:
-    return prepare(*arguments(folder, records, block_size, **settings))
+def tokenize_chats(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> Tokenized:
+    return tokenize(*arguments(folder, records, block_size, **settings))
 
 
 def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
@@ -93,16 +92,16 @@ def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]
     return found if trained[-1] else found[:-1]
 
 
-def texts_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
+def texts_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
     """Each conversation as the model meets it."""
-    decode = prepared.tokenizer.decode
+    decode = made.tokenizer.decode
     return [decode(ids) for row in rows or [] for ids, _ in documents_of(row)]
 
 
-def answers_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
+def answers_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
     """Of each conversation, what is trained."""
     found = [labels for row in rows or [] for _, labels in documents_of(row)]
-    return [prepared.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found]
+    return [made.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found]
 
 
 def shown(record: dict) -> str:
@@ -136,14 +135,14 @@ SAID = [
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(tmp_path, tokenizer, packing):
-    prepared = prepare_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
-    by_text = dict(zip(texts_of(prepared.train, prepared), answers_of(prepared.train, prepared), strict=True))
+    made = tokenize_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
+    by_text = dict(zip(texts_of(made.train, made), answers_of(made.train, made), strict=True))
     assert by_text == {shown(record): answers(record) for record in SAID}
-    assert prepared.packed == packing
-    labels = np.array(prepared.train.dataset["labels"])
-    assert labels.shape == (prepared.facts.train_rows, BLOCK + 1)
-    assert prepared.facts.train_tokens == (labels != IGNORED).sum()
-    assert (prepared.facts.train_rows < len(SAID)) == packing
+    assert made.packed == packing
+    labels = np.array(made.train.dataset["labels"])
+    assert labels.shape == (made.facts.train_rows, BLOCK + 1)
+    assert made.facts.train_tokens == (labels != IGNORED).sum()
+    assert (made.facts.train_rows < len(SAID)) == packing
 
 
 def test_a_first_token_is_no_target_even_where_the_template_says_so(tmp_path):
@@ -151,18 +150,18 @@ def test_a_first_token_is_no_target_even_where_the_template_says_so(tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.role == 'user' %}.{% endif %}"
         "{% endfor %}"
     )
-    prepared = prepare_chats(tmp_path, [chat("ab", "cd")], chat_template=str(tmp_path / "t"))
-    assert texts_of(prepared.train, prepared) == ["ab.cd"]
-    assert answers_of(prepared.train, prepared) == ["bcd"]
+    made = tokenize_chats(tmp_path, [chat("ab", "cd")], chat_template=str(tmp_path / "t"))
+    assert texts_of(made.train, made) == ["ab.cd"]
+    assert answers_of(made.train, made) == ["bcd"]
 
 
 def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path):
-    trained = prepare_chats(tmp_path, SAID)
+    trained = tokenize_chats(tmp_path, SAID)
     trained.tokenizer.save_pretrained(tmp_path / "chatty")
     trained.tokenizer.chat_template = None
     trained.tokenizer.save_pretrained(tmp_path / "silent")
     for name, template in [("chatty", None), ("chatty", "chatml"), ("silent", "chatml")]:
-        loaded = prepare_chats(tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template)
+        loaded = tokenize_chats(tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template)
         assert loaded.facts.data_sha256 == trained.facts.data_sha256
         assert loaded.train.dataset[:] == trained.train.dataset[:]
     assert "give --chat_template" in complaint(*arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent")))
@@ -184,19 +183,19 @@ TURNS = [("one", "1"), ("two ü", "2"), ("three", "drei")]
     [*((name, suffix) for name in FORMATS for suffix in ("jsonl", "parquet")), ("alpaca", "csv")],
 )
 def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
-    reference = prepare_chats(tmp_path, [chat(*turn) for turn in TURNS])
+    reference = tokenize_chats(tmp_path, [chat(*turn) for turn in TURNS])
     path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*turn) for turn in TURNS])
-    prepared = prepare(config(path), BLOCK, ChatConfig())
-    assert prepared.train.dataset[:] == reference.train.dataset[:]
-    assert prepared.facts.data_sha256 == reference.facts.data_sha256
-    assert (prepared.facts.task, prepared.facts.documents) == ("conversations", 3)
+    made = tokenize(config(path), BLOCK, ChatConfig())
+    assert made.train.dataset[:] == reference.train.dataset[:]
+    assert made.facts.data_sha256 == reference.facts.data_sha256
+    assert (made.facts.task, made.facts.documents) == ("conversations", 3)
     assert f"what assistants say: the records are {format}\n" in capsys.readouterr().out
 
 
 def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):
     both = chat("from", "messages") | FORMATS["prompt_completion"]("from", "the completion") | {"text": "a text"}
     found = {
-        format: answers_of((p := prepare_chats(tmp_path, [both], format=format)).train, p)
+        format: answers_of((p := tokenize_chats(tmp_path, [both], format=format)).train, p)
         for format in ("auto", "messages", "prompt_completion")
     }
     assert found == {
@@ -204,7 +203,7 @@ def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_severa
         "messages": [f"messages{END}"],
         "prompt_completion": [f"the completion{END}"],
     }
-    assert prepare_chats(tmp_path, [both], block_size=4, format="text").facts.task == "text"
+    assert tokenize_chats(tmp_path, [both], block_size=4, format="text").facts.task == "text"
 
 
 def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
@@ -216,11 +215,11 @@ def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
 def test_a_text_stays_a_text(tmp_path, capsys, name):
     path = tmp_path / name
     path.write_text("some words" if name == "a.txt" else '{"text": "some words"}\n')
-    plain = prepare(config(path), 4)
-    prepared = prepare(config(path), 4, ChatConfig())
-    assert prepared.facts == plain.facts
-    assert (prepared.facts.task, prepared.facts.audit, prepared.ends) == ("text", None, ())
-    assert not prepared.packed
+    plain = tokenize(config(path), 4)
+    made = tokenize(config(path), 4, ChatConfig())
+    assert made.facts == plain.facts
+    assert (made.facts.task, made.facts.audit, made.ends) == ("text", None, ())
+    assert not made.packed
     out = capsys.readouterr().out
     assert "; found in the cache\n" in out
     assert "fine-tuning" not in out
@@ -253,13 +252,13 @@ MANY = [*chats(10), chat("u", "v", "w", "x"), LONG_ANSWER, LONG_QUESTION, CONTRO
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
-    prepared = prepare_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
+    made = tokenize_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
     usual, cut = MANY[:11], overlong == "truncate"
     tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
     answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
     trained = answered + cut * (BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10))  # without both headers and the question
     rows = 4 + cut
-    assert prepared.facts.audit == {
+    assert made.facts.audit == {
         "conversations": 16,
         "bad": 3,
         "overlong": 2,
@@ -273,7 +272,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
         "ended": 12,
     }
     assert printed(capsys, "audit") == [
-        f"{11 + cut} of 16 conversations: 2 overlong {'cut' if cut else 'dropped'}, "
+        f"{11 + cut} of 16 conversations: 2 overlong {'truncated' if cut else 'dropped'}, "
         f"{int(cut)} without a trained token and 3 bad ones left out",
         f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
         f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
@@ -281,15 +280,15 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
 
 
 def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
-    audit = prepare_chats(tmp_path, MANY, on_bad_row="skip", packing=False).facts.audit
+    audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).facts.audit
     assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
 
 
 @pytest.mark.parametrize(("template", "ended"), [(ENDED, 3), (ENDLESS, 0)])
 def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, template, ended):
     (tmp_path / "t").write_text(template)
-    prepared = prepare_chats(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
-    audit = Audit(**prepared.facts.audit)
+    made = tokenize_chats(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
+    audit = Audit(**made.facts.audit)
     assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
     assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns train their end")
 
@@ -298,8 +297,8 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
     assert audit_of(parts) == Audit(*range(101, 123, 2))
     paths = [write(tmp_path / name, records) for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]]
-    alone, beside = (prepare(config(path), BLOCK, ChatConfig()).facts.audit for path in paths)
-    both = prepare(config(*paths), BLOCK, ChatConfig()).facts.audit
+    alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).facts.audit for path in paths)
+    both = tokenize(config(*paths), BLOCK, ChatConfig()).facts.audit
     assert both == {name: alone[name] + beside[name] for name in alone}
 
 
@@ -309,7 +308,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(tmp_pat
     given = arguments(tmp_path, records, block_size=36 + room, overlong="error")
     assert size_of(records[2]) == 37
     if said is None:
-        assert prepare(*given).facts.audit["kept"] == 5
+        assert tokenize(*given).facts.audit["kept"] == 5
     else:
         assert f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong" in complaint(*given)
         assert left_behind(cache) == []
@@ -333,7 +332,7 @@ def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tok
     if on_bad_row == "error":
         assert "line 4: it holds half of a surrogate pair" in complaint(*given)
     else:
-        audit = prepare(*given).facts.audit
+        audit = tokenize(*given).facts.audit
         assert (audit["bad"], audit["kept"]) == (1, 3)
 
 
@@ -369,11 +368,11 @@ def test_a_mask_that_cannot_be_meant_is_an_error_and_leaves_nothing_behind(
 
 def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[str], list[str]]:
     """The texts of both sides, in order of the rows."""
-    prepared = prepare_chats(folder, records, eval_fraction=fraction)
-    train, held_out = (texts_of(rows, prepared) for rows in (prepared.train, prepared.eval))
+    made = tokenize_chats(folder, records, eval_fraction=fraction)
+    train, held_out = (texts_of(rows, made) for rows in (made.train, made.eval))
     assert sorted(train + held_out) == sorted(map(shown, records))
     assert not set(train) & set(held_out)
-    facts = prepared.facts
+    facts = made.facts
     assert (facts.documents, facts.eval_documents) == (len(records), len(held_out))
     return train, held_out
 
@@ -397,8 +396,8 @@ def test_held_out_conversations_never_move_when_others_are_added_or_all_are_shuf
 def test_the_sides_are_the_same_whatever_tokenizer_and_rows_are_made(tmp_path):
     sides = set()
     for variant in ({}, {"packing": False}, {"tokenizer": "bpe:300"}, {"block_size": 200}, {"overlong": "truncate"}):
-        prepared = prepare_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
-        sides.add(tuple(sorted(texts_of(prepared.eval, prepared))))
+        made = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
+        sides.add(tuple(sorted(texts_of(made.eval, made))))
     assert len(sides) == 1
 
 
@@ -411,9 +410,9 @@ def test_of_a_few_conversations_some_are_held_out_and_some_are_not(tmp_path, cou
 
 
 def test_a_single_conversation_is_trained_on(tmp_path):
-    prepared = prepare_chats(tmp_path, chats(1), eval_fraction=0.9)
-    assert prepared.eval is None
-    assert prepared.facts.eval_bytes == prepared.facts.eval_tokens == 0
+    made = tokenize_chats(tmp_path, chats(1), eval_fraction=0.9)
+    assert made.eval is None
+    assert made.facts.eval_bytes == made.facts.eval_tokens == 0
 
 
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
@@ -442,59 +441,59 @@ def test_copies_of_one_conversation_are_on_one_side(tmp_path, copies):
 
 def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
     records = [*SAID, LONG_ANSWER, LONG_QUESTION]
-    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5)
-    said = "".join(answers_of(prepared.eval, prepared))
+    made = tokenize_chats(tmp_path, records, eval_fraction=0.5)
+    said = "".join(answers_of(made.eval, made))
     assert END in said
-    assert prepared.facts.eval_bytes == len(said.replace(END, "").encode())
-    assert prepared.facts.eval_tokens == prepared.facts.eval_bytes + said.count(END)
+    assert made.facts.eval_bytes == len(said.replace(END, "").encode())
+    assert made.facts.eval_tokens == made.facts.eval_bytes + said.count(END)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
     records = [chat("q", f"{i}.", "r", str(7 ** (i + 500))) for i in range(4)]
-    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer)
-    for said in (held_out := answers_of(prepared.eval, prepared)):
+    made = tokenize_chats(tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer)
+    for said in (held_out := answers_of(made.eval, made)):
         first, cut = said.split(END)
         assert first + END + cut in (answers(record)[: len(said)] for record in records)
-    assert prepared.facts.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
+    assert made.facts.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
     records = chats(40)
-    prepared = prepare_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:270")
+    made = tokenize_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:270")
     data = arguments(tmp_path, records, eval_fraction=0.5)
-    found = Conversations(open_source(data[0].dataset[0], data[0]), "messages", data[0], data[2])
-    train = texts_of(prepared.train, prepared)
+    found = Conversations(open_source(data[0].dataset[0]), "messages", data[0], data[2])
+    train = texts_of(made.train, made)
     expected = [m["content"] for record in records if shown(record) in train for m in record["messages"]]
-    assert list(found.train()) == expected
-    assert list(found.everything()) == [m["content"] for record in records for m in record["messages"]]
+    assert list(found.texts(held_out=False)) == expected
+    assert list(found.texts()) == [m["content"] for record in records for m in record["messages"]]
 
 
 def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
-    prepared = prepare_chats(tmp_path, chats(20), eval_fraction=0.2)
-    question = prepared.unseen_question()
-    held_out = texts_of(prepared.eval, prepared)
-    asked = prepared.tokenizer.decode(question)
+    made = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    question = made.unseen_question()
+    held_out = texts_of(made.eval, made)
+    asked = made.tokenizer.decode(question)
     assert asked in [text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out]
-    assert prepared.tokenizer.convert_tokens_to_ids(END) in prepared.ends
+    assert made.tokenizer.convert_tokens_to_ids(END) in made.ends
 
 
 # --- found again, or not ---
 
 
-def test_what_was_prepared_is_found_again_without_reading_the_conversations(tmp_path, monkeypatch, capsys):
+def test_what_was_tokenised_is_found_again_without_reading_the_conversations(tmp_path, monkeypatch, capsys):
     given = arguments(tmp_path, chats(20), eval_fraction=0.2)
-    first = prepare(*given)
+    first = tokenize(*given)
     before = capsys.readouterr().out
-    assert "; prepared\n" in before
+    assert "; tokenised\n" in before
     assert before.count("\naudit ") == 2
 
     def unread(*_):
         raise AssertionError("the conversations were read again")
 
-    monkeypatch.setattr(preparation, "Conversations", unread)
-    second = prepare(*given)
-    assert capsys.readouterr().out == before.replace("; prepared\n", "; found in the cache\n")
+    monkeypatch.setattr(tokenizing, "Conversations", unread)
+    second = tokenize(*given)
+    assert capsys.readouterr().out == before.replace("; tokenised\n", "; found in the cache\n")
     assert second.facts == first.facts
     for side in ("train", "eval"):
         assert [*getattr(second, side)] == [*getattr(first, side)]
@@ -513,22 +512,22 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
         {"chat_template": "chatml"},
         {"format": "messages"},
     ]
-    for said in ("prepared", "found in the cache"):
+    for said in ("tokenised", "found in the cache"):
         for variant in variants:
-            prepare_chats(tmp_path, **{"records": chats(8)} | variant)
+            tokenize_chats(tmp_path, **{"records": chats(8)} | variant)
             assert f"; {said}\n" in capsys.readouterr().out, variant
 
 
 def test_a_template_whose_file_has_changed_makes_new_rows(tmp_path, capsys):
     template = tmp_path / "t.jinja"
     for text, shown, said in [
-        (ENDED, "user:0?", "prepared"),
-        (ENDED.replace("m.role +", "m.role | upper +"), "USER:0?", "prepared"),
+        (ENDED, "user:0?", "tokenised"),
+        (ENDED.replace("m.role +", "m.role | upper +"), "USER:0?", "tokenised"),
         (ENDED, "user:0?", "found in the cache"),
     ]:
         template.write_text(text)
-        prepared = prepare_chats(tmp_path, chats(1), chat_template=str(template))
-        assert texts_of(prepared.train, prepared)[0].startswith(shown)
+        made = tokenize_chats(tmp_path, chats(1), chat_template=str(template))
+        assert texts_of(made.train, made)[0].startswith(shown)
         assert f"; {said}\n" in capsys.readouterr().out
 
 
@@ -536,7 +535,7 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
     for name, template in {"ended": ENDED, "endless": ENDLESS}.items():
         (tmp_path / name).write_text(template)
     usual, moved, mask, unpacked, wider, longer = (
-        prepare_chats(tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant)
+        tokenize_chats(tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant)
         for variant in (
             {},
             {"overlong": "truncate", "on_bad_row": "skip"},
@@ -560,14 +559,14 @@ def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_pro
         write(tmp_path / "a.jsonl", chats(30)),
         write(tmp_path / "b.parquet", [FORMATS["alpaca"](f"b{i}", "from b") for i in range(12)]),
     ]
-    prepared = prepare(config(*paths, mixture=[3, 1], eval_fraction=0.2), BLOCK, ChatConfig())
-    facts, first = prepared.facts, prepared.facts.source_rows[0]
-    assert sum(facts.source_rows) == facts.train_rows == len(prepared.train)
-    from_b = [{"from b" in text for text in texts_of([row], prepared)} for row in prepared.train]
+    made = tokenize(config(*paths, mixture=[3, 1], eval_fraction=0.2), BLOCK, ChatConfig())
+    facts, first = made.facts, made.facts.source_rows[0]
+    assert sum(facts.source_rows) == facts.train_rows == len(made.train)
+    from_b = [{"from b" in text for text in texts_of([row], made)} for row in made.train]
     assert from_b == [{False}] * first + [{True}] * facts.source_rows[1]
     assert facts.documents == 42
-    assert prepared.mixture is not None
-    drawn = prepared.mixture.rows_at(np.arange(40), seed=0)
+    assert made.mixture is not None
+    drawn = made.mixture.rows_at(np.arange(40), seed=0)
     assert (drawn < first).sum() == 30
     assert set(drawn.tolist()) == set(range(facts.train_rows))
 
@@ -575,13 +574,13 @@ def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_pro
 def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp_path):
     paths = [write(tmp_path / "a.jsonl", chats(1)), write(tmp_path / "b.jsonl", chats(20, 50))]
     for sources in (paths, paths[::-1]):
-        prepared = prepare(config(*sources, eval_fraction=0.2), BLOCK, ChatConfig())
-        sides = texts_of(prepared.train, prepared) + texts_of(prepared.eval, prepared)
+        made = tokenize(config(*sources, eval_fraction=0.2), BLOCK, ChatConfig())
+        sides = texts_of(made.train, made) + texts_of(made.eval, made)
         assert sorted(sides) == sorted(map(shown, chats(1) + chats(20, 50)))
-        assert shown(chats(1)[0]) in texts_of(prepared.train, prepared)
-        assert prepared.facts.eval_rows == len(prepared.eval)
-        said = "".join(answers_of(prepared.eval, prepared)).replace(END, "")
-        assert prepared.facts.eval_bytes == len(said.encode())
+        assert shown(chats(1)[0]) in texts_of(made.train, made)
+        assert made.facts.eval_rows == len(made.eval)
+        said = "".join(answers_of(made.eval, made)).replace(END, "")
+        assert made.facts.eval_bytes == len(said.encode())
 
 
 def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monkeypatch):
@@ -592,21 +591,21 @@ def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monke
     for ending in ("", "{# edited #}!"):
         template.write_text(body + ending)
         data = config(write(tmp_path / "a.jsonl", chats(4)))
-        rows.append(prepare(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).facts.data_sha256)
+        rows.append(tokenize(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).facts.data_sha256)
     assert rows[0] != rows[1]
 
 
 def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
     with pytest.raises(UserError, match="--tokenizer char knows no letters but the data's"):
-        prepare(config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig())
+        tokenize(config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig())
 
 
 def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     def place(record: dict) -> float:
-        return hash_place(_as_text(conversation_of(record, "messages")))
+        return _place_of(conversation_of(record, "messages"))
 
     shorts = chats(6)
     long = next(r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts)))
-    prepared = prepare_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
-    assert prepared.eval is None
+    made = tokenize_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
+    assert made.eval is None
     assert "held out  0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.loader import GlobalBatchSampler, mixed_slots_of, train_loader
-from llmtrain.data.mixture import Mixture
+from llmtrain.data.loader import GlobalBatchSampler, slots_of, train_loader
+from llmtrain.data.order import Mixture
 from llmtrain.errors import UserError
 from tests.data.test_loader import of_process
 
@@ -79,7 +79,7 @@ def test_no_proportions_are_off_by_more(n, data):
 def test_the_check_of_proportions_catches_sources_that_take_turns_in_blocks():
     mixture = mixed([5, 3, 2])
     mixture.deal = np.sort(mixture.deal)
-    mixture.earlier = [np.cumsum(mixture.deal == i) - (mixture.deal == i) for i in range(3)]
+    mixture.earlier = np.concatenate([np.arange(count) for count in mixture.counts])
     with pytest.raises(AssertionError):
         check_bounds(mixture)
 
@@ -232,4 +232,4 @@ def test_the_global_batch_decides_where_a_step_ends_and_nothing_else(size):
     slots = [slot for batch in GlobalBatchSampler(23, size, range(56 // size), 5, MIXTURE) for slot in batch]
     assert [slot.position for slot in slots] == list(range(56))
     assert [slot.row for slot in slots] == MIXTURE.rows_at(np.arange(56), 5).tolist()
-    assert all(type(slot.row) is int for slot in mixed_slots_of(3, MIXTURE, size, 5))
+    assert all(type(slot.row) is int for slot in slots_of(3, 23, size, 5, MIXTURE))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import packing
+from llmtrain.data import table
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.packing import TokenStore, best_fit
+from llmtrain.data.table import TokenStore, best_fit
 
 RANDOM = [(capacity, count, seed) for capacity in (1, 7, 64, 1000) for count in (1, 40, 400) for seed in range(3)]
 
@@ -155,7 +155,7 @@ def segments(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("rows_per_batch", [1, 3, 1024])
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_hold_every_document_once_with_its_labels_and_positions(tmp_path, monkeypatch, packed, rows_per_batch):
-    monkeypatch.setattr(packing, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
+    monkeypatch.setattr(table, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
     found, padding = {}, 0
     for row in rows_of(tmp_path, packing=packed):
         *whole, last = segments(row)

@@ -1,4 +1,4 @@
-"""Documents -> rows: no token is lost, doubled or moved, and a preparation is made once or not at all."""
+"""Documents -> rows: no token is lost, doubled or moved, and a tokenizing is made once or not at all."""
 
 import json
 import random
@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmtrain.data import rows as preparation
+from llmtrain.data import rows as tokenizing
 from llmtrain.data import sources
 from llmtrain.data import text as plain_text
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.rows import PreparedData, prepare
+from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from tests.launching import PYTHON, run
 
@@ -52,8 +52,8 @@ def config(path: Path, **settings) -> DataConfig:
     return DataConfig(**{"dataset": [str(path)], "tokenizer": "byte", "eval_fraction": 0.0} | settings)
 
 
-def prepare_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **settings) -> PreparedData:
-    return prepare(config(write(folder / "corpus.jsonl", texts), **settings), block_size)
+def tokenize_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **settings) -> Tokenized:
+    return tokenize(config(write(folder / "corpus.jsonl", texts), **settings), block_size)
 
 
 def stream(rows: Iterable[dict] | None) -> list[int]:
@@ -69,28 +69,28 @@ def stream(rows: Iterable[dict] | None) -> list[int]:
     return tokens.tolist()
 
 
-def documents_of(rows: Iterable[dict] | None, prepared: PreparedData) -> list[str]:
-    end = prepared.tokenizer.eos_token_id
+def documents_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
+    end = made.tokenizer.eos_token_id
     tokens = stream(rows)
     if not tokens:
         return []
     assert tokens[0] == tokens[-1] == end
     ends = [i for i, token in enumerate(tokens) if token == end]
-    return [prepared.tokenizer.decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
+    return [made.tokenizer.decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
 
 
-def uncut(texts: list[str], prepared: PreparedData) -> list[int]:
+def uncut(texts: list[str], made: Tokenized) -> list[int]:
     """The stream, each document tokenised whole."""
-    backend = prepared.tokenizer.backend_tokenizer
+    backend = made.tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
-    end = prepared.tokenizer.eos_token_id
+    end = made.tokenizer.eos_token_id
     encoded = (backend.encode(text, add_special_tokens=False).ids for text in texts)
     return [end, *(token for ids in encoded for token in [*ids, end])]
 
 
 def complaint(*arguments, **options) -> str:
     with pytest.raises(UserError) as caught:
-        prepare(*arguments, **options)
+        tokenize(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -102,27 +102,27 @@ def left_behind(cache: Path) -> list[str]:
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:300"])
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64])
 def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer, block_size):
-    prepared = prepare_texts(tmp_path, TEXTS, block_size, tokenizer=tokenizer)
-    tokens = stream(prepared.train)
-    assert tokens == uncut(TEXTS, prepared)
-    targets = np.array(prepared.train.dataset[:]["input_ids"])[:, 1:]
-    assert (targets != IGNORED).sum() == len(tokens) - 1 == prepared.facts.train_tokens
-    assert targets.shape == (prepared.facts.train_rows, block_size)
-    assert prepared.facts.train_rows == -(-prepared.facts.train_tokens // block_size)
+    made = tokenize_texts(tmp_path, TEXTS, block_size, tokenizer=tokenizer)
+    tokens = stream(made.train)
+    assert tokens == uncut(TEXTS, made)
+    targets = np.array(made.train.dataset[:]["input_ids"])[:, 1:]
+    assert (targets != IGNORED).sum() == len(tokens) - 1 == made.facts.train_tokens
+    assert targets.shape == (made.facts.train_rows, block_size)
+    assert made.facts.train_rows == -(-made.facts.train_tokens // block_size)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:300"])
 def test_documents_come_back_exactly_and_in_their_order(tmp_path, tokenizer):
-    prepared = prepare_texts(tmp_path, TEXTS, tokenizer=tokenizer)
-    assert documents_of(prepared.train, prepared) == TEXTS
-    assert stream(prepared.train).count(prepared.tokenizer.eos_token_id) == len(TEXTS) + 1
+    made = tokenize_texts(tmp_path, TEXTS, tokenizer=tokenizer)
+    assert documents_of(made.train, made) == TEXTS
+    assert stream(made.train).count(made.tokenizer.eos_token_id) == len(TEXTS) + 1
 
 
 def test_byte_tokens_are_the_bytes(tmp_path):
-    prepared = prepare_texts(tmp_path, ["abca", "b"], block_size=3)
-    a, b, c = (prepared.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
-    assert stream(prepared.train) == [0, a, b, c, a, 0, b, 0]
-    assert np.array(prepared.train.dataset[:]["input_ids"]).dtype.kind == "i"
+    made = tokenize_texts(tmp_path, ["abca", "b"], block_size=3)
+    a, b, c = (made.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
+    assert stream(made.train) == [0, a, b, c, a, 0, b, 0]
+    assert np.array(made.train.dataset[:]["input_ids"]).dtype.kind == "i"
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
@@ -156,7 +156,7 @@ def long_text() -> str:
 
 
 def cut_every(monkeypatch, piece: int, batch: int) -> None:
-    monkeypatch.setattr(plain_text, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(plain_text, "_SEGMENT_CHARACTERS", piece)
     monkeypatch.setattr(plain_text, "_ENCODE_CHARACTERS", batch)
 
 
@@ -167,32 +167,32 @@ def test_a_document_cut_into_pieces_gives_the_tokens_of_the_uncut_one(
 ):
     cut_every(monkeypatch, *sizes)
     texts = [long_text, "short", "", long_text[:50]]
-    prepared = prepare_texts(tmp_path, texts, tokenizer=tokenizer)
-    assert stream(prepared.train) == uncut(texts, prepared)
-    assert documents_of(prepared.train, prepared) == texts
+    made = tokenize_texts(tmp_path, texts, tokenizer=tokenizer)
+    assert stream(made.train) == uncut(texts, made)
+    assert documents_of(made.train, made) == texts
 
 
 @pytest.mark.parametrize("separator", ["\x1c", "\x1d", "\x1e", "\x1f"])
 def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_to_cut(monkeypatch, tmp_path, separator):
     texts = [f"ab! {f'!{separator}' * 20}\n" * 20]
     cut_every(monkeypatch, 7, 1000)
-    prepared = prepare_texts(tmp_path, texts, tokenizer="bpe:300")
-    assert stream(prepared.train) == uncut(texts, prepared)
+    made = tokenize_texts(tmp_path, texts, tokenizer="bpe:300")
+    assert stream(made.train) == uncut(texts, made)
 
 
 def test_the_test_of_cutting_can_fail(monkeypatch, tmp_path, long_text):
-    monkeypatch.setattr(plain_text, "_pieces", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
-    prepared = prepare_texts(tmp_path, [long_text], tokenizer="bpe:400")
-    assert stream(prepared.train) != uncut([long_text], prepared)
+    monkeypatch.setattr(plain_text, "_segments", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
+    made = tokenize_texts(tmp_path, [long_text], tokenizer="bpe:400")
+    assert stream(made.train) != uncut([long_text], made)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 50, 10**6])
 def test_pieces_join_to_the_text_and_are_not_much_longer_than_asked(monkeypatch, long_text, piece):
-    monkeypatch.setattr(plain_text, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(plain_text, "_SEGMENT_CHARACTERS", piece)
     for text in [long_text, "", "x", " ", "no-white-space-at-all" * 9, "   ", " lead", "trail "]:
-        assert "".join(plain_text._pieces(text)) == text
+        assert "".join(plain_text._segments(text)) == text
     longest = max(len(word) for word in re.findall(r"\S*\s*", long_text))
-    assert max(map(len, plain_text._pieces(long_text))) <= piece + longest
+    assert max(map(len, plain_text._segments(long_text))) <= piece + longest
 
 
 def some_documents(count: int) -> list[str]:
@@ -200,11 +200,11 @@ def some_documents(count: int) -> list[str]:
 
 
 def split_of(folder: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
-    prepared = prepare_texts(folder, texts, block_size=4, eval_fraction=fraction)
-    train, held_out = documents_of(prepared.train, prepared), documents_of(prepared.eval, prepared)
-    assert prepared.facts.eval_bytes == sum(len(text.encode()) for text in held_out)
-    assert prepared.facts.eval_documents == len(held_out)
-    assert prepared.facts.documents == len(texts)
+    made = tokenize_texts(folder, texts, block_size=4, eval_fraction=fraction)
+    train, held_out = documents_of(made.train, made), documents_of(made.eval, made)
+    assert made.facts.eval_bytes == sum(len(text.encode()) for text in held_out)
+    assert made.facts.eval_documents == len(held_out)
+    assert made.facts.documents == len(texts)
     return train, held_out
 
 
@@ -269,89 +269,91 @@ def test_of_a_single_document_the_last_part_is_held_out(tmp_path, fraction):
 
 @pytest.mark.parametrize("texts", [["one document of some words"], some_documents(20)], ids=["one", "many"])
 def test_without_a_fraction_nothing_is_held_out(tmp_path, texts):
-    prepared = prepare_texts(tmp_path, texts)
-    assert prepared.eval is None
-    assert documents_of(prepared.train, prepared) == texts
-    facts = prepared.facts
+    made = tokenize_texts(tmp_path, texts)
+    assert made.eval is None
+    assert documents_of(made.train, made) == texts
+    facts = made.facts
     assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (0, 0, 0, 0)
 
 
 def test_held_out_characters_are_in_the_alphabet(tmp_path):
     texts = [*some_documents(50), *(f"held out perhaps: {chr(0x4E00 + i)}" for i in range(200))]
-    prepared = prepare_texts(tmp_path, texts, tokenizer="char", eval_fraction=0.2)
-    assert sorted(documents_of(prepared.train, prepared) + documents_of(prepared.eval, prepared)) == sorted(texts)
+    made = tokenize_texts(tmp_path, texts, tokenizer="char", eval_fraction=0.2)
+    assert sorted(documents_of(made.train, made) + documents_of(made.eval, made)) == sorted(texts)
 
 
-def test_facts_tell_what_was_prepared(tmp_path):
+def test_facts_tell_what_was_tokenised(tmp_path):
     texts = some_documents(100)
-    prepared = prepare_texts(tmp_path, texts, tokenizer="bpe:300", eval_fraction=0.2)
-    facts = prepared.facts
+    made = tokenize_texts(tmp_path, texts, tokenizer="bpe:300", eval_fraction=0.2)
+    facts = made.facts
     assert facts.dataset == str(tmp_path / "corpus.jsonl")
     assert (facts.tokenizer, facts.vocabulary, facts.block_size) == ("bpe:300", 300, BLOCK)
-    assert facts.tokenizer_sha256 == tok.digest(prepared.tokenizer)
-    assert (facts.train_rows, facts.eval_rows) == (len(prepared.train), len(prepared.eval))
-    assert (facts.train_tokens, facts.eval_tokens) == (len(stream(prepared.train)) - 1, len(stream(prepared.eval)) - 1)
+    assert facts.tokenizer_sha256 == tok.digest(made.tokenizer)
+    assert (facts.train_rows, facts.eval_rows) == (len(made.train), len(made.eval))
+    assert (facts.train_tokens, facts.eval_tokens) == (len(stream(made.train)) - 1, len(stream(made.eval)) - 1)
     assert all(len(digest) == 64 for digest in (facts.tokenizer_sha256, facts.data_sha256))
 
 
 def test_the_data_hash_is_of_the_tokens_and_their_split(tmp_path):
     texts = some_documents(50)
-    before = prepare_texts(tmp_path, texts, eval_fraction=0.2).facts.data_sha256
-    assert prepare_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
-    assert prepare_texts(tmp_path, texts, eval_fraction=0.5).facts.data_sha256 != before
-    assert prepare_texts(tmp_path, texts[::-1], eval_fraction=0.2).facts.data_sha256 != before
-    assert prepare_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256 != before
+    before = tokenize_texts(tmp_path, texts, eval_fraction=0.2).facts.data_sha256
+    assert tokenize_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
+    assert tokenize_texts(tmp_path, texts, eval_fraction=0.5).facts.data_sha256 != before
+    assert tokenize_texts(tmp_path, texts[::-1], eval_fraction=0.2).facts.data_sha256 != before
+    assert tokenize_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256 != before
 
 
 def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path, long_text):
     texts = [long_text, "short <|endoftext|>"]
-    trained = prepare_texts(tmp_path, texts, tokenizer="bpe:300")
+    trained = tokenize_texts(tmp_path, texts, tokenizer="bpe:300")
     trained.tokenizer.backend_tokenizer.enable_truncation(5)
     trained.tokenizer.backend_tokenizer.enable_padding(length=9)
     trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
-    loaded = prepare_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
+    loaded = tokenize_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
     assert stream(loaded.train) == stream(trained.train)
     assert loaded.facts.data_sha256 == trained.facts.data_sha256
 
 
 def test_only_the_first_process_speaks(tmp_path, monkeypatch, capsys):
-    prepare_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS)
     out = capsys.readouterr().out
     assert out.startswith("data ")
     assert out.count("\n") == 1
     monkeypatch.setenv("RANK", "1")
-    prepare_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS)
     assert capsys.readouterr().out == ""
 
 
-def test_what_was_prepared_is_found_again_without_reading_the_text(tmp_path, monkeypatch, capsys):
-    first = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
-    assert capsys.readouterr().out.endswith("; prepared\n")
+def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, monkeypatch, capsys):
+    first = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
+    assert capsys.readouterr().out.endswith("; tokenised\n")
 
-    def unread(self, field=None):
+    def unread(paths, field):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(sources.Files, "records", unread)
-    second = prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
+    monkeypatch.setattr(sources, "_read_files", unread)
+    second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; found in the cache\n")
     assert second.facts == first.facts
     assert stream(second.train) == stream(first.train)
     assert stream(second.eval) == stream(first.eval)
     with pytest.raises(AssertionError, match="read again"):
-        prepare_texts(tmp_path, [*TEXTS, "new"], eval_fraction=0.3)
+        tokenize_texts(tmp_path, [*TEXTS, "new"], eval_fraction=0.3)
 
 
 FOUND = """
 import sys
-from llmtrain import DataConfig, prepare, train_loader
-rows = prepare(DataConfig(dataset=[sys.argv[1]], tokenizer="byte", eval_fraction=0.0), int(sys.argv[2]))
+from llmtrain import DataConfig
+from llmtrain.data.loader import train_loader
+from llmtrain.data.rows import tokenize
+rows = tokenize(DataConfig(dataset=[sys.argv[1]], tokenizer="byte", eval_fraction=0.0), int(sys.argv[2]))
 next(iter(train_loader(rows.train, 2, 2, range(3), seed=0)))
 print({"datasets", "pandas"} & {*sys.modules})
 """
 
 
 def test_rows_that_are_found_are_read_without_what_imports_slowly(tmp_path):
-    prepare_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS)
     found = run([*PYTHON, "-c", FOUND, str(tmp_path / "corpus.jsonl"), str(BLOCK)]).assert_ok()
     assert found.out.splitlines()[-1] == "set()"
     assert "found in the cache" in found.out
@@ -363,11 +365,11 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
 
     def said(texts: list[str] = usual, block_size: int = BLOCK, **settings) -> str:
         path.write_text("".join(json.dumps({"text": text, "body": text + " body"}) + "\n" for text in texts))
-        prepared = prepare(config(path, **{"eval_fraction": 0.5} | settings), block_size)
+        made = tokenize(config(path, **{"eval_fraction": 0.5} | settings), block_size)
         suffix = " body" if settings.get("text_field") == "body" else ""
-        found = documents_of(prepared.train, prepared) + documents_of(prepared.eval, prepared)
+        found = documents_of(made.train, made) + documents_of(made.eval, made)
         assert sorted(found) == sorted(text + suffix for text in texts)
-        assert prepared.facts.block_size == block_size
+        assert made.facts.block_size == block_size
         return capsys.readouterr().out.rpartition("; ")[2].strip()
 
     variants = [
@@ -381,28 +383,28 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
         {"eval_fraction": 0.4},
         {"text_field": "body"},
     ]
-    assert [said(**variant) for variant in variants] == ["prepared"] * len(variants)
+    assert [said(**variant) for variant in variants] == ["tokenised"] * len(variants)
     assert [said(**variant) for variant in variants] == ["found in the cache"] * len(variants)
 
 
 def test_settings_that_do_not_shape_the_rows_find_the_same_ones(tmp_path, capsys):
-    prepare_texts(tmp_path, TEXTS)
-    prepare_texts(tmp_path, TEXTS, global_batch_size=7, per_device_train_batch_size=3)
+    tokenize_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS, global_batch_size=7, per_device_train_batch_size=3)
     assert "found in the cache" in capsys.readouterr().out
 
 
 def test_a_moved_data_set_is_the_same_data_set(tmp_path, capsys):
-    prepare_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS)
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    prepare(config(moved), BLOCK)
+    tokenize(config(moved), BLOCK)
     assert capsys.readouterr().out.endswith("found in the cache\n")
 
 
 def test_a_moved_data_set_is_called_by_its_new_name(tmp_path, capsys):
-    prepare_texts(tmp_path, TEXTS)
+    tokenize_texts(tmp_path, TEXTS)
     capsys.readouterr()
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    assert prepare(config(moved), BLOCK).facts.dataset == str(moved)
+    assert tokenize(config(moved), BLOCK).facts.dataset == str(moved)
     assert "elsewhere.jsonl" in capsys.readouterr().out
 
 
@@ -411,29 +413,29 @@ def test_another_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
     for train in (["aaaa bbbb " * 20], ["cccc dddd " * 20]):
         trained = tok.train_tokenizer("bpe:260", iter(train), lambda: iter(()))
         tok.as_pretrained(trained, 8).save_pretrained(folder)
-        prepare_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder))
-        assert capsys.readouterr().out.endswith("; prepared\n")
-    prepare_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved")))
+        tokenize_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder))
+        assert capsys.readouterr().out.endswith("; tokenised\n")
+    tokenize_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved")))
     assert capsys.readouterr().out.endswith("found in the cache\n")
 
 
-def test_two_that_prepare_at_once_make_the_rows_once(tmp_path, monkeypatch):
-    made, make, start = [], preparation._make, threading.Barrier(2)
+def test_two_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
+    made, make, start = [], tokenizing._make, threading.Barrier(2)
 
     def slow_make(*arguments):
         made.append(threading.get_ident())
         time.sleep(0.3)
         make(*arguments)
 
-    monkeypatch.setattr(preparation, "_make", slow_make)
+    monkeypatch.setattr(tokenizing, "_make", slow_make)
     path = write(tmp_path / "corpus.jsonl", TEXTS)
 
-    def prepare_together(_: int) -> PreparedData:
+    def tokenize_together(_: int) -> Tokenized:
         start.wait(timeout=30)
-        return prepare(config(path), BLOCK)
+        return tokenize(config(path), BLOCK)
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(prepare_together, range(2))
+        first, second = pool.map(tokenize_together, range(2))
     assert len(made) == 1
     assert first.facts == second.facts
     assert stream(first.train) == stream(second.train)
@@ -446,7 +448,7 @@ BAD = {
     "a broken line": ("a.jsonl", b'{"text": "' + b"words " * 9 + b'"}\noops\n', {}, 8, "a.jsonl, line 2"),
     "not utf-8": ("a.txt", b"words\n" * 9 + b"\xff", {}, 8, "a.txt, line 10"),
     "half a surrogate": ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, 8, "a.jsonl, line 1"),
-    "no such field": ("a.csv", b"id,text\n1,words\n", {"text_field": "body"}, 8, "a.csv: no field 'body'"),
+    "no such field": ("a.csv", b"id,text\n1,words\n", {"text_field": "body"}, 8, "a.csv, line 2: no field 'body'"),
     "no parquet": ("a.parquet", b"words", {}, 8, "a.parquet"),
     "a block too large": ("a.txt", b"words", {}, 100, "--block_size 100 is larger"),
     "everything held out": (
@@ -465,7 +467,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_a_failed_preparation_is_one_line_and_leaves_nothing_behind(tmp_path, cache, case):
+def test_a_failed_tokenising_is_one_line_and_leaves_nothing_behind(tmp_path, cache, case):
     name, content, settings, block_size, said = case
     path = tmp_path / name
     path.write_bytes(content)
@@ -484,37 +486,37 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_p
 
     monkeypatch.setattr(plain_text, "_write_rows", full_disk)
     with pytest.raises(UserError, match="No space left on device; set LLMTRAIN_CACHE"):
-        prepare_texts(tmp_path, TEXTS, eval_fraction=0.3)
+        tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert left_behind(cache) == []
-    assert prepare_texts(tmp_path, TEXTS, eval_fraction=0.3).facts.documents == len(TEXTS)
+    assert tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3).facts.documents == len(TEXTS)
 
 
 def test_a_block_that_is_too_large_is_answered_with_one_that_fits(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("some words")
     fits = int(re.search(r"use at most (\d+)", complaint(config(path), 100))[1])
-    assert prepare(config(path), fits).facts.block_size == fits
+    assert tokenize(config(path), fits).facts.block_size == fits
     assert "is larger" in complaint(config(path), fits + 2)
 
 
-def test_a_data_set_that_was_mended_is_prepared(tmp_path):
+def test_a_data_set_that_was_mended_is_tokenised(tmp_path):
     path = write(tmp_path / "a.jsonl", TEXTS)
     good = path.read_text()
     path.write_text(good + "oops\n")
     assert "line 7" in complaint(config(path), BLOCK)
     path.write_text(good)
-    prepared = prepare(config(path), BLOCK)
-    assert documents_of(prepared.train, prepared) == TEXTS
+    made = tokenize(config(path), BLOCK)
+    assert documents_of(made.train, made) == TEXTS
 
 
-def test_a_hub_dataset_is_prepared_and_found_again(tmp_path, monkeypatch, capsys):
+def test_a_hub_dataset_is_tokenised_and_found_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    monkeypatch.setattr(preparation, "open_source", lambda name, c: sources.Hub(name, None))
-    for done in ("prepared", "found in the cache"):
-        prepared = prepare(config(tmp_path / "corpus"), BLOCK)
-        assert documents_of(prepared.train, prepared) == TEXTS
+    monkeypatch.setattr(tokenizing, "open_source", sources._hub)
+    for done in ("tokenised", "found in the cache"):
+        made = tokenize(config(tmp_path / "corpus"), BLOCK)
+        assert documents_of(made.train, made) == TEXTS
         assert capsys.readouterr().out.endswith(f"; {done}\n")
 
 
@@ -524,8 +526,8 @@ def test_a_tokenizer_that_begins_every_text_with_bos_has_it_before_every_documen
     begin, end = words.bos_token_id, words.eos_token_id
     words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     words.save_pretrained(tmp_path / "words")
-    prepared = prepare_texts(tmp_path, ["ab", "<s> is text"], tokenizer=str(tmp_path / "words"))
-    tokens = stream(prepared.train)
+    made = tokenize_texts(tmp_path, ["ab", "<s> is text"], tokenizer=str(tmp_path / "words"))
+    tokens = stream(made.train)
     assert [tokens[0], tokens[-1]] == [begin, end]
     assert tokens.count(begin) == tokens.count(end) == 2
-    assert prepared.tokenizer.decode(tokens) == "<s>ab<|endoftext|><s><s> is text<|endoftext|>"
+    assert made.tokenizer.decode(tokens) == "<s>ab<|endoftext|><s><s> is text<|endoftext|>"

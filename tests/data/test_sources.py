@@ -9,15 +9,14 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.config import DataConfig
-from llmtrain.data.sources import Builtin, Hub, documents, open_source
+from llmtrain.data.sources import _hub, documents, open_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
 
 
 def read(path: object, field: str = "text") -> list[str]:
-    return list(documents(open_source(str(path), DataConfig()), field))
+    return list(documents(open_source(str(path)), field))
 
 
 def complaint(path: object, field: str = "text") -> str:
@@ -285,7 +284,7 @@ def test_a_parquet_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_pat
 
 
 def fingerprint(path: object) -> str:
-    return open_source(str(path), DataConfig()).fingerprint()
+    return open_source(str(path)).fingerprint()
 
 
 def test_the_fingerprint_follows_the_content_and_not_the_place(folder):
@@ -321,20 +320,50 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
-    source = Hub(str(hub_folder), None)
+    source = _hub(str(hub_folder))
     assert list(documents(source, "text")) == TEXTS
-    assert [record.fields["id"] for record in source.records()] == list(range(len(TEXTS)))
+    assert [record.fields["id"] for record in source.records(None)] == list(range(len(TEXTS)))
     before = source.fingerprint()
-    assert before == Hub(str(hub_folder), None).fingerprint()
+    assert before == _hub(str(hub_folder)).fingerprint()
     write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
-    assert Hub(str(hub_folder), None).fingerprint() != before
+    assert _hub(str(hub_folder)).fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("someone/something", ("someone/something", None)),
+        ("someone/something:first-half", ("someone/something", "first-half")),
+        ("something:20231101.en", ("something", "20231101.en")),
+    ],
+)
+def test_a_configuration_of_a_hub_dataset_stands_behind_a_colon(monkeypatch, name, asked):
+    datasets = pytest.importorskip("datasets")
+    loaded = []
+
+    def load(path, configuration, split):
+        loaded.append((path, configuration, split))
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    assert read(name) == TEXTS
+    assert loaded == [(*asked, "train")]
+    assert open_source(name).name == name
+
+
+def test_a_file_whose_name_holds_a_colon_is_that_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a:b.txt", "colon")
+    write(tmp_path / "c:d" / "e.txt", "folder")
+    assert read("a:b.txt") == read("a:*.txt") == ["colon"]
+    assert read("c:d") == ["folder"]
 
 
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(documents(Hub(str(hub_folder), None), "id"))
-    with pytest.raises(UserError, match=r"corpus: no field 'body'; it has id, text"):
-        list(documents(Hub(str(hub_folder), None), "body"))
+        list(documents(_hub(str(hub_folder)), "id"))
+    with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; it has id, text"):
+        list(documents(_hub(str(hub_folder)), "body"))
 
 
 @pytest.mark.parametrize("error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")])
@@ -356,39 +385,32 @@ def test_an_unknown_builtin_is_an_error_that_names_those_there_are(name):
 
 
 def test_the_documentation_of_python_is_a_corpus_of_more_than_a_megabyte():
-    source = Builtin("python-docs")
+    source = open_source("builtin:python-docs")
     texts = list(documents(source, "text"))
     assert sum(map(len, texts)) > 1_000_000
     assert len(texts) > 300
     assert all(texts)
-    assert source.fingerprint() == Builtin("python-docs").fingerprint() != Builtin("python-functions").fingerprint()
-
-
-def test_a_builtin_corpus_is_made_only_as_far_as_it_is_read_and_kept_once_it_is_whole():
-    made = []
-
-    @builtin._remembered
-    def corpus():
-        for number in range(3):
-            made.append(number)
-            yield number
-
-    assert next(corpus()) == 0
-    assert made == [0]  # to recognise a format takes the first record, not seconds
-    made.clear()
-    assert list(corpus()) == [0, 1, 2]  # whoever stopped half-way has not made it shorter
-    assert list(corpus()) == [0, 1, 2]
-    assert made == [0, 1, 2]
+    assert (
+        source.fingerprint()
+        == open_source("builtin:python-docs").fingerprint()
+        != open_source("builtin:python-functions").fingerprint()
+    )
 
 
 @pytest.mark.parametrize("name", list(builtin.CORPORA))
-def test_the_first_record_of_a_builtin_corpus_needs_no_other(name, monkeypatch):
+def test_a_builtin_corpus_is_parsed_only_as_far_as_it_is_read_and_once(name, monkeypatch):
     parsed = []
-    parse = builtin.ast.parse
-    monkeypatch.setattr(builtin.ast, "parse", lambda source: parsed.append(source) or parse(source))
-    corpus = builtin.CORPORA[name].__wrapped__()
-    assert next(corpus)["text"]
-    assert len(parsed) < 10
+    parse = builtin._parse
+    monkeypatch.setattr(builtin, "_parse", lambda path: parsed.append(path) or parse(path))
+    builtin._documentation.cache_clear()
+    builtin._pairs.cache_clear()
+    records = builtin.CORPORA[name]
+    assert next(records())["text"]
+    assert len(parsed) < 10  # to recognise a format takes the first record, not seconds
+    whole = list(records())
+    assert len(parsed) == len(set(parsed)) > 300
+    assert list(records()) == whole
+    assert len(parsed) == len(set(parsed))
 
 
 def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_installed(tmp_path, monkeypatch):
