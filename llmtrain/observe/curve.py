@@ -1,11 +1,12 @@
 """The loss curve of a run, drawn in the terminal."""
 
 import sys
-from typing import Any
+
+from llmtrain.contract import Facts
 
 
-def loss_curve(readings: list[dict[str, Any]], width: int = 76, height: int = 16) -> str:
-    """Training and held-out loss against the step, as text; in colour where stdout is a terminal."""
+def loss_curve(readings: list[Facts], width: int = 76, height: int = 16) -> str:
+    """Draw training and held-out loss against the step, as text; in colour where stdout is a terminal."""
     import plotille
 
     figure = plotille.Figure()
@@ -15,8 +16,10 @@ def loss_curve(readings: list[dict[str, Any]], width: int = 76, height: int = 16
     figure.x_label, figure.y_label = "step", "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")
     figure.set_x_limits(min_=0)
-    for key, label, colour in (("train/loss", "training", "cyan"), ("eval/loss", "held out", "magenta")):
-        points = [(line["step"], line[key]) for line in readings if line.get(key) is not None]
-        if points:
-            figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker="o" if key == "eval/loss" else None)
-    return figure.show(legend=True)
+    for key, label, colour, marker in (
+        ("train/loss", "training", "cyan", None),
+        ("eval/loss", "held out", "magenta", "o"),
+    ):
+        if points := [(line["step"], line[key]) for line in readings if line.get(key) is not None]:
+            figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker=marker)
+    return str(figure.show(legend=True))
