@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import psutil
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed import distributed_c10d
 
@@ -61,7 +60,7 @@ class Heartbeat:
         self.phases, self.folder, self.timeout, self.failed = phases, folder, timeout, failed
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS)
         self.number = 0
-        self.store: dist.Store | None = None
+        self.store: distributed_c10d.Store | None = None
         self.over = threading.Event()
         self.seen: dict[int, Beat] = {}
         self.seen_since = self.seen_at = self.warned_since = 0.0
@@ -117,7 +116,7 @@ class Heartbeat:
 
             self.phases.on_change.append(write)
 
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self, store: distributed_c10d.Store) -> None:
         self.number += 1
         phases, seconds, collective = self.phases, time.monotonic() - self.phases.since, -1
         with contextlib.suppress(RuntimeError, ValueError):  # there is none any more
@@ -132,7 +131,7 @@ class Heartbeat:
     def _watch(self) -> None:
         self._name_this_thread()
         with contextlib.suppress(RuntimeError):  # where the launcher has gone, with its store, that can take minutes
-            store: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # likewise
+            store: distributed_c10d.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # likewise
             store.set_timeout(timedelta(seconds=2 * self.interval + 5))
             self.store = store
             self._beat(store)

@@ -246,9 +246,9 @@ def as_html(report: Report, title: str) -> str:
     """Return one page that needs nothing else: the table, and a picture of each update."""
     import jinja2
 
-    pictures = []
+    pictures, trace = [], as_trace(report)["traceEvents"]
     for update in report.updates:
-        events = [event for event in as_trace(report)["traceEvents"] if event["args"].get("update") == update]
+        events = [event for event in trace if event["args"].get("update") == update]
         zero = min(event["ts"] for event in events)
         length = max(event["ts"] + event["dur"] for event in events) - zero  # microseconds
         scale = 10.0 ** math.floor(math.log10(length / 10))
@@ -256,7 +256,7 @@ def as_html(report: Report, title: str) -> str:
         pictures.append({"update": update, "events": events, "zero": zero, "length": length, "tick": tick})
     page = jinja2.Template(_PAGE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     lines = "\n".join(as_lines(report))
-    return page.render(title=title, lines=lines, pictures=pictures, processes=report.processes, phases=PHASES)
+    return str(page.render(title=title, lines=lines, pictures=pictures, processes=report.processes, phases=PHASES))
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

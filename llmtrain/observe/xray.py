@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 import psutil
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 
 from llmtrain.console import say
 from llmtrain.files import json_text
@@ -62,7 +62,7 @@ class XRay:
             if self.report is not None and self.folder is not None:
                 write(self.report, self.folder)
 
-    def bucket(self, bucket: dist.GradBucket, send: Callable[[dist.GradBucket], Sum], sent_bytes: int) -> Sum:
+    def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
         """Send a bucket that is full, and note how that goes."""
         if not self.recording or self.phases.phase == "getting ready":
             return send(bucket)
