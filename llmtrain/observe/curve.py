@@ -16,10 +16,7 @@ def loss_curve(readings: list[Facts], width: int = 76, height: int = 16) -> str:
     figure.x_label, figure.y_label = "step", "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")
     figure.set_x_limits(min_=0)
-    for key, label, colour, marker in (
-        ("train/loss", "training", "cyan", None),
-        ("eval/loss", "held out", "magenta", "o"),
-    ):
+    for key, label, colour in (("train/loss", "training", "cyan"), ("eval/loss", "held out", "magenta")):
         if points := [(line["step"], line[key]) for line in readings if line.get(key) is not None]:
-            figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker=marker)
+            figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker="o" if key == "eval/loss" else None)
     return str(figure.show(legend=True))

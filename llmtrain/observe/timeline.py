@@ -11,11 +11,9 @@ from typing import NamedTuple
 from llmtrain.contract import Facts
 from llmtrain.observe.phases import PHASES
 
-_PAGE = Path(__file__).with_name("timeline.html")
-
 
 class Span(NamedTuple):
-    """A phase of one process; seconds since the x-ray began, by the first process's clock."""
+    """A phase of one process; seconds of the first one's ``time.perf_counter``."""
 
     rank: int
     update: int  # the first is 1
@@ -165,55 +163,9 @@ def as_facts(report: Report) -> Facts:
 
 def as_lines(report: Report) -> list[str]:
     """Return the table, for a person."""
-    facts, processes = as_facts(report), report.processes
-    lines = [
-        f"updates {report.updates[0]} to {report.updates[-1]}, {processes} process{'es' * (processes > 1)}; "
-        "milliseconds of an update, in the mean",
-        "",
-        f"{'rank':<6}" + "".join(f"{phase:>11}" for phase in (*PHASES, "update")),
-    ]
-    rows = [[*seconds.values(), sum(seconds.values())] for seconds in report.seconds()]
-    lines += [f"{rank:<6}" + "".join(f"{1000 * value:>11.2f}" for value in row) for rank, row in enumerate(rows)]
-    share = report.cost / statistics.mean(row[-1] for row in rows)
-    cost = f"recording     took {1000 * report.cost:.2f} ms an update ({share:.1%} of it)"
-    if not report.sent:
-        return [*lines, "", "no buckets: gradients are not exchanged by DDP here", cost]
-    lines += ["", f"{'bucket':<8}{'MiB':>8}{'ready':>10}{'starts':>10}{'ends':>10}  parameters"]
-    for bucket in facts["buckets"]:
-        times = "".join(f"{1000 * bucket[name]:>10.2f}" for name in ("ready", "began", "ended"))
-        first, *others = bucket["parameters"]
-        names = f"{first} to {others[-1]} ({1 + len(others)})" if others else first
-        lines.append(f"{bucket['bucket']:<8}{bucket['size'] / 2**20:>8.2f}{times}  {names}")
-    hidden, exposed, waited = (1000 * facts[f"{name}_seconds"] for name in ("hidden", "exposed", "waited"))
-    lines += [
-        "",
-        f"travelling    {hidden + exposed:.2f} ms an update: {hidden:.2f} ({facts['hidden_share']:.0%}) hidden behind "
-        f"the backward pass, {exposed:.2f} exposed",
-    ]
-    if processes > 1:
-        lines.append(
-            f"waiting       {waited:.2f} ms an update; rank {facts['last_rank']} fills the first bucket last, "
-            f"{1000 * facts['last_rank_after_seconds']:.2f} ms after the first"
-        )
-    lines.append(f"collectives   {_collectives(report)}")
-    if processes > 1:
-        in_all, counted = facts["ring_bytes"] * processes, facts["counted_bytes"]
-        went = f"{counted / in_all:.2f} of that" if counted > 0.1 * in_all else "for most went another way"
-        lines.append(
-            f"bytes         {facts['sent_bytes'] / 2**20:.2f} MiB an update to add up; a ring sends 2(N-1)/N of it "
-            f"from each process, {in_all / 2**20:.2f} MiB from all; the network devices sent {counted / 2**20:.2f}, {went}"
-        )
-    return [*lines, cost]
-
-
-def _collectives(report: Report) -> str:
-    rounds = report.rounds()
-    if any(counts != rounds[0] for counts in rounds):
-        return f"differ between updates: {rounds}"
-    *before, last = rounds[0]
-    said = f", {f'and {sum(before)}' if any(before) else 'none'} in the {len(before)} micro-batches before"
-    buckets = f"{len(report.buckets)} bucket{'s' * (len(report.buckets) != 1)}"
-    return f"{last} an update, in its last micro-batch, for {buckets}{said if before else ''}"
+    facts = as_facts(report)
+    share = report.cost / statistics.mean(sum(phases.values()) for phases in report.seconds())
+    return _render("table.txt", **facts, recording_share=share).splitlines()
 
 
 def as_trace(report: Report) -> Facts:
@@ -223,8 +175,8 @@ def as_trace(report: Report) -> Facts:
     """
     events: list[Facts] = []
     for rank in range(report.processes):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for thread, name in enumerate(("computes", "sends")):
-            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
 
     def add(rank: int, thread: int, name: str, began: float, ended: float, details: Facts) -> None:
@@ -244,19 +196,23 @@ def as_trace(report: Report) -> Facts:
 
 def as_html(report: Report, title: str) -> str:
     """Return one page that needs nothing else: the table, and a picture of each update."""
-    import jinja2
-
     pictures, trace = [], as_trace(report)["traceEvents"]
     for update in report.updates:
         events = [event for event in trace if event["args"].get("update") == update]
         zero = min(event["ts"] for event in events)
-        length = max(event["ts"] + event["dur"] for event in events) - zero  # microseconds
+        length = max(1e-3, *(event["ts"] + event["dur"] - zero for event in events))  # microseconds
         scale = 10.0 ** math.floor(math.log10(length / 10))
         tick = next(n * scale for n in (1, 2, 5, 10) if length / (n * scale) <= 12)  # about ten of them
         pictures.append({"update": update, "events": events, "zero": zero, "length": length, "tick": tick})
-    page = jinja2.Template(_PAGE.read_text(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    lines = "\n".join(as_lines(report))
-    return str(page.render(title=title, lines=lines, pictures=pictures, processes=report.processes, phases=PHASES))
+    facts = {"title": title, "lines": as_lines(report), "processes": report.processes, "phases": PHASES}
+    return _render("timeline.html", **facts, pictures=pictures)
+
+
+def _render(name: str, **facts: object) -> str:
+    import jinja2
+
+    text, is_page = Path(__file__).with_name(name).read_text(), name.endswith(".html")
+    return jinja2.Template(text, autoescape=is_page, trim_blocks=True, lstrip_blocks=True).render(facts)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

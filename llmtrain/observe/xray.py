@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import psutil
 import torch
@@ -19,9 +18,9 @@ from llmtrain.console import say
 from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
+from llmtrain.parallel.exchange import Sum
 
 _ROUNDS = 9  # in which the machines' clocks are compared
-Sum: TypeAlias = "torch.futures.Future[torch.Tensor]"  # of a bucket's gradients, over the processes
 
 
 class XRay:
@@ -59,8 +58,6 @@ class XRay:
             self.phases.at("other")  # which ends what was before
             self.recording = False
             self._make_report()
-            if self.report is not None and self.folder is not None:
-                write(self.report, self.folder)
 
     def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
         """Send a bucket that is full, and note how that goes."""
@@ -94,31 +91,26 @@ class XRay:
         self.cost += time.perf_counter() - began
 
     def _make_report(self) -> None:
+        counted: list[int] = gather_object([_bytes_sent(self.accelerator) - self.bytes_before])
+        costs: list[float] = gather_object([self.cost / len(self.steps)])
+
         def seconds(mark: Mark) -> float:
             return self.clock.since(self.zero, mark) - self.offset
 
         rank, times = self.accelerator.process_index, [seconds(mark) for *_, mark in self.marks]
-        spans = [
+        mine = [
             Span(rank, update, micro_batch, phase, began, ended)
             for (phase, update, micro_batch, _), began, ended in zip(self.marks, times, times[1:], strict=False)
             if phase in PHASES
         ]
-        sent = [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
-        sent_bytes = _bytes_sent(self.accelerator) - self.bytes_before
-        all_spans: list[Span] = gather_object(spans)
-        all_sent: list[Sent] = gather_object(sent)
-        counted: list[int] = gather_object([sent_bytes])
-        costs: list[float] = gather_object([self.cost / len(self.steps)])
+        spans: list[Span] = gather_object(mine)
+        sent: list[Sent] = gather_object(
+            [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
+        )
         if self.accelerator.is_main_process:
-            zero = min(span.began for span in all_spans)
-            self.report = Report(
-                self.accelerator.num_processes,
-                [one._replace(began=one.began - zero, ended=one.ended - zero) for one in all_spans],
-                [one._replace(ready=one.ready - zero, ended=one.ended - zero) for one in all_sent],
-                self.buckets,
-                sum(counted),
-                max(costs),
-            )
+            self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
+            if self.folder is not None:
+                write(self.report, self.folder)
 
 
 def write(report: Report, folder: Path) -> None:
