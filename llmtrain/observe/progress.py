@@ -10,7 +10,6 @@ class Progress:
     """Loss, tokens/s and time left, and a line for each evaluation above the bar."""
 
     def __init__(self, shown: bool, step: int, max_steps: int) -> None:
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds; a log file wants few lines
         self.bar = tqdm(
             total=max_steps,
             initial=step,
@@ -18,7 +17,7 @@ class Progress:
             unit="step",
             desc="training",
             dynamic_ncols=True,
-            mininterval=pause,
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # seconds; a log file wants few lines
         )
 
     def advance(self) -> None:
