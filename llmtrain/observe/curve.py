@@ -10,8 +10,7 @@ def loss_curve(readings: list[Facts], width: int = 76, height: int = 16) -> str:
     import plotille
 
     figure = plotille.Figure()
-    figure.width, figure.height = width, height
-    figure.color_mode = "names"
+    figure.width, figure.height, figure.color_mode = width, height, "names"
     figure.with_colors = sys.stdout.isatty()
     figure.x_label, figure.y_label = "step", "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")

@@ -59,12 +59,11 @@ class Heartbeat:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.phases, self.folder, self.timeout, self.failed = phases, folder, timeout, failed
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS)
-        self.number = 0
+        self.number, self.has_left_stacks = 0, False
         self.store: distributed_c10d.Store | None = None
         self.over = threading.Event()
         self.seen: dict[int, Beat] = {}
         self.seen_since = self.seen_at = self.warned_since = 0.0
-        self.has_left_stacks = False
 
     def through(self, items: Iterable[T], phase: str) -> Iterator[T]:
         """Yield the items; each begins ``phase`` anew, so that a long one is not taken for a hang."""

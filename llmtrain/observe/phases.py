@@ -144,9 +144,13 @@ class Phases:
         for batch in batches:
             yield batch
             if not self.is_warm:
-                self._forget()
-                self.is_warm = True
+                self.warm_up()
             self.at("data")
+
+    def warm_up(self) -> None:
+        """End the first update, whose seconds do not count."""
+        self._forget()
+        self.is_warm = True
 
     def before_optimizer(self, forward_backward: Callable[P, T]) -> Callable[P, T]:
         """Wrap a function so that the optimizer's phase begins when it returns."""
