@@ -4,13 +4,18 @@ CONFIG ?= accelerate_configs/single_gpu.yaml
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test check clean
+.PHONY: train test test-all check clean
 
 train: $(READY)
 	$(BIN)/accelerate launch --config_file $(CONFIG) recipes/gpt.py $(FLAGS)
 
+# Every promise in its short form.
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
+
+# The long forms, and every command of README and docs.
+test-all: $(READY)
+	LLMTRAIN_LONG=1 $(BIN)/pytest -n 2 --dist worksteal -m long --timeout 1200 $(TESTS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -43,12 +48,17 @@ verify: $(READY)
 	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
 .PHONY: verify
 
-# Every lesson, compared with what docs/ddp.md shows, and every command of README and docs: minutes on two cores.
+# Every lesson, compared with what docs/ddp.md shows.
 learn: $(READY)
-	LLMTRAIN_LESSONS=1 $(BIN)/pytest tests/test_lessons.py tests/test_pages.py tests/test_blocks.py tests/system/test_migrate.py
+	LLMTRAIN_LONG=1 $(BIN)/pytest tests/test_lessons.py
 .PHONY: learn
 
-# Long campaigns, each the long form of tests that `make test` runs; they end with a scoreboard.
+# Every digit of 16 short runs against those of another commit: two minutes on two cores.
+digits: $(READY)
+	LLMTRAIN_BASE=$(or $(BASE),HEAD~1) $(BIN)/pytest tests/system/test_digits.py
+.PHONY: digits
+
+# Campaigns: the same tests, many times; they end with a scoreboard.
 # 100 two-rank launches on a busy machine: about 15 minutes on two cores.
 launches: $(READY)
 	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py

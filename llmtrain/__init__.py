@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.conversations import ChatConfig as ChatConfig
-    from llmtrain.data.rows import rows_of as rows_of
+    from llmtrain.data.rows import Tokenized as Tokenized
     from llmtrain.data.rows import tokenize as tokenize
     from llmtrain.launch.process import launch as launch
     from llmtrain.models.gpt import GPT as GPT
@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.training.loop import train as train
     from llmtrain.training.optim import OptimConfig as OptimConfig
     from llmtrain.training.optim import make_optimizer as make_optimizer
-    from llmtrain.training.run import loaders as loaders
     from llmtrain.training.run import open_run as open_run
-    from llmtrain.training.run import place as place
-    from llmtrain.training.run import start as start
     from llmtrain.training.settings import LoopConfig as LoopConfig
     from llmtrain.training.settings import RunConfig as RunConfig
     from llmtrain.training.settings import Settings as Settings
+    from llmtrain.training.start import loaders as loaders
+    from llmtrain.training.start import place as place
+    from llmtrain.training.start import start as start
 
 _TREE = ast.parse(Path(__file__).read_text(encoding="utf-8"))
 _HOMES = {

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
+from llmtrain.console import say
 from llmtrain.errors import UserError
 
 _UNSET = object()
@@ -42,6 +43,12 @@ class Config:
     def given(self, name: str) -> bool:
         """Return whether a person has set this flag, on the command line or in a file."""
         return name in self.origins
+
+    def default(self, name: str, value: Any, why: str) -> None:
+        """Set a flag that nobody has set, and say so."""
+        if not self.given(name):
+            setattr(self, name, value)
+            say("default", f"--{name} {value:g}, of {why}")
 
     @property
     def origins(self) -> dict[str, str]:
@@ -162,7 +169,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        silent = action.default is None or action.default == argparse.SUPPRESS or action.nargs == 0
+        silent = action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == 0
         default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
         return text if silent else f"{text} (default: {default})"
 
@@ -193,6 +200,12 @@ class _Parser(HfArgumentParser):
         self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
         self._texts = {action.dest: action.help for action in self._actions}
         self.show(everything=False)
+
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+        plain = copy.copy(field)
+        plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
+        HfArgumentParser._parse_dataclass_field(parser, plain)
 
     def show(self, everything: bool) -> None:
         """Let --help tell of hidden flags, or not; of a switch that is on it tells how to turn it off."""

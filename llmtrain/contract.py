@@ -1,5 +1,6 @@
 """What rooms hand each other, said once."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,21 +109,50 @@ class Rows(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerFast": ...
 
 
+class Due(NamedTuple):
+    """How far the loop is after an update, and what is to be done there.
+
+    What needs the same weights on all ranks is done only when they are together.
+    """
+
+    step: int  # updates made
+    finished: bool
+    alone: int  # updates that each rank makes by itself, to the average of their weights
+    stop: bool  # the run stops here
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have the same weights."""
+        return self.finished or self.stop or self.step % self.alone == 0
+
+    def at(self, every: int) -> bool:
+        """Return whether a multiple of ``every`` was reached since this could last be done; never for 0."""
+        before = (self.step - 1) // self.alone * self.alone
+        return every > 0 and (self.finished or (self.together and self.step // every > before // every))
+
+
 class Observer:
     """Watches the loop, or decides when something is done. All ranks call its hooks at the same places."""
 
-    def begin(self, step: int) -> None:
-        """The loop begins, after ``step`` updates."""
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that is entered before the loop begins and left when it is over, also by an error."""
+        return contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """Called before the first update of this start."""
+
+    def enter(self, phase: str) -> None:
+        """Called where this rank begins another phase of its work."""
 
     def before_update(self, window: Window) -> None:
-        """A window is there, and nothing of its update is computed."""
+        """Called when a window is there, and nothing of its update is computed."""
 
-    def after_update(self, window: Window, update: Update) -> None:
-        """An update was made."""
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        """Called when an update was made, or skipped."""
 
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all of them to save and stop after the update at hand."""
         return False
 
     def end(self) -> None:
-        """The loop is over, whether it came to its end or not."""
+        """Called when the last update of this start was made."""

@@ -3,82 +3,44 @@
 accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16
 """
 
-from dataclasses import asdict
+from typing import TypeAlias
 
-from llmtrain import (
-    ChatConfig,
-    DataConfig,
-    DDPConfig,
-    Layout,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    data_parallel_size,
-    eval_loader,
-    given,
-    identity_of,
-    launch,
-    leave_group,
-    load_model,
-    make_optimizer,
-    open_run,
-    parse,
-    prepare,
-    preview,
-    publish,
-    resolved,
-    say,
-    shard,
-    show_result,
-    start_accelerator,
-    train,
-    train_loader,
-)
+import llmtrain as lt
 
-DEFAULTS = (
-    ModelConfig(from_config="llama", block_size=256),
-    LoraConfig(),
-    DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=8),
-    ChatConfig(),
-    OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
-    DDPConfig(),
-    RunConfig(output_dir="runs/finetune"),
+Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
+
+DEFAULTS = lt.Settings(
+    model=lt.ModelConfig(from_config="llama", block_size=256),
+    lora=lt.LoraConfig(),
+    data=lt.DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=8),
+    chat=lt.ChatConfig(),
+    optim=lt.OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
+    run=lt.RunConfig(output_dir="runs/finetune"),
 )
 
 
-def main(argv: list[str] | None = None) -> None:
-    config, lora, data, chat, optim, ddp, run = parse(*DEFAULTS, argv=argv, description=__doc__)
-    data.tokenizer = data.tokenizer or config.model_name_or_path or "bpe:2048"
-    if config.model_name_or_path and not given(optim, "learning_rate"):
-        optim.learning_rate = 2e-4 if lora.lora_r else 2e-5  # what has been trained before is trained on gently
-        say("default", f"--learning_rate {optim.learning_rate:g}, of a model that was trained before")
-    rows = prepare(data, config.block_size, chat, config.trust_remote_code)
+def tokenized(s: Settings) -> lt.Tokenized:
+    s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
+    return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code)
 
-    accelerator = start_accelerator(ddp, run.bitwise)
-    layout = Layout.of(data, data_parallel_size(accelerator), run.bitwise)
-    say("batch", str(layout))
-    about = {"trained_on": rows.facts.dataset, "ends": rows.ends, "new_tokens": rows.new_tokens}
-    modes = {"packed": rows.packed, "bitwise": run.bitwise}
-    model, files, start = load_model(config, lora, rows.tokenizer, accelerator, run.seed, shard, **modes, **about)
-    if run.dry_run:
-        return preview(rows.train, rows.tokenizer)
-    identity = identity_of(rows, data, optim, ddp, run, layout, accelerator, model=files.config, start=start)
-    settings = resolved(config, lora, data, chat, optim, ddp, run)
-    with open_run(accelerator, run, identity, files, settings, details=asdict(rows.facts)) as record:
-        steps = range(record.step, optim.max_steps)
-        shape = data.global_batch_size, layout.micro_batch
-        batches = train_loader(rows.train, *shape, steps, run.seed, mixture=rows.mixture)
-        held_out = eval_loader(rows.eval, layout.processes, layout.micro_batch) if rows.eval else None
-        optimizer = make_optimizer(model, optim, accelerator.mixed_precision)
-        model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
-        record.restore(model, optimizer)
-        train(accelerator, model, optimizer, batches, held_out, optim, run, record, rows.facts.eval_bytes)
-    leave_group()
-    if accelerator.is_main_process and record.step == optim.max_steps:
-        show_result(record.folder, rows.unseen_question())
-        publish(record.folder / "model", run.push_to_hub)
+
+def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
+    return lt.load_model(s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise)
+
+
+def main(argv: list[str] | None = None) -> object:
+    s = lt.parse(DEFAULTS, argv, description=__doc__)
+    if s.model.model_name_or_path:  # what has been trained before is trained on gently
+        s.optim.default("learning_rate", 2e-4 if s.lora and s.lora.lora_r else 2e-5, "a model that was trained before")
+    rows = tokenized(s)
+    accelerator = lt.start(s)
+    built = lt.place(accelerator, build, s, rows)  # spread over the processes where the accelerate config asks for it
+    optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
+    with lt.open_run(accelerator, s, rows, built) as run:  # the folder, and which checkpoint it goes on from
+        batches, held_out = lt.loaders(run)
+        lt.train(run, *accelerator.prepare(built.model, optimizer, batches, held_out))
+    return run
 
 
 if __name__ == "__main__":
-    launch(main)
+    lt.launch(main)

@@ -11,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for 
 for name in [name for name in os.environ if name.startswith(("WANDB_", "ACCELERATE_"))]:
     del os.environ[name]
 
-from tests.launching import write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
+from tests.launching import LONG, write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +40,12 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def score(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Say what a campaign counted; the lines stand together at the end of the tests."""
     return lambda line: record_property("score", line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not LONG:
+            item.add_marker(pytest.mark.skip(reason="a long form: make test-all runs it"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 GPT, FINETUNE = "recipes/gpt.py", "recipes/finetune.py"
-LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make torture` sets it
-long_form = pytest.mark.skipif(not LONG, reason="a long form: make torture runs it")
+LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
+long_form = pytest.mark.long
 TINY = [
     *("--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--tokenizer", "byte"),
     *("--global_batch_size", "8", "--per_device_train_batch_size", "2", "--warmup_steps", "2"),

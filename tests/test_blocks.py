@@ -1,4 +1,4 @@
-"""`make learn` runs every command of README and docs with a small model, and their Python as it stands: all but what
+"""`make test-all` runs every command of README and docs with a small model, and their Python as it stands: all but what
 another test runs, and what is of tools that are not here."""
 
 import dataclasses
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.gpt import DEFAULTS
-from tests.launching import BIN, ROOT, run, write_chats, write_text
-from tests.test_lessons import ALL
+from tests.launching import BIN, ROOT, long_form, run, write_chats, write_text
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = {
@@ -102,7 +101,7 @@ def test_the_readme_counts_the_lines_of_configs() -> None:
     assert f"Each config is {min(lines)} to {max(lines)} lines" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.skipif(not ALL, reason="make learn runs it")
+@long_form
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:

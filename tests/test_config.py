@@ -9,19 +9,23 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from llmtrain.config import flag, parse, resolved
+from llmtrain.config import Config, Retired, configs_of, flag, parse, resolved, without_retired
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPTConfig
-from llmtrain.record.run import RunConfig
 from llmtrain.training.optim import OptimConfig
+from llmtrain.training.settings import LoopConfig, RunConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 
 
 @dataclass
-class Toy:
+class Toy(Config):
     _argument_group_name: ClassVar[str] = "toys"
+    retired: ClassVar[dict[str, Retired]] = {
+        "fur": Retired("stroke it"),
+        "teeth": Retired("buy a --maker that has them", harmless=False),
+    }
 
     size: int = flag(3, "how large it is, 100% of the time")
     rate: float = flag(0.5, "a rate")
@@ -32,17 +36,28 @@ class Toy:
     colour: Literal["red", "blue"] = flag("red", "a colour")
     parts: list[str] = flag(["head", "tail"], "its parts")
     shifts: list[int] = flag([1], "numbers")
+    secret: int = flag(1, "what only programs ask for", hidden=True)
 
 
 @dataclass
-class Box:
+class Box(Config):
     _argument_group_name: ClassVar[str] = "boxes"
 
     lid: str = flag("round", "a lid")
 
 
+def together(*configs: Config):
+    """Settings that hold these configs."""
+    names = [f"part{i}" for i in range(len(configs))]
+    return dataclasses.make_dataclass("Together", names)(*configs)
+
+
+def parsed(*configs: Config, argv: list[str] | None = None):
+    return [*configs_of(parse(together(*configs), argv)).values()]
+
+
 def toy(*argv: str) -> Toy:
-    return parse(Toy(), argv=list(argv))[0]
+    return parsed(Toy(), argv=list(argv))[0]
 
 
 def from_yaml(tmp_path: Path, text: str | bytes, *argv: str) -> Toy:
@@ -63,9 +78,7 @@ def complaint(call, *arguments, **options) -> str:
 def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text("size: 5\nrate: 0.25\n")
-    configs = parse(Toy(size=4, name="duck"), Box(), argv=["--size", "6", "--config", str(path)])
-
-    settings = resolved(*configs)
+    settings = resolved(parse(together(Toy(size=4, name="duck"), Box()), ["--size", "6", "--config", str(path)]))
     assert settings["size"] == {"value": 6, "from": "command line"}
     assert settings["rate"] == {"value": 0.25, "from": str(path)}
     assert settings["name"] == {"value": "duck", "from": "recipe"}
@@ -75,19 +88,19 @@ def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
 def test_a_value_that_was_given_says_so_even_where_it_equals_the_default(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text("rate: 0.5\n")
-    settings = resolved(*parse(Toy(), argv=["--config", str(path), "--size", "3"]))
+    settings = resolved(parse(together(Toy()), ["--config", str(path), "--size", "3"]))
     assert (settings["size"]["from"], settings["rate"]["from"]) == ("command line", str(path))
 
 
 def test_every_setting_of_every_config_is_resolved():
-    settings = resolved(Toy(), Box())
+    settings = resolved(together(Toy(), Box()))
     assert list(settings) == [field.name for config in (Toy, Box) for field in dataclasses.fields(config)]
     assert {setting["from"] for setting in settings.values()} == {"recipe"}
 
 
 def test_without_argv_the_command_line_of_the_process_is_read(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipe.py", "--size", "8"])
-    assert parse(Toy())[0].size == 8
+    assert parsed(Toy())[0].size == 8
 
 
 def test_the_last_of_two_equal_flags_wins():
@@ -144,7 +157,7 @@ def test_an_unknown_yaml_key_is_an_error_even_where_its_value_is_null(tmp_path):
 def test_yaml_null_leaves_a_setting_out(tmp_path, text):
     config = from_yaml(tmp_path, text)
     assert config == Toy()
-    assert resolved(config)["size"]["from"] == "recipe"
+    assert resolved(together(config))["size"]["from"] == "recipe"
 
 
 @pytest.mark.parametrize(
@@ -201,10 +214,10 @@ def test_a_yaml_file_may_begin_with_a_byte_order_mark(tmp_path):
 
 
 def test_names_may_be_written_with_dashes(tmp_path):
-    assert parse(OptimConfig(), argv=["--max-steps", "7"])[0].max_steps == 7
+    assert parsed(OptimConfig(), argv=["--max-steps", "7"])[0].max_steps == 7
     path = tmp_path / "c.yaml"
     path.write_text("max-steps: 7\n")
-    assert parse(OptimConfig(), argv=["--config", str(path)])[0].max_steps == 7
+    assert parsed(OptimConfig(), argv=["--config", str(path)])[0].max_steps == 7
 
 
 @pytest.mark.parametrize(
@@ -282,9 +295,9 @@ def test_a_value_of_the_wrong_kind_is_an_error_that_names_its_flag(argv):
         (OptimConfig, "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "adam_beta2", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
-        (RunConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
-        (RunConfig, "logging_steps", ["0"], ["1"]),
-        (RunConfig, "eval_steps", ["-1"], ["0"]),
+        (LoopConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
+        (LoopConfig, "logging_steps", ["0"], ["1"]),
+        (LoopConfig, "eval_steps", ["-1"], ["0"]),
         (RunConfig, "save_steps", ["0"], ["1"]),
         (RunConfig, "save_total_limit", ["1"], ["2"]),
         (RunConfig, "output_dir", ["", " "], ["x"]),
@@ -293,9 +306,9 @@ def test_a_value_of_the_wrong_kind_is_an_error_that_names_its_flag(argv):
 )
 def test_a_number_out_of_range_is_an_error_that_names_its_flag(owner, name, bad, good):
     for word in bad:
-        assert f"--{name}" in complaint(parse, owner(), argv=[f"--{name}={word}"])
+        assert f"--{name}" in complaint(parsed, owner(), argv=[f"--{name}={word}"])
     for word in good:
-        parse(owner(), argv=[f"--{name}={word}"])
+        parsed(owner(), argv=[f"--{name}={word}"])
 
 
 @pytest.mark.parametrize(("heads", "width"), [(3, 256), (5, 64), (300, 256), (7, 13), (2, 1)])
@@ -308,41 +321,69 @@ def test_heads_that_do_not_divide_the_width_are_answered_with_values_that_do(hea
     GPTConfig(n_head=heads, n_embd=int(named[2]))
 
 
-def help_text(capsys, monkeypatch, *defaults, **options) -> str:
+def help_text(capsys, monkeypatch, defaults, description=None, flag="--help") -> str:
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("NO_COLOR", "1")
     with pytest.raises(SystemExit) as ended:
-        parse(*defaults, argv=["--help"], **options)
+        parse(defaults, [flag], description)
     assert ended.value.code == 0
     return capsys.readouterr().out
 
 
 def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(capsys, monkeypatch):
-    text = help_text(capsys, monkeypatch, Toy(size=42), Box(), description="Wins 50% of games.")
+    text = help_text(capsys, monkeypatch, together(Toy(size=42), Box()), "Wins 50% of games.")
     assert "Wins 50% of games." in text
     assert "how large it is, 100% of the time (default: 42)" in text
     assert text.index("toys:") < text.index("--size") < text.index("boxes:") < text.index("--lid")
     assert "--config" in text
     assert "{red,blue}" in text
     assert "None" not in text
+    assert "--secret" not in text
+    assert "--no_soft" in text, "of a switch that is on, how to turn it off"
+    assert "--soft" not in text
+    assert "--secret" in help_text(capsys, monkeypatch, together(Toy()), flag="--help_all")
+
+
+@pytest.mark.parametrize("where", ["flag", "file"])
+def test_a_retired_flag_is_a_line_that_says_what_to_use(tmp_path, where):
+    said = complaint(toy, "--fur", "3") if where == "flag" else complaint(from_yaml, tmp_path, "fur: 3")
+    assert said.endswith("--fur is retired: stroke it.")
+
+
+def test_the_command_line_of_an_earlier_version_is_read_without_its_retired_flags():
+    old = ["--size", "4", "--fur", "3", "4", "--name", "duck", "--no_fur", "--loud"]
+    assert without_retired(old, Toy.retired) == ["--size", "4", "--name", "duck", "--loud"]
+    assert "--teeth is retired: buy a --maker" in complaint(without_retired, ["--teeth=3"], Toy.retired)
+
+
+@pytest.mark.parametrize(("recipe", "shown"), [("gpt", 42), ("finetune", 52)])
+def test_help_shows_no_more_flags_than_a_person_can_use(capsys, monkeypatch, recipe, shown):
+    defaults = runpy.run_path(str(RECIPES[0].with_name(f"{recipe}.py")))["DEFAULTS"]
+    few, every = (
+        len(re.findall(r"^  --\w+", help_text(capsys, monkeypatch, defaults, flag=flag), re.MULTILINE))
+        for flag in ("--help", "--help_all")
+    )
+    assert few <= shown
+    assert every <= few + 10
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_help_of_a_recipe_names_every_setting_once(capsys, monkeypatch, recipe):
     defaults = runpy.run_path(str(recipe))["DEFAULTS"]
-    text = help_text(capsys, monkeypatch, *defaults)
-    names = [field.name for config in defaults for field in dataclasses.fields(config)]
+    text = help_text(capsys, monkeypatch, defaults, flag="--help_all")
+    configs = [*configs_of(defaults).values()]
+    names = [field.name for config in configs for field in dataclasses.fields(config)]
     assert len(names) == len(set(names))
     for name in names:
-        assert len(re.findall(rf"^  --{name}\b", text, re.MULTILINE)) == 1, name
-    for config in defaults:
+        assert len(re.findall(rf"^  --(no_)?{name}\b", text, re.MULTILINE)) == 1, name
+    for config in configs:
         assert f"{config._argument_group_name}:" in text
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_no_setting_of_a_recipe_is_required(recipe):
     defaults = runpy.run_path(str(recipe))["DEFAULTS"]
-    assert parse(*defaults, argv=[]) == defaults
+    assert parse(defaults, []) == defaults
 
 
 @pytest.mark.parametrize("columns", ["", "abc", "5", "10000"])
@@ -359,13 +400,13 @@ def test_two_configs_do_not_share_a_default_list():
 @pytest.mark.parametrize("argv", [[], ["--size", "4"]])
 def test_what_a_run_does_to_its_list_does_not_reach_the_recipe(argv):
     default = Toy()
-    parse(default, argv=argv)[0].parts.append("wing")
+    parsed(default, argv=argv)[0].parts.append("wing")
     assert default.parts == ["head", "tail"]
-    assert parse(default, argv=argv)[0].parts == ["head", "tail"]
+    assert parsed(default, argv=argv)[0].parts == ["head", "tail"]
 
 
 def test_parsing_leaves_the_recipe_s_defaults_alone():
     default = Toy(size=4)
-    assert parse(default, argv=["--size", "5"])[0].size == 5
-    assert (default.size, resolved(default)["size"]["from"]) == (4, "recipe")
-    assert parse(default, argv=[])[0].size == 4
+    assert parsed(default, argv=["--size", "5"])[0].size == 5
+    assert (default.size, resolved(together(default))["size"]["from"]) == (4, "recipe")
+    assert parsed(default, argv=[])[0].size == 4

@@ -4,10 +4,8 @@ import os
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.launching import BIN, ROOT, Ended, run
-from tests.test_lessons import ALL, WRITE
+from tests.launching import BIN, ROOT, Ended, long_form, run
+from tests.test_lessons import WRITE
 
 HOME = "/home/me"  # on the page
 PAGE = ROOT / "docs" / "runs.md"
@@ -19,7 +17,7 @@ def comparable(text: str) -> list[str]:
     return [" ".join(re.sub(r"[\d.,]+(e-\d+)?", "#", line).split()) for line in lines]
 
 
-@pytest.mark.skipif(not ALL, reason="make learn runs it")
+@long_form
 def test_the_page_about_runs_shows_what_its_commands_print(tmp_path: Path) -> None:
     page = PAGE.read_text()
     for name in ("recipes", "accelerate_configs"):

@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-
 from llmtrain.record.run import RunConfig, open_run
+
 from llmtrain.secrets import redacted
 from tests.record.test_checkpoint import Files
 

@@ -2,8 +2,8 @@ import pytest
 
 from llmtrain import start
 from llmtrain.errors import UserError
-from llmtrain.parallel.fsdp import Sharding
 from llmtrain.launch.launcher import Launcher, check_launch
+from llmtrain.parallel.fsdp import Sharding
 
 
 @pytest.fixture

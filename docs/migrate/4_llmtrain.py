@@ -3,34 +3,14 @@
 accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/4_llmtrain.py
 """
 
-from dataclasses import asdict
-
 from datasets import Dataset
 from task import BATCH, BLOCK, LEARNING_RATE, UPDATES, base_model, rows, tokenizer
 
-from llmtrain import (
-    DataConfig,
-    DDPConfig,
-    Layout,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    launch,
-    leave_group,
-    load_model,
-    make_optimizer,
-    open_run,
-    parse,
-    resolved,
-    start_accelerator,
-    train,
-    train_loader,
-)
+import llmtrain as lt
 
-DEFAULTS = (
-    DataConfig(global_batch_size=BATCH, per_device_train_batch_size=4),
-    OptimConfig(
+DEFAULTS = lt.Settings(
+    data=lt.BatchConfig(global_batch_size=BATCH, per_device_train_batch_size=4),
+    optim=lt.OptimConfig(
         max_steps=UPDATES,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -38,38 +18,30 @@ DEFAULTS = (
         weight_decay=0.0,
         adam_beta2=0.999,
     ),
-    DDPConfig(),
-    RunConfig(output_dir="runs/migrate", logging_steps=5),
+    loop=lt.LoopConfig(logging_steps=5),
+    run=lt.RunConfig(output_dir="runs/migrate"),
 )
 
 
-def main() -> None:
-    data, optim, ddp, run = parse(*DEFAULTS, description=__doc__)
-    table = Dataset.from_dict({"input_ids": rows().int().numpy()}).with_format("numpy")
+def build(s, rows, precision):
+    where = lt.ModelConfig(model_name_or_path=base_model(), block_size=BLOCK)
+    return lt.load_model(where, None, rows, s.loop.seed, precision, s.loop.bitwise)
 
-    accelerator = start_accelerator(ddp, run.bitwise)
+
+def main(argv=None):
+    s = lt.parse(DEFAULTS, argv, description=__doc__)
+    table = Dataset.from_dict({"input_ids": rows().int().numpy()}).with_format("numpy")
+    own = lt.Tokenized.of(table, tokenizer(), in_order=True)  # rows of one's own, as they are stored
+
+    accelerator = lt.start(s)
     with accelerator.main_process_first():
-        folder = base_model()
-    layout = Layout.of(data, accelerator.num_processes, run.bitwise)
-    where = ModelConfig(model_name_or_path=folder, block_size=BLOCK)
-    model, files, start = load_model(where, LoraConfig(), tokenizer(), accelerator, run.seed)
-    identity = {
-        "start": start,
-        "rows": "the language reference",
-        "batch": data.global_batch_size,
-        "update": asdict(optim),
-    }
-    with open_run(accelerator, run, identity, files, resolved(data, optim, ddp, run)) as record:
-        steps = range(record.step, optim.max_steps)
-        batches = train_loader(
-            table, data.global_batch_size, layout.micro_batch, steps, seed=None
-        )  # as they are stored
-        optimizer = make_optimizer(model, optim, accelerator.mixed_precision)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-        record.restore(model, optimizer)
-        train(accelerator, model, optimizer, batches, None, optim, run, record)
-    leave_group()
+        base_model()
+    built = lt.place(accelerator, build, s, own)
+    optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
+    with lt.open_run(accelerator, s, own, built) as run:
+        lt.train(run, *accelerator.prepare(built.model, optimizer, *lt.loaders(run)))
+    return run
 
 
 if __name__ == "__main__":
-    launch(main)
+    lt.launch(main)

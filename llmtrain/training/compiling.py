@@ -2,8 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,15 +21,15 @@ _TRIES = 2
 def choose(
     accelerator: Accelerator, model: nn.Module, batch: Batch, passes: int, wanted: str, earlier: bool | None
 ) -> bool:
-    """Whether the blocks of ``model`` are compiled from here on.
+    """Return whether the blocks of ``model`` are compiled from here on.
 
     Args:
         batch: a micro-batch, to try it on; weights and gradients stay as they are.
-        passes: how many micro-batches a process has before it.
+        passes: micro-batches that a rank has before it.
         wanted: ``--torch_compile``.
-        earlier: what the run has chosen before. Compiled code rounds in other places, so a run stays with one.
+        earlier: the run's earlier choice. Compiled code rounds in other places, so a run stays with one.
 
-    Raises :class:`UserError` where it was asked for and is not to be had.
+    Raises :class:`UserError` where compiled code was asked for and does not work.
     """
     if wanted == "never" or (wanted == "auto" and earlier is False):
         return False
@@ -50,26 +48,20 @@ def choose(
     _compile(model)
     failure = _failure(accelerator, model, batch)
     compiled = eager if failure else _seconds(accelerator, model, batch)
-    took = f"{time.monotonic() - began:.0f} s of compiling"
-    if compiled > _GAIN * eager:
+    took = f"{time.monotonic() - began:.0f} s of compiling, and a micro-batch takes {compiled / eager:.2f}x its time before"
+    gains = compiled <= _GAIN * eager
+    if not gains:
         _uncompile(model)
-        say("compile", failure or f"no: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before")
-        return False
-    say("compile", f"blocks: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before")
-    return True
+    say("compile", failure or f"{'blocks' if gains else 'no'}: {took}")
+    return gains
 
 
-@contextlib.contextmanager
-def eager_code(compiled: bool) -> Iterator[None]:
+def eager_code(compiled: bool | None) -> contextlib.AbstractContextManager[object]:
     """Run no compiled code inside: an evaluation has other shapes, for which it would be compiled again."""
-    if not compiled:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def _blocks(model: nn.Module) -> list[Any]:
+def _blocks(model: nn.Module) -> list[nn.Module]:
     names = block_classes(model)
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -85,10 +77,10 @@ def _uncompile(model: nn.Module) -> None:
 
 
 def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
-    """What went wrong in compiling, on this process or another; empty where nothing did."""
+    """Return what went wrong in compiling, on this rank or another; empty where nothing did."""
+    mine = ""
     try:
         _try(accelerator, model, batch)
-        mine = ""
     except Exception as error:  # of compilers there are many
         mine = first_line(error)
     failed = accelerator.reduce(torch.tensor(float(bool(mine)), device=accelerator.device), reduction="sum")
@@ -96,17 +88,17 @@ def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
 
 
 def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
-    """That a micro-batch takes, on the slowest process."""
-    best = float("inf")
+    """Return the seconds per micro-batch on the slowest rank."""
+    times = []
     for _ in range(_TRIES):
         began = time.perf_counter()
         _try(accelerator, model, batch)
-        best = min(best, time.perf_counter() - began)
-    return float(accelerator.gather(torch.tensor([best], device=accelerator.device)).max())
+        times.append(time.perf_counter() - began)
+    return float(accelerator.gather(torch.tensor([min(times)], device=accelerator.device)).max())
 
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
-    """Forward and backward, of which nothing is left."""
+    """Make a forward and a backward pass, of which nothing is left."""
     with torch.random.fork_rng(), accelerator.no_sync(model):
         nll = model(**batch)
         accelerator.backward(nll * 0.0)

@@ -1,20 +1,16 @@
 """The loss on held-out text, every token counted once whatever the layout."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Window
+from llmtrain.contract import Forward, Metric, Window
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.mesh import model_parallel_size, reshard
-
-# What a recipe measures of its own on a held-out batch, with the plain model: by name a sum, and what to divide it by.
-Metric = Callable[[Any, dict[str, torch.Tensor]], dict[str, tuple[torch.Tensor, torch.Tensor]]]
 
 
 @torch.no_grad()
@@ -23,13 +19,13 @@ def evaluate(
     model: nn.Module,
     windows: Iterable[Window],
     text_bytes: int,
-    forward: Callable[..., torch.Tensor] | None = None,
+    forward: Forward | None = None,
     metric: Metric | None = None,
 ) -> dict[str, float]:
-    """Mean negative log-likelihood in nats per token, over all processes.
+    """Return the mean negative log-likelihood in nats per token over all ranks, and what follows from it.
 
     Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
-    different tokenizers can be compared. What a ``metric`` finds is added up alike: ``eval/NAME`` is sum by count.
+    different tokenizers can be compared. The sums of a ``metric`` are added up alike: ``eval/NAME`` is sum by count.
     """
     model.eval()
     plain = accelerator.unwrap_model(model)

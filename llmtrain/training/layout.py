@@ -1,12 +1,12 @@
 """How a global batch is computed: processes x micro-batches x rows of a micro-batch."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from llmtrain.data.config import DataConfig
+from llmtrain.contract import Facts
+from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 
 
@@ -22,17 +22,17 @@ class Layout:
     def global_batch_size(self) -> int:
         return self.processes * self.accumulation * self.micro_batch
 
-    def bits(self, accelerator: Accelerator) -> dict[str, Any]:
-        """What the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
+    def bits(self, accelerator: Accelerator) -> Facts:
+        """Return what the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
         return {"slot": self.micro_batch, "device": device, "threads": threads, "dtype": accelerator.mixed_precision}
 
     @classmethod
-    def of(cls, data: DataConfig, processes: int, bitwise: bool = False) -> "Layout":
+    def of(cls, data: BatchConfig, processes: int, bitwise: bool = False) -> "Layout":
         """Derive the accumulation. Raises :class:`UserError` with values that divide, where these do not.
 
-        A micro-batch larger than a process's share is that share: it is a limit of memory, not a part of the run.
+        A micro-batch larger than a rank's share of the rows is that share: it is a limit of memory, not part of the run.
         """
         rows = data.global_batch_size
         if rows % processes:

@@ -19,10 +19,10 @@ _TOGETHER = 1 << 22  # numbers in a batch of matrices; larger ones come alone
 
 
 class Muon(torch.optim.Optimizer):
-    """With Nesterov momentum, decoupled weight decay, and updates as large as AdamW's (Liu et al. 2025,
+    """Muon with Nesterov momentum and decoupled weight decay. Its updates are as large as AdamW's (Liu et al. 2025,
     arXiv:2502.16982), so that AdamW's learning rates and decays fit.
 
-    A matrix may be sharded: its update is gathered, made orthogonal on every process alike, and cut again. ``dtype`` is
+    The update of a sharded matrix is gathered, made orthogonal on every rank alike, and sharded again. ``dtype`` is
     that of the products; by default, that of the gradients.
     """
 
@@ -60,8 +60,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """U V' of every matrix U S V' of [N, m, n], m at most n, about: singular values of more than 0.002 of the norm end
-    between 0.7 and 1.2. Five iterations of Newton and Schulz."""
+    """Return about U V' of every matrix U S V' of [N, m, n], m at most n.
+
+    Singular values of more than 0.002 of the norm end between 0.7 and 1.2, by five iterations of Newton and Schulz.
+    """
     a, b, c = _QUINTIC
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(_ITERATIONS):
@@ -75,7 +77,7 @@ def _wide(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those of one shape, however they lie, and not too many."""
+    """Yield matrices of one shape, or its transpose, that are updated together; not too many at once."""
     alike: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
         alike.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)

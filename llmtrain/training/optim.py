@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.config import Config, flag, require, require_at_least
@@ -41,7 +42,7 @@ class OptimConfig(Config):
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of the update that follows ``step`` finished ones; every schedule but ``constant`` ends at 0."""
+    """Return the learning rate of the update that follows ``step`` finished ones; all but ``constant`` end at 0."""
     peak = config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -58,9 +59,9 @@ def lr_at(step: int, config: OptimConfig) -> float:
             return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str = "no") -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) that decays matrices and leaves vectors alone; with ``--optim muon``, Muon for
-    the matrices of hidden layers, in bfloat16 where the run's ``mixed_precision`` is ``"bf16"``."""
+def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone; with ``--optim muon``,
+    Muon for the matrices of hidden layers beside it, in bfloat16 where that is the accelerator's precision."""
     parameters = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
     rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]
@@ -72,13 +73,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig, mixed_precision: str =
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
     if not hidden:
         return adamw
-    dtype = torch.bfloat16 if mixed_precision == "bf16" else None
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     muon = Muon(hidden, config.learning_rate, config.weight_decay, config.adam_beta1, dtype)
     return MuonBesideAdamW(muon, adamw)
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:
-    """The matrices between the embedding and the head."""
+    """Return the matrices between the embedding and the head."""
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
         outer.append(model.get_output_embeddings())
@@ -96,7 +97,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on this optimizer's groups and state."""
+        """Let both parts work on this optimizer's groups and state."""
         muon, adamw = self.parts
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         muon.state = adamw.state = self.state

@@ -1,13 +1,10 @@
 """The rows of one update, each with its loss."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Window
+from llmtrain.contract import Facts, Forward, Window
 from llmtrain.parallel.mesh import gather_rows
 
 _TOKENS = 64  # of a row that are shown
@@ -18,11 +15,13 @@ def row_losses(
     accelerator: Accelerator,
     model: nn.Module,
     window: Window,
-    forward: Callable[..., torch.Tensor] | None = None,
-) -> list[dict[str, Any]]:
-    """Of every row of the global batch, as the model stands before the update: ``row``, ``targets`` (tokens of it that
-    are trained), ``loss`` (their mean, nats) and ``tokens`` (the first). All processes call this; it draws no random
-    numbers that the update would have drawn."""
+    forward: Forward | None = None,
+) -> list[Facts]:
+    """Return each row of the global batch with its loss, as the model stands before the update.
+
+    Keys are ``row``, ``targets`` (trained tokens), ``loss`` (their mean, nats) and ``tokens`` (the first). All ranks
+    call this. It draws no random numbers that the update would have drawn.
+    """
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
     compute = forward or accelerator.unwrap_model(model, keep_torch_compile=False)
     with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""What a model writes while it is trained: the same prompts at every look, so that one can see it learn."""
+"""Texts that a model writes while it is trained: from the same prompts each time, so that one can see it learn."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ from llmtrain.parallel.mesh import reshard
 
 @torch.no_grad()
 def sample(accelerator: Accelerator, model: nn.Module, tokenizer: Any, prompts: list[str], how: Sampling) -> list[str]:
-    """A continuation of each prompt, by the model as it stands; where the tokenizer has a chat template, the answer to
-    it. All processes call this and compute the same, for none may hold the whole model; torch's own generators are not
-    touched."""
+    """Return how the model, as it stands, goes on from each prompt, or answers it where there is a chat template.
+
+    All ranks call this and compute the same, for none may hold the full model. Torch's own generators stay as they are.
+    """
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     was_training = plain.training
     plain.eval()

@@ -20,8 +20,8 @@ from llmtrain.models.lora import LoraConfig
 from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
 from llmtrain.models.summed import leaks
-from llmtrain.record.checkpoint import write_model
 from llmtrain.parallel.mesh import fill
+from llmtrain.record.checkpoint import write_model
 from tests.families import FAMILIES, OVERRIDES
 
 LEAKING = ["gpt_oss", "falcon", "opt", "bloom", "mamba"]  # whatever their position_ids

@@ -17,9 +17,9 @@ from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import LoraConfig, write_merged
 from llmtrain.models.pretrained import Loaded, ModelConfig, load_model
+from llmtrain.parallel.mesh import fill
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
-from llmtrain.parallel.mesh import fill
 
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.parallel.bitwise import BitwiseGradients, TreeSum
 from llmtrain.training.layout import Layout
-from llmtrain.training.loop import accumulate, count_tokens
+from llmtrain.training.step import Accumulation, count_tokens
 
 
 def leaves(count: int) -> list[torch.Tensor]:
@@ -57,8 +57,8 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
     batches = [{"input_ids": ids[i : i + 2], "labels": ids[i : i + 2]} for i in range(0, 8, 2)]
     plain, bitwise = accelerator.prepare(copy.deepcopy(model)), accelerator.prepare(model)
     tokens, _ = count_tokens(accelerator, batches, False)
-    nll = accumulate(accelerator, plain, batches, tokens)
-    same = BitwiseGradients(bitwise)(accelerator, bitwise, batches, tokens)
+    nll = Accumulation(accelerator, plain)(batches, tokens)
+    same = BitwiseGradients(accelerator, bitwise, lambda: None)(batches, tokens)
     assert float(same) == pytest.approx(float(nll), rel=1e-6)
     for ours, theirs in zip(bitwise.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)

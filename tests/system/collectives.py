@@ -9,13 +9,13 @@ import torch
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.launch.process import launch
-from llmtrain.training import loop
+from llmtrain.training.step import train_step
 
 
 def main() -> None:
     accelerator = start_accelerator()
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), vocab_size=300, seed=1)
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
 
     reduced: list[int] = []
@@ -46,7 +46,7 @@ def main() -> None:
             window.append({"input_ids": ids, "labels": ids})
         reduced.clear()
         per_micro_batch.clear()
-        loop.train_step(accelerator, model, optimizer, window, 1.0)
+        train_step(accelerator, model, optimizer, window, 1.0)
         starts = [*per_micro_batch, len(reduced)]
         rounds.append([starts[i + 1] - starts[i] for i in range(3)])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])

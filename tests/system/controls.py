@@ -14,9 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from llmtrain import GPT, GPTConfig, OptimConfig, UserError, launch, make_optimizer, start_accelerator
+from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.errors import UserError
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.training import loop, optim
+from llmtrain.training import optim, step
 
 OPTIM = OptimConfig(max_steps=4, warmup_steps=2, learning_rate=1e-2)
 LIMIT = 1e-12  # relative; everything here is float64
@@ -43,13 +45,13 @@ def micro_batches(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
     return [{name: column[i : i + 2] for name, column in rows.items()} for i in (0, 2)]
 
 
-def bare_run() -> dict[str, Any]:
+def bare_run(accelerator: Accelerator) -> dict[str, Any]:
     model = make_model()
-    optimizer = make_optimizer(model, OPTIM)
+    optimizer = make_optimizer(accelerator, model, OPTIM)
     losses, norms = [], []
-    for step in range(OPTIM.max_steps):
-        batch = global_batch(step)
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = optim.lr_at(step, OPTIM)
+    for made in range(OPTIM.max_steps):
+        batch = global_batch(made)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = optim.lr_at(made, OPTIM)
         loss = model(**batch) / (batch["labels"][:, 1:] != -100).sum()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -64,16 +66,16 @@ def our_run(
     accelerator: Accelerator, rows_of: Callable = micro_batches, lr_at: Callable = optim.lr_at
 ) -> dict[str, Any]:
     model = make_model()
-    optimizer = make_optimizer(model, OPTIM)
+    optimizer = make_optimizer(accelerator, model, OPTIM)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms, drift = [], [], ""
-    for step in range(OPTIM.max_steps):
+    for made in range(OPTIM.max_steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, OPTIM)
-        update = loop.train_step(accelerator, model, optimizer, rows_of(step, accelerator.process_index), 1.0)
+            group["lr"] = lr_at(made, OPTIM)
+        update = step.train_step(accelerator, model, optimizer, rows_of(made, accelerator.process_index), 1.0)
         losses.append(float(accelerator.reduce(update.nll, reduction="sum") / update.tokens))
         norms.append(update.grad_norm)
-        if step == 1 and PERTURB:
+        if made == 1 and PERTURB:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += accelerator.process_index * 1e-7
         try:
@@ -97,17 +99,19 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def mean_of_means(accelerator: Accelerator, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    accelerator, model = self.accelerator, self.model
     total = torch.zeros((), dtype=torch.float64)
     for i, batch in enumerate(batches):
         with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model):
             nll = model(**batch)
-            accelerator.backward(nll / loop.count_targets(batch["labels"]).clamp(min=1) / len(batches))
+            accelerator.backward(nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches))
         total += nll.detach()
     return total
 
 
-def never_synced(accelerator: Accelerator, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+def never_synced(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    accelerator, model = self.accelerator, self.model
     with accelerator.no_sync(model):
         for batch in batches:
             nll = model(**batch)
@@ -119,17 +123,17 @@ def unshifted(labels: torch.Tensor) -> torch.Tensor:
     return (labels != -100).sum()
 
 
-def other_ranks_rows(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
-    return micro_batches(step, 0)
+def other_ranks_rows(made: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    return micro_batches(made, 0)
 
 
-def scheduler_stepped_per_rank(step: int, config: OptimConfig) -> float:
-    return optim.lr_at(2 * step, config)
+def scheduler_stepped_per_rank(made: int, config: OptimConfig) -> float:
+    return optim.lr_at(2 * made, config)
 
 
 def main() -> None:
     accelerator = start_accelerator()
-    reference = bare_run()
+    reference = bare_run(accelerator)
 
     def what_shows(**changes: Any) -> list[str]:
         run = our_run(accelerator, **changes)
@@ -141,13 +145,13 @@ def main() -> None:
         return shown + ([run["drift"]] if run["drift"] else [])
 
     found = {"nothing planted": what_shows()}
-    with patched(loop, "accumulate", mean_of_means):
+    with patched(step.Accumulation, "__call__", mean_of_means):
         found["a mean of means"] = what_shows()
-    with patched(loop, "data_parallel_size", lambda _: 1):
+    with patched(step, "data_parallel_size", lambda _: 1):
         found["a forgotten data-parallel factor"] = what_shows()
-    with patched(loop, "accumulate", never_synced):
+    with patched(step.Accumulation, "__call__", never_synced):
         found["a missing sync"] = what_shows()
-    with patched(loop, "count_targets", unshifted):
+    with patched(step, "count_targets", unshifted):
         found["unshifted token counts"] = what_shows()
     found["a rank reading another's rows"] = what_shows(rows_of=other_ranks_rows)
     found["a scheduler stepped per rank"] = what_shows(lr_at=scheduler_stepped_per_rank)

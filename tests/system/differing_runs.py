@@ -21,7 +21,7 @@ import gpt
 from llmtrain.data import loader, text
 from llmtrain.models import gpt as model
 from llmtrain.parallel import fsdp
-from llmtrain.training import loop, optim
+from llmtrain.training import loop, optim, start, step
 from tests.system import controls
 
 
@@ -29,11 +29,12 @@ def not_clipped(accelerator: Any, model: Any, limit: float) -> torch.Tensor:
     return fsdp.clip_grad_norm(accelerator, model, 1e9)
 
 
-def mean_of_means(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    accelerator, model = self.accelerator, self.model
     total = torch.zeros(())
     for batch in batches:
         nll = model(**batch)
-        accelerator.backward(nll / loop.count_targets(batch["labels"]).clamp(min=1) / len(batches))
+        accelerator.backward(nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches))
         total += nll.detach()
     return total
 
@@ -66,17 +67,16 @@ def with_masked_labels(*arguments: Any) -> Any:
 
 PLANT: dict[str, tuple[Any, str, Any]] = {
     "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
-    "a mean of means": (loop, "accumulate", mean_of_means),
+    "a mean of means": (step.Accumulation, "__call__", mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
     "a token twice": (text, "_Encoder", BothEnds),
-    "masked labels": (gpt, "train_loader", with_masked_labels),
-    "a schedule one late": (loop, "lr_at", lambda step, config: optim.lr_at(max(step - 1, 0), config)),
-    "no clipping": (loop, "clip_grad_norm", not_clipped),
+    "masked labels": (start, "train_loader", with_masked_labels),
+    "a schedule one late": (loop, "lr_at", lambda made, config: optim.lr_at(max(made - 1, 0), config)),
+    "no clipping": (step, "clip_grad_norm", not_clipped),
 }
 
 
 def main() -> None:
-    gpt.show_result = lambda folder: None  # type: ignore[attr-defined]
     for run in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -19,9 +19,9 @@ from tests.launching import (
     torchrun,
     wait,
     write_chats,
+    write_text,
 )
 from tests.launching import begin as begin_here
-from tests.launching import write_text
 
 KEYS = ("tokens", "batch", "train/loss", "train/grad_norm", "train/weight_norm", "train/learning_rate")
 KEYS += ("eval/loss", "eval/bits_per_byte")

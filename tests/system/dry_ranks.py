@@ -5,17 +5,19 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmtrain import GPT, GPTConfig, OptimConfig, empty_if_sharded, launch, make_optimizer, shard, start_accelerator
+from llmtrain import GPT, Built, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import local_shard
-from llmtrain.training.loop import accumulate, train_step
+from llmtrain.training.step import Accumulation, train_step
 from tests.memory import resident
+from tests.record.test_checkpoint import Files
 
 CONFIG = GPTConfig(n_layer=4, n_head=4, n_embd=512, block_size=32)
 
@@ -26,16 +28,16 @@ def main() -> None:
     base = resident("VmRSS")
     began = time.perf_counter()
     accelerator = start_accelerator()
-    with empty_if_sharded(accelerator):
-        gpt = GPT(CONFIG, 300, seed=3)
-    shard(accelerator, gpt, gpt.first_weights(3))
-    optimizer = make_optimizer(gpt, OptimConfig())
+    with torch.device("meta"):
+        gpt = GPT(CONFIG, 300)
+    place(accelerator, Built(gpt, Files(), gpt.first_weights(3)))
+    optimizer = make_optimizer(accelerator, gpt, OptimConfig())
     model, optimizer = accelerator.prepare(gpt, optimizer)
     seconds = time.perf_counter() - began
     ids = torch.zeros(2, 33, dtype=torch.int64)
     for _ in range(2):
         # DDP asks for a sum that was really made
-        how = None if accelerator.is_fsdp2 else partial(accumulate, reduce="never")
+        how = None if accelerator.is_fsdp2 else Accumulation(accelerator, model, reduce="never")
         train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0, forward_backward=how)
     held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]

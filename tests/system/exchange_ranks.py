@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from llmtrain import GPT, DDPConfig, GPTConfig, OptimConfig, launch, make_optimizer, start_accelerator
+from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler, settle_buckets
 from llmtrain.parallel.exchange import PowerSGD, average
-from llmtrain.training.loop import accumulate, train_step
+from llmtrain.training.step import Accumulation, train_step
 
 
 def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]]:
@@ -23,9 +25,9 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
 
 
 def fresh(accelerator: Accelerator, hook: str = "none", **settings: Any) -> tuple[Any, Any]:
-    accelerator.ddp_handler = DDPHandler(DDPConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=0.2, **settings))
+    accelerator.ddp_handler = DDPHandler(ParallelConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=[0.2], **settings))
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), 300, seed=1)
-    return accelerator.prepare(model, make_optimizer(model, OptimConfig(optim="adamw")))
+    return accelerator.prepare(model, make_optimizer(accelerator, model, OptimConfig(optim="adamw")))
 
 
 def flat(tensors: Any) -> torch.Tensor:
@@ -44,7 +46,7 @@ def weights_after(accelerator: Accelerator, watched: bool) -> torch.Tensor:
 def gradient(accelerator: Accelerator, model: Any, step: int) -> torch.Tensor:
     """That the processes agree on, of one update's rows; the weights stay."""
     model.zero_grad()
-    accumulate(accelerator, model, batches(accelerator, step), torch.tensor(96))
+    Accumulation(accelerator, model)(batches(accelerator, step), torch.tensor(96))
     return flat(p.grad for p in model.parameters())
 
 
@@ -109,7 +111,7 @@ def resumed(accelerator: Accelerator, hook: str, settle: bool = True) -> bool:
 
 def alone(accelerator: Accelerator) -> dict[str, bool]:
     model, optimizer = fresh(accelerator, sync_every=2)
-    never = functools.partial(accumulate, reduce="never")
+    never = Accumulation(accelerator, model, reduce="never")
     mean = functools.partial(accelerator.reduce, reduction="mean")
     for step in range(2):
         window = batches(accelerator, step)
@@ -122,7 +124,7 @@ def alone(accelerator: Accelerator) -> dict[str, bool]:
     poisoned = batches(accelerator, 3)
     before = flat(model.parameters())
     scale = float("nan") if accelerator.process_index == 1 else 1.0
-    hurt = lambda *arguments: never(*arguments[:3], arguments[3] * scale)  # noqa: E731
+    hurt = lambda window, tokens: never(window, tokens * scale)  # noqa: E731
     update = train_step(accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, agree=mean)
     return {
         **found,
@@ -139,7 +141,7 @@ def poisoned(accelerator: Accelerator) -> dict[str, bool]:
     gradient(accelerator, model, 0)
     owed = flat(exchange.owed.values())
     tokens = torch.tensor(float("nan") if accelerator.process_index == 1 else 96.0)
-    accumulate(accelerator, model, batches(accelerator, 1), tokens)
+    Accumulation(accelerator, model)(batches(accelerator, 1), tokens)
     hurt = flat(p.grad for p in model.parameters())
     kept = torch.equal(owed, flat(exchange.owed.values()))
     return {

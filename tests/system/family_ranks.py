@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from llmtrain import LoraConfig, ModelConfig, OptimConfig, launch, load_model, make_optimizer, start_accelerator
+from llmtrain import ModelConfig, OptimConfig, launch, load_model, make_optimizer
 from llmtrain.data import tokenizer as tok
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.training.loop import train_step
-from tests.families import FAMILIES, OVERRIDES
+from llmtrain.parallel.fsdp import place
+from llmtrain.training.step import train_step
+from tests.families import FAMILIES, OVERRIDES, rows_of
 
 ROWS, LENGTH = 8, 24
 
@@ -37,11 +39,12 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
 def readings(accelerator: Accelerator, family: str) -> dict[str, Any]:
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
     config = ModelConfig(from_config=family, config_overrides=OVERRIDES, block_size=LENGTH)
-    model: Any = load_model(config, LoraConfig(), words, accelerator, seed=3, packed=True).model
+    built = load_model(config, None, rows_of(words, packed=True), 3, accelerator.mixed_precision)
+    model: Any = place(accelerator, built).model
     for module in model.modules():  # dropout in its modules differs between layouts, in its draws
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2))
+    optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms = [], []
     for step in range(3):

@@ -13,14 +13,15 @@ import gpt
 
 from llmtrain import launch
 from llmtrain.data.loader import Collate
-from llmtrain.training import loop, optim
+from llmtrain.training import loop, observers, optim, step
 from tests.system import controls
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-HONEST = {"accumulate": loop.accumulate, "train_step": loop.train_step, "collate": Collate.__call__}
+HONEST = {"train_step": loop.train_step, "collate": Collate.__call__}
 
 
-def sync_in_every_micro_batch(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+def sync_in_every_micro_batch(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    accelerator, model = self.accelerator, self.model
     total = torch.zeros(())
     for batch in batches:
         nll = model(**batch)
@@ -43,15 +44,15 @@ def rows_of_rank_0(collate: Collate, items: list[Any]) -> Any:
 
 
 PLANT = {
-    "nothing": (loop, "accumulate", loop.accumulate),
-    "a mean of means": (loop, "accumulate", controls.mean_of_means),
-    "a forgotten data-parallel factor": (loop, "data_parallel_size", lambda accelerator: 1),
-    "a missing sync": (loop, "accumulate", controls.never_synced),
-    "a sync in every micro-batch": (loop, "accumulate", sync_in_every_micro_batch),
-    "a scheduler stepped per rank": (loop, "lr_at", lambda step, config: optim.lr_at(step * WORLD, config)),
-    "unshifted token counts": (loop, "count_targets", controls.unshifted),
+    "nothing": (step.Accumulation, "__call__", step.Accumulation.__call__),
+    "a mean of means": (step.Accumulation, "__call__", controls.mean_of_means),
+    "a forgotten data-parallel factor": (step, "data_parallel_size", lambda accelerator: 1),
+    "a missing sync": (step.Accumulation, "__call__", controls.never_synced),
+    "a sync in every micro-batch": (step.Accumulation, "__call__", sync_in_every_micro_batch),
+    "a scheduler stepped per rank": (loop, "lr_at", lambda made, config: optim.lr_at(made * WORLD, config)),
+    "unshifted token counts": (step, "count_targets", controls.unshifted),
     "a rank reading another's rows": (Collate, "__call__", rows_of_rank_0),
-    "buckets that are not settled": (loop, "settle_buckets", lambda accelerator, model, batch: None),
+    "buckets that are not settled": (observers, "settle_buckets", lambda accelerator, model, batch: None),
     "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
 

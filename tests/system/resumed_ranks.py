@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer, start_accelerator
+from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.parallel.ddp import settle_buckets
-from llmtrain.training.loop import train_step
+from llmtrain.training.step import train_step
 
 
 def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]]:
@@ -22,7 +23,7 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
 
 def fresh(accelerator: Accelerator, saved: dict[str, Any] | None = None) -> tuple[Any, Any]:
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=16), 300, seed=1)
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

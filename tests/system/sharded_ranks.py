@@ -16,28 +16,27 @@ from accelerate import Accelerator
 
 from llmtrain import (
     GPT,
+    Built,
     GPTConfig,
     LoraConfig,
     ModelConfig,
-    ModelFiles,
     OptimConfig,
-    empty_if_sharded,
     launch,
     load_model,
     make_optimizer,
-    shard,
-    start_accelerator,
 )
 from llmtrain.data import tokenizer as tok
+from llmtrain.launch.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.parallel.ddp import GradientSyncs, data_parallel_rank, data_parallel_size
-from llmtrain.parallel.fsdp import held_bytes, units
+from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.ddp import GradientSyncs
+from llmtrain.parallel.fsdp import held_bytes, place, units
+from llmtrain.parallel.mesh import Spread, data_parallel_rank, data_parallel_size, gather_rows, of_all_stages
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
-from llmtrain.parallel.mesh import gather_rows, of_all_stages
-from llmtrain.training.loop import accumulate, train_step
-from tests.families import OVERRIDES
+from llmtrain.training.step import Accumulation, train_step
+from tests.families import OVERRIDES, rows_of
 
 ROWS, LENGTH = 16, 24
 STAGES = int(os.environ.get("STAGES", "1"))  # of a pipeline
@@ -59,14 +58,13 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
 
-def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, ModelFiles]:
+def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
     kind, _, rest = case.partition("-")
     if kind == "gpt":
         config = GPTConfig(n_layer=2, n_head=2, n_embd=66, block_size=LENGTH)  # 66 rows do not divide by four
-        with empty_if_sharded(accelerator):
-            gpt = GPT(config, 300, seed=3)
-        shard(accelerator, gpt, gpt.first_weights(3))
-        return gpt, ModelFiles(gpt.hf_config(), words())
+        with torch.device("meta"):
+            gpt = GPT(config, 300)
+        return place(accelerator, Built(gpt, gpt.files(words(), "nothing"), gpt.first_weights(3)))
     rank = 1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0  # of one row some hold nothing
     lora = LoraConfig(lora_r=rank, use_dora="dora" in rest)
     settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
@@ -77,21 +75,20 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> tuple[Any, Mod
         new["tokenizer"].add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
         new["new_tokens"] = [257, 258]
     config = ModelConfig(**settings, block_size=LENGTH)
-    model, files, _ = load_model(
-        config, lora, new["tokenizer"], accelerator, 3, shard, packed=False, new_tokens=new["new_tokens"]
-    )
-    return model, files
+    rows = rows_of(new["tokenizer"], new_tokens=new["new_tokens"])
+    return place(accelerator, load_model(config, lora, rows, 3, accelerator.mixed_precision))
 
 
 def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, updates: int) -> dict[str, Any]:
     name, _, accumulation = case.partition("/")
-    model, files = model_of(name.removesuffix("-each"), accelerator, bases)
+    built = model_of(name.removesuffix("-each"), accelerator, bases)
+    model, files = built.model, built.files
     plain: Any = model
     # where most gradients begin as nothing, and signs as noise; and where rounding grows: of phi3, in ten updates, to
     # 1e-4 of the norm between one and four micro-batches of one process
     gently = case.startswith(("base", "tied", "gpt2base", "phi3"))
     optim = OptimConfig(learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw")
-    optimizer = make_optimizer(model, optim)
+    optimizer = make_optimizer(accelerator, model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [p for group in optimizer.param_groups for p in group["params"]]
@@ -100,7 +97,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)
     syncs, scattered = GradientSyncs(model), COUNTS
-    how: Any = partial(accumulate, reduce="each" if "-each" in name else "once")
+    how: Any = Accumulation(accelerator, model, reduce="each" if "-each" in name else "once")
     if STAGES > 1:
         how = Pipeline(accelerator, model)
     for step in range(updates):
@@ -117,7 +114,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         tensors = of_all_stages(accelerator, plain, files.exported(plain))
         write_model(folder / case.replace("/", "-"), files, tensors, Team.of_all(sees_folder=True))
     elif accelerator.is_main_process:
-        write_model(folder / case.replace("/", "-"), files, files.exported(plain))
+        write_model(folder / case.replace("/", "-"), files, Spread(files.exported(plain)))
     if hasattr(plain, "get_output_embeddings"):
         ends = plain.get_output_embeddings(), plain.get_input_embeddings()
         found["tied"] = bool({*ends[0].parameters()} & {*ends[1].parameters()})
@@ -141,7 +138,7 @@ def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def main() -> None:
     bases, folder, updates, *cases = sys.argv[1:]
-    accelerator = start_accelerator(stages=STAGES)
+    accelerator = start_accelerator(PipelineConfig(pipeline_stages=STAGES))
     Path(folder).mkdir(exist_ok=True)
     count_reduce_scatters()
     found = {case: readings(case, accelerator, Path(bases), Path(folder), int(updates)) for case in cases}

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
+from llmtrain.launch.process import launch
+from llmtrain.parallel.mesh import fill, local_shard
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
-from llmtrain.parallel.mesh import fill, local_shard
-from llmtrain.launch.process import launch
 from tests.record.test_checkpoint import Files
 
 SHAPES = {"wide": (7, 5), "narrow": (3,), "one": (1, 4), "even": (8, 2)}  # also parts that are uneven, or empty

@@ -51,7 +51,7 @@ def test_two_ranks_say_it_once(flags: list[str], text_file: Path, tmp_path: Path
 def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(
-        "import os\nfrom llmtrain import UserError, launch\n"
+        "import os\nfrom llmtrain import launch\nfrom llmtrain.errors import UserError\n"
         "def main():\n"
         "    if os.environ['RANK'] == '1': raise UserError('the disk of this machine is missing')\n"
         "    import time; time.sleep(60)\n"
@@ -66,7 +66,7 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     ("on_rank_1", "says"),
     [
         ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
-        pytest.param("agreement.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form),
+        pytest.param("provenance.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form),
         ("argv += ['--per_device_train_batch_size', '4']", "flags: per_device_train_batch_size 4 there, 2 here"),
     ],
 )
@@ -78,7 +78,7 @@ def test_ranks_that_are_apart_stop_before_anything_is_written(
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "from llmtrain.record import agreement\n"
+        "from llmtrain.record import provenance\n"
         f"OTHER = {str(other)!r}\n"
         f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', {str(text_file)!r}]\n"
         f"if os.environ['RANK'] == '1':\n    {on_rank_1}\n"
@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_named(text_file: Path, tmp_path: Path) -> None:
 
 
 def test_debug_shows_where_an_error_arose(tmp_path: Path) -> None:
-    ended = run([*PYTHON, GPT, "--debug", "--n_layers", "3", "--output_dir", str(tmp_path / "run")])
+    ended = run([*PYTHON, GPT, "--n_layers", "3", "--output_dir", str(tmp_path / "run")], {"LLMTRAIN_DEBUG": "1"})
     assert ended.status == 2
     assert "in parse" in ended.err
     assert ended.err.splitlines()[-1].startswith("error: unknown flag --n_layers")

@@ -208,12 +208,12 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "from llmtrain.training import loop\nhonest = loop.accumulate\n"
-        "def slow(accelerator, model, batches, tokens):\n"
-        "    if not hasattr(loop, 'begun'): loop.begun = True\n"
-        "    else: time.sleep(60)\n"
-        "    return honest(accelerator, model, batches, tokens)\n"
-        "loop.accumulate = slow\nif __name__ == '__main__': launch(gpt.main)\n"
+        "from llmtrain.training.step import Accumulation\nhonest, begun = Accumulation.__call__, []\n"
+        "def slow(self, batches, tokens):\n"
+        "    begun.append(1)\n"
+        "    if len(begun) > 1: time.sleep(60)\n"
+        "    return honest(self, batches, tokens)\n"
+        "Accumulation.__call__ = slow\nif __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
     process = begin([*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
@@ -266,15 +266,15 @@ POISONED = """
 import os, sys; sys.path.insert(0, 'recipes')
 import gpt
 from llmtrain import launch
-from llmtrain.training import loop
-honest, calls = loop.accumulate, []
-def poisoned(accelerator, model, batches, tokens):
+from llmtrain.training.step import Accumulation
+honest, calls = Accumulation.__call__, []
+def poisoned(self, batches, tokens):
     calls.append(1)
     if len(calls) in (3, 5) and os.environ['RANK'] == '1':
         batches = [{**batch, 'input_ids': batch['input_ids']} for batch in batches]
         tokens = tokens * float('nan')
-    return honest(accelerator, model, batches, tokens)
-loop.accumulate = poisoned
+    return honest(self, batches, tokens)
+Accumulation.__call__ = poisoned
 if __name__ == '__main__': launch(gpt.main)
 """
 
@@ -295,13 +295,13 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(text_fi
 FULL = """
 import os, sys, torch; sys.path.insert(0, 'recipes')
 import gpt
-from llmtrain import launch
-honest = gpt.GPT.forward
+from llmtrain import GPT, launch
+honest = GPT.forward
 def full(self, *args, **batch):
     if self.training and os.environ.get('RANK', '1') == '1':
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
     return honest(self, *args, **batch)
-gpt.GPT.forward = full
+GPT.forward = full
 if __name__ == '__main__': launch(gpt.main)
 """
 

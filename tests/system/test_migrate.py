@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import PYTHON, ROOT, accelerate, run, series, torchrun
+from tests.launching import PYTHON, ROOT, accelerate, long_form, run, series, torchrun
 
 PAGE = ROOT / "docs" / "migrate.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 LOSS = re.compile(r"update +(\d+)  loss ([\d.]+)")
 
 
-@pytest.mark.skipif(not (WRITE or os.environ.get("LLMTRAIN_LESSONS")), reason="make learn runs it")
+@long_form
 def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path) -> None:
     def losses(command: list[str], step: str, *flags: str) -> tuple[dict[int, float], str]:
         words = ["env", "-C", str(tmp_path), *command, str(ROOT / "docs" / "migrate" / f"{step}.py"), *flags]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import DataConfig, UserError, parse, prepare
+from llmtrain import DataConfig, tokenize
+from llmtrain.errors import UserError
 from tests.forked import run_forked
 from tests.launching import BIN, PYTHON, ROOT, long_form, run, series, torchrun
 
@@ -41,14 +42,14 @@ def test_two_processes_measure_what_one_does(recipe: Path, tmp_path: Path) -> No
     run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()
 
 
-def test_what_a_function_yields_is_prepared_anew_when_it_changes_and_bad_records_are_one_line() -> None:
-    (data,) = parse(DataConfig(tokenizer="byte", eval_fraction=0.0), argv=[])
+def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_records_are_one_line() -> None:
+    data = DataConfig(tokenizer="byte", eval_fraction=0.0)
     texts = ["one", "two"]
-    first = prepare(data, 8, records=lambda: iter(texts)).facts
+    first = tokenize(data, 8, records=lambda: iter(texts)).facts
     assert (first.documents, first.train_tokens) == (2, 2 * 4)
     texts.append("three")
-    assert prepare(data, 8, records=lambda: iter(texts)).facts.documents == 3
-    assert prepare(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).facts.documents == 2
+    assert tokenize(data, 8, records=lambda: iter(texts)).facts.documents == 3
+    assert tokenize(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).facts.documents == 2
     for bad, says in (([3], "record 0 is 3, neither text nor fields"), ([{"body": "a"}], "no field 'text'")):
         with pytest.raises(UserError, match=says):
-            prepare(data, 8, records=lambda bad=bad: iter(bad))
+            tokenize(data, 8, records=lambda bad=bad: iter(bad))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain import UserError
 from llmtrain.cli import main
+from llmtrain.errors import UserError
 from llmtrain.plan.subject import subject_of
 from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, long_form, read_json, run
 from tests.memory import can_measure, measured, predicted_most

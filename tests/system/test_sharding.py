@@ -206,13 +206,14 @@ def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> 
 
 HALF, WHOLE = (30, 60) if LONG_FORM else (8, 16)
 LONG = [*TINY, "--max_steps", str(WHOLE), "--save_steps", str(HALF), "--dropout", "0.1", "--log_rows"]
-LONG += ["--sample_steps", str(HALF)]
+LONG += ["--eval_steps", str(HALF)]
+WRITING = ["--sample_prompts", "The"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    run_forked([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked([*PYTHON, GPT, *LONG, *WRITING, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
     return folder
 
 
@@ -239,7 +240,7 @@ def test_a_run_goes_on_where_its_model_is_sharded(
 ) -> None:
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run"), "--async_save"]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / f"step-{HALF:08d}")]
-    begun += ["--pipeline_stages", "2", "--sample_steps", "0"] if layout.startswith("PP") else []
+    begun += ["--pipeline_stages", "2"] if layout.startswith("PP") else WRITING
     run_forked([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted, HALF + 1)
     written, expected = (path / "samples.jsonl" for path in (tmp_path / "run", uninterrupted))
@@ -259,7 +260,6 @@ def test_a_run_goes_on_under_any_layout(
     folder, layouts = tmp_path / "run", ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "one process", "PP 2", "FSDP2 2")
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
     commands = [[*LAUNCHERS[name], *flags, "--pipeline_stages", "2" if name == "PP 2" else "1"] for name in layouts]
-    commands = [[*command, "--sample_steps", "0"] for command in commands]
     for place, command in enumerate(commands[:-1]):
         interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
     run_forked(commands[-1]).assert_ok()

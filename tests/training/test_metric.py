@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain import UserError
-from llmtrain.data.loader import Window
+from llmtrain.contract import Window
+from llmtrain.errors import UserError
 from llmtrain.training.evaluate import evaluate
 
 

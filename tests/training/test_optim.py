@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from llmtrain.record.run import RunConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain.training.muon as muon_module
 from llmtrain.models.gpt import GPT, GPTConfig
-from llmtrain.record.run import RunConfig
 from llmtrain.training.loop import _check_where_it_goes_on
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer

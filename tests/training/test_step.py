@@ -2,17 +2,22 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.contract import Due
+from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets
-from llmtrain.training.loop import _Due, accumulate, count_tokens, train, train_step
+from llmtrain.training.loop import check_can_train
 from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.settings import Settings
+from llmtrain.training.step import Accumulation, count_tokens, train_step
 
 VOCABULARY = 40
 
@@ -40,7 +45,7 @@ def split(batch: dict[str, torch.Tensor], micro: int) -> list[dict[str, torch.Te
 
 def updated(accelerator: Accelerator, model: GPT, window: list, steps: int = 3) -> tuple[list[float], torch.Tensor]:
     model = copy.deepcopy(model)
-    optimizer = make_optimizer(model, OptimConfig(learning_rate=1e-2))
+    optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
     model, optimizer = accelerator.prepare(model, optimizer)
     norms = [train_step(accelerator, model, optimizer, window, max_grad_norm=0.5).grad_norm for _ in range(steps)]
     return norms, torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -65,7 +70,8 @@ def test_the_gradient_of_every_split_is_that_of_one_big_batch(
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     batches = split(batch, micro)
-    accumulate(accelerator, accelerator.prepare(model), batches, count_tokens(accelerator, batches, False)[0])
+    tokens, _ = count_tokens(accelerator, batches, False)
+    Accumulation(accelerator, accelerator.prepare(model))(batches, tokens)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert float((gradient - expected).norm() / expected.norm()) <= limit
 
@@ -85,7 +91,7 @@ def test_the_update_is_that_of_plain_autograd(accelerator: Accelerator, model: G
     batch = ragged_batch()
     _, weights = updated(accelerator, model, split(batch, 2), steps=1)
     bare = copy.deepcopy(model)
-    optimizer = make_optimizer(bare, OptimConfig(learning_rate=1e-2))
+    optimizer = make_optimizer(accelerator, bare, OptimConfig(learning_rate=1e-2))
     (bare(**batch) / count_targets(batch["labels"])).backward()
     torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
     optimizer.step()
@@ -95,10 +101,10 @@ def test_the_update_is_that_of_plain_autograd(accelerator: Accelerator, model: G
 
 def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
     batch = ragged_batch()
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
     expected = model(**batch).item()
     model, optimizer = accelerator.prepare(model, optimizer)
-    update = train_step(accelerator, model, optimizer, split(batch, 4), 1.0, stop_requested=True)
+    update = train_step(accelerator, model, optimizer, split(batch, 4), 1.0, stop=True)
     assert float(update.nll) == pytest.approx(expected, rel=1e-6)
     assert int(update.tokens) == int(count_targets(batch["labels"]))
     assert update.stop
@@ -107,7 +113,7 @@ def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_makes_no_update(accelerator: Accelerator, model: GPT, poison: float) -> None:
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = poison
     before = copy.deepcopy(model.state_dict())
@@ -118,7 +124,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update(accelerator: Accelerator,
 
 
 def test_a_batch_without_any_target_changes_nothing_but_decay(accelerator: Accelerator, model: GPT) -> None:
-    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.0))
+    optimizer = make_optimizer(accelerator, model, OptimConfig(weight_decay=0.0))
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
     empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
@@ -131,20 +137,20 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
     """Also within DDP, which `prepare` would put around it."""
     model = wrap(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
-        train(accelerator, model, None, None, None, None, None, None)
+        check_can_train(SimpleNamespace(accelerator=accelerator, settings=Settings(DataConfig())), model, None)
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 100])
 def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next_meeting(every: int) -> None:
     for step in range(1, 300):
-        assert _Due(step, False, 1, False)(every) == (step % every == 0)
-    meetings = [step for step in range(1, 300) if _Due(step, False, 16, False).together]
+        assert Due(step, False, 1, False).at(every) == (step % every == 0)
+    meetings = [step for step in range(1, 300) if Due(step, False, 16, False).together]
     assert meetings == list(range(16, 300, 16))
-    done = [step for step in range(1, 300) if _Due(step, False, 16, False)(every)]
+    done = [step for step in range(1, 300) if Due(step, False, 16, False).at(every)]
     assert done == sorted({-(-step // 16) * 16 for step in range(every, 289, every)})
-    assert _Due(7, True, 16, False)(every), "at the end all is done"
+    assert Due(7, True, 16, False).at(every), "at the end all is done"
 
 
 def test_a_run_that_was_asked_to_stop_meets_at_once() -> None:
-    assert _Due(7, False, 16, True).together
-    assert not _Due(7, False, 16, False).together
+    assert Due(7, False, 16, True).together
+    assert not Due(7, False, 16, False).together

@@ -8,10 +8,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from llmtrain.contract import Built
+from llmtrain.data.config import DataConfig
+from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume, tracking
-from llmtrain.record.run import RunConfig, open_run
+from llmtrain.training import run as running
 from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.run import Run, open_run
+from llmtrain.training.settings import LoopConfig, RunConfig, Settings
 from tests.launching import read_json
 from tests.record.test_checkpoint import Files
 from tests.wandb_file import read_history
@@ -23,17 +28,39 @@ class CrashError(Exception):
     """Stands for a crash."""
 
 
+@pytest.fixture(scope="module")
+def rows() -> Tokenized:
+    return tokenize(DataConfig(tokenizer="byte"), 8, records=lambda: iter(["a text", "another text", "and more of it"]))
+
+
 @pytest.fixture
-def begin(accelerator: Accelerator, tmp_path: Path):
-    """Open a run in ``tmp_path/run``, save at ``steps``, and end as told."""
+def opened(accelerator: Accelerator, tmp_path: Path, rows: Tokenized, monkeypatch: pytest.MonkeyPatch):
+    """Open a run in ``tmp_path/run`` of an identity that the test chooses."""
+
+    def go(identity: dict = IDENTITY, **flags: object):
+        monkeypatch.setattr(running, "identity_of", lambda *_: identity)
+        told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
+        settings = Settings(DataConfig(), loop=LoopConfig(seed=3), run=RunConfig(**told))
+        return open_run(accelerator, settings, rows, Built(torch.nn.Linear(2, 2), Files()))
+
+    return go
+
+
+def finish(run: Run, model: torch.nn.Module) -> None:
+    run.settings.optim.max_steps = run.step
+    run.end(model)
+
+
+@pytest.fixture
+def begin(accelerator: Accelerator, opened):
+    """Open a run, save at ``steps``, and end as told."""
 
     def go(identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str):
-        config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"], **flags)
         model = torch.nn.Linear(3, 2)
-        optimizer = make_optimizer(model, OptimConfig())
+        optimizer = make_optimizer(accelerator, model, OptimConfig())
         model, optimizer = accelerator.prepare(model, optimizer)
         try:
-            with open_run(accelerator, config, identity, Files(), {}) as run:
+            with opened(identity, **flags) as run:
                 started = run.step
                 for step in steps:
                     run.step, run.tokens = step, step * 100
@@ -41,10 +68,10 @@ def begin(accelerator: Accelerator, tmp_path: Path):
                     run.save(model, optimizer)
                 if crash:
                     raise CrashError("out of luck")
-                run.finish(model)
+                finish(run, model)
         except CrashError:
             pass
-        return run.folder.name, started
+        return run.folder.path.name, started
 
     return go
 
@@ -165,29 +192,27 @@ def test_the_record_says_what_ran_and_keeps_its_name(begin, tmp_path: Path) -> N
 
 
 def test_a_tracker_that_fails_does_not_stop_the_run(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["tensorboard"])
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    with opened(report_to=["tensorboard"]) as run:
         monkeypatch.setattr(accelerator.trackers[0], "log", lambda *_, **__: 1 / 0)
         for step in (1, 2, 3):
             run.step = step
             run.log({"train/loss": 1.0})
-        run.finish(torch.nn.Linear(2, 2))
-    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 3
+        finish(run, torch.nn.Linear(2, 2))
+    assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 3
     assert capsys.readouterr().err.count("tracking stopped: division by zero") == 1
 
 
-def test_tensorboard_holds_what_the_file_holds(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_tensorboard_holds_what_the_file_holds(opened, accelerator: Accelerator, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["tensorboard"])
-    with open_run(accelerator, config, IDENTITY, Files(), {"seed": {"value": 3, "from": "recipe"}}) as run:
+    with opened(report_to=["tensorboard"]) as run:
         for step in (1, 2):
             run.step = step
             run.log({"train/loss": step / 4})
-        run.finish(torch.nn.Linear(2, 2))
-    (events,) = [path.parent for path in run.folder.rglob("events.*") if path.parent.name == "llmtrain"]
+        finish(run, torch.nn.Linear(2, 2))
+    (events,) = [path.parent for path in run.folder.path.rglob("events.*") if path.parent.name == "llmtrain"]
     reader = EventAccumulator(str(events))
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
@@ -202,51 +227,43 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
         RunConfig(report_to=trackers)
 
 
-def test_a_model_is_sent_to_wandb_or_to_nobody() -> None:
-    with pytest.raises(UserError, match="--log_model sends to W&B"):
-        RunConfig(log_model=True, report_to=["none"])
-
-
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
     with pytest.raises(UserError, match="write two updates, such as 6:8; the first of a run is 1"):
-        RunConfig(xray_steps=steps)
+        LoopConfig(xray_steps=steps)
 
 
-def test_weights_that_are_not_finite_are_never_saved(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_saved(opened, accelerator: Accelerator, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with torch.no_grad():
         model.weight[1, 1] = float("inf")
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
     with (
         pytest.raises(UserError, match="weight has values that are not finite; nothing was saved"),
-        open_run(accelerator, config, IDENTITY, Files(), {}) as run,
+        opened() as run,
     ):
         run.save(model, optimizer)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
 
 
-def test_a_number_that_json_has_no_word_for_is_null(accelerator: Accelerator, tmp_path: Path) -> None:
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+def test_a_number_that_json_has_no_word_for_is_null(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+    with opened() as run:
         run.log({"train/loss": float("nan"), "train/grad_norm": 1.0})
-        run.finish(torch.nn.Linear(2, 2))
+        finish(run, torch.nn.Linear(2, 2))
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["train/loss"] is None
 
 
 def test_where_wandb_does_not_answer_the_run_is_logged_offline(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(tracking, "_INIT_SECONDS", 2)
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb"])
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    with opened(report_to=["wandb"]) as run:
         run.step = 1
         run.log({"train/loss": 0.5})
-        run.finish(torch.nn.Linear(2, 2))
+        finish(run, torch.nn.Linear(2, 2))
     said = capsys.readouterr()
     assert "W&B does not answer" in said.err
     assert "offline; later: wandb login && wandb sync" in said.out
@@ -254,12 +271,11 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
     assert [line["train/loss"] for line in read_history(file)] == [0.5]
 
 
-def test_a_run_whose_folder_was_taken_over_saves_nothing_more(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(opened, accelerator: Accelerator, tmp_path: Path) -> None:
     """As where a file system does not keep locks between machines."""
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
+    with opened() as run:
         run.step = 1
         run.save(model, optimizer)
         status = read_json(tmp_path / "run/status.json")
@@ -271,31 +287,29 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(accelerator: Accel
     assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", "it is the other's to write"
 
 
-def test_the_best_checkpoint_stays_beside_the_newest(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_beside_the_newest(opened, accelerator: Accelerator, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
+    with opened() as run:
         for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, None], start=1):
             run.step = step
             if loss is not None:
                 run.log({"eval/loss": loss})
             run.save(model, optimizer)
-        run.finish(model)
+        finish(run, model)
     assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [2, 5, 6]
 
 
 def test_a_save_in_the_background_that_fails_stops_the_run(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"], async_save=True)
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
+    with opened(async_save=True) as run:
         run.step = 1
         run.save(model, optimizer)
         run.saver.wait()
-        assert not run.stop_requested
+        assert not run.wants_to_stop()
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -303,7 +317,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         monkeypatch.setattr(checkpoint, "write_tensors", full)
         run.step = 2
         run.save(model, optimizer)
-        while not run.stop_requested:
+        while not run.wants_to_stop():
             pass
         with pytest.raises(UserError, match=r"could not be written \(.*No space left"):
             run.save(model, optimizer)
@@ -311,38 +325,36 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
 
 
 def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
-    accelerator: Accelerator, tmp_path: Path
+    opened, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
-    with contextlib.suppress(CrashError), open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
+    with contextlib.suppress(CrashError), opened() as run:
         run.compiled, run.skipped = True, 3
-        run.updated(10)
+        run.step, run.tokens = 1, 10
         run.save(model, optimizer)
         raise CrashError
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    with opened() as run:
         assert run.compiled is None
         run.restore(model, optimizer)
         assert (run.compiled, run.skipped) == (True, 3)
-        run.finish(model)
+        finish(run, model)
 
 
 def test_the_loss_scale_of_fp16_is_gone_on_with(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = accelerator.prepare(make_optimizer(model, OptimConfig()))
-    config = RunConfig(output_dir=str(tmp_path / "run"), report_to=["none"])
+    optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7))
-    with contextlib.suppress(CrashError), open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
-        run.updated(10)
+        run.step, run.tokens = 1, 10
         run.save(model, optimizer)
         raise CrashError
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
-    with open_run(accelerator, config, IDENTITY, Files(), {}) as run:
+    with opened() as run:
         run.restore(model, optimizer)
         assert accelerator.scaler.get_scale() == 1024.0
         assert accelerator.scaler.state_dict()["growth_interval"] == 7
-        run.finish(model)
+        finish(run, model)

@@ -1,0 +1,83 @@
+"""A run's folder, as the run itself writes it: status, incidents and ledgers. Only rank 0 writes."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+from llmtrain.contract import Facts
+from llmtrain.errors import UserError
+from llmtrain.files import append_json_line, forget_after, sync_file, write_json
+from llmtrain.record.resume import lock
+from llmtrain.record.status import Status
+
+_LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
+
+
+class RunFolder:
+    """The folder at ``path``; ``incarnation`` tells this start from another that takes it over."""
+
+    def __init__(self, path: Path, incarnation: str, is_main: bool) -> None:
+        self.path, self.incarnation, self.is_main = path, incarnation, is_main
+
+    @contextlib.contextmanager
+    def claimed(self, step: int) -> Iterator[None]:
+        """Hold the folder's lock; drop what a killed process left half-written, and ledger lines after ``step``."""
+        try:
+            held = lock(self.path).acquire(timeout=1)  # one who looks holds it for a moment
+        except filelock.Timeout:
+            raise UserError(f"{self.path}: another process has just begun to write here; start again.") from None
+        with held:
+            for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            for name in _LEDGERS:
+                forget_after(self.path / name, step)
+            yield
+
+    def append(self, name: str, line: Facts) -> None:
+        """Append a JSON line to a ledger."""
+        if self.is_main:
+            append_json_line(self.path / name, line)
+
+    def write(self, name: str, content: Facts) -> None:
+        """Replace a JSON file."""
+        if self.is_main:
+            write_json(self.path / name, content)
+
+    def sync_ledgers(self) -> None:
+        """Make what is logged of the updates before a checkpoint as durable as the checkpoint."""
+        for path in (self.path / name for name in _LEDGERS):
+            if path.exists():
+                sync_file(path)
+
+    def incident(self, step: int, kind: str, text: str) -> None:
+        """Keep something to know of when the run is looked at later."""
+        with contextlib.suppress(UserError):  # a full disk, which the run itself will meet
+            self.append("incidents.jsonl", {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
+
+    def status(self, state: str, step: int, reason: str = "") -> None:
+        """Write ``status.json``, unless another start has taken over."""
+        if self.is_main and not self.taken_over():
+            Status(self.path, state, step, reason, self.incarnation).write()
+            if state not in ("finished", "running"):
+                self.incident(step, state, reason)
+
+    def taken_over(self) -> bool:
+        """Return whether another start writes here: seen where a file system does not keep locks."""
+        return self._incarnation_there() not in (None, self.incarnation)
+
+    def can_write(self) -> bool:
+        """Return whether this rank sees the folder of this very start, and may write there."""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path):
+            return self._incarnation_there() == self.incarnation
+        return False
+
+    def _incarnation_there(self) -> str | None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads((self.path / "status.json").read_text())["incarnation"])
+        return None

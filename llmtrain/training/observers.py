@@ -1,0 +1,300 @@
+"""Everything that watches the loop, or decides when something is done, in the order in which it is called."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from llmtrain.contract import Due, Facts, Forward, Metric, Observer, Update, Window
+from llmtrain.errors import UserError, is_out_of_memory
+from llmtrain.models.generation import Sampling
+from llmtrain.observe.heartbeat import Heartbeat
+from llmtrain.observe.memory import memory_held
+from llmtrain.observe.phases import Phases
+from llmtrain.observe.progress import Progress
+from llmtrain.observe.replicas import check_replicas
+from llmtrain.observe.throughput import Throughput
+from llmtrain.observe.xray import XRay
+from llmtrain.parallel.ddp import GradientSyncs, handler_of, settle_buckets
+from llmtrain.parallel.exchange import average
+from llmtrain.parallel.fsdp import is_sharded, weight_norm
+from llmtrain.parallel.mesh import gather_rows, model_parallel_size
+from llmtrain.training.compiling import choose, eager_code
+from llmtrain.training.evaluate import evaluate
+from llmtrain.training.replay import row_losses
+from llmtrain.training.run import Run
+from llmtrain.training.samples import sample
+
+_SAMPLE_TOKENS = 64
+_COMPARE_STEPS = 100  # updates between two comparisons of the replicas, beside one before each checkpoint
+
+
+class Timing(Observer):
+    """Where each rank's time goes, how fast it is, and whether it is alive."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        accelerator, wait = run.accelerator, run.settings.parallel.ddp_timeout
+        self.run, self.phases, self.syncs = run, Phases(accelerator, model), GradientSyncs(model)
+        self.throughput = Throughput(accelerator, model)
+        self.progress = Progress(run.is_main, run.step, run.settings.optim.max_steps)
+        self.heartbeat = Heartbeat(accelerator, self.phases, run.folder.path, wait, run.failed)
+        self.first = run.step
+
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        return self.heartbeat.beating()
+
+    def begin(self) -> None:
+        self.throughput.restart()
+
+    def enter(self, phase: str) -> None:
+        if phase == "data" and not self.phases.is_warm and self.run.step > self.first:
+            self.phases.warm_up()
+        self.phases.at(phase, self.run.step)
+
+    def before_update(self, window: Window) -> None:
+        self.syncs.restart()
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        self.throughput.add(int(update.tokens), window.positions)
+        self.progress.advance()
+
+    def end(self) -> None:
+        self.progress.close()
+
+    def read(self, metrics: Facts) -> Facts:
+        """Add what was measured since the last reading; says who is late."""
+        metrics |= {"train/gradient_syncs": self.syncs.count, **self.throughput.read()}
+        self.progress.logged(metrics)
+        where, held = memory_held(self.run.accelerator.device)
+        seconds, gib = self.phases.read_with(held / 2**30)
+        if late := self.phases.late(seconds):
+            self.run.incident("late", str(late))
+        return {**metrics, "phases": seconds, "memory": {where: [round(size, 4) for size in gib]}}
+
+
+@dataclass
+class Training:
+    """All that an observer may look at."""
+
+    run: Run
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    held_out: DataLoaderShard | None
+    forward: Forward | None  # where it is not the model's own
+    metric: Metric | None
+    enter: Callable[[str], None]  # begins a phase
+    timing: Timing
+
+    def saves(self, due: Due) -> bool:
+        """Return whether a checkpoint is made after this update."""
+        return due.stop or due.at(self.run.settings.run.save_steps)
+
+
+class _Watching(Observer):
+    def __init__(self, t: Training) -> None:
+        self.t, self.run, self.accelerator = t, t.run, t.run.accelerator
+        self.loop = t.run.settings.loop
+
+
+def observers_of(t: Training) -> list[Observer]:
+    """Return the observers of a run. After an update they are called in this order."""
+    loop, parallel = t.run.settings.loop, t.run.settings.parallel
+    replayed = loop.replay_step is not None  # nothing else that the run was asked for is wanted again
+    wanted: list[tuple[type[_Watching], bool]] = [
+        (MemoryAdvice, True),
+        (GettingReady, True),
+        (Replay, replayed),
+        (RowLedger, loop.log_rows),
+        (Averaging, parallel.sync_every > 1),
+        (Replicas, True),
+        (Readings, True),
+        (XRayed, loop.xray_steps is not None and not replayed),
+        (Evaluation, t.held_out is not None and loop.eval_steps > 0 and not replayed),
+        (Samples, bool(loop.sample_prompts) and not replayed),
+        (Checkpoints, not replayed),
+    ]
+    return [t.timing, *(kind(t) for kind, asked in wanted if asked)]
+
+
+class GettingReady(_Watching):
+    """Chooses compiled code, and settles DDP's buckets, with the first window."""
+
+    ready = False
+
+    def before_update(self, window: Window) -> None:
+        if self.ready:
+            return
+        self.ready = True
+        run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
+        # times differ between layouts, so with --bitwise they choose nothing
+        wanted = "never" if loop.bitwise and loop.torch_compile == "auto" else loop.torch_compile
+        passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
+        self.t.enter("getting ready")
+        with self.t.timing.throughput.paused():
+            run.compiled = choose(run.accelerator, model, batch, passes, wanted, run.compiled)
+            settle_buckets(run.accelerator, model, batch)
+
+
+class MemoryAdvice(_Watching):
+    """Says how to do with less memory, where there was too little: the global batch need not change."""
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            rows = self.run.layout.micro_batch
+            smaller = (
+                f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
+                if rows > 1
+                else "one row at a time is too much; lower --block_size, or make the model smaller."
+            )
+            if is_sharded(self.accelerator) and not self.run.settings.parallel.sync_each_batch:
+                smaller += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
+            raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
+
+
+class RowLedger(_Watching):
+    """Writes the rows of every update to ``rows.jsonl``: of each slot its row, -1 where empty, and its trained tokens,
+    as the data has them: a second count beside the loop's."""
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        rows, targets = (gather_rows(self.accelerator, column) for column in (window.rows, window.targets))
+        self.run.folder.append("rows.jsonl", {"step": due.step, "rows": rows.tolist(), "targets": targets.tolist()})
+
+
+class Averaging(_Watching):
+    """Averages the weights that the ranks have made alone. A checkpoint holds one optimizer: before it the optimizers'
+    state is averaged, too, and all ranks go on from it, as a resumed run does."""
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        if not due.together:
+            return
+        self.t.enter("exchange")
+        average(parameter for parameter in self.t.model.parameters() if parameter.requires_grad)
+        if self.t.saves(due):
+            state = self.t.optimizer.optimizer.state
+            order = [state[p] for group in self.t.optimizer.param_groups for p in group["params"] if p in state]
+            average(
+                value for entries in order for value in entries.values() if value.is_floating_point() and value.ndim
+            )
+        self.t.enter("other")
+
+
+class Replicas(_Watching):
+    """Compares the ranks' weights now and then, and before each checkpoint."""
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        if self.t.saves(due) or due.at(_COMPARE_STEPS if due.alone == 1 else due.alone):
+            check_replicas(self.accelerator, self.t.model)
+
+
+class Readings(_Watching):
+    """Writes the metrics of an update."""
+
+    def begin(self) -> None:
+        if self.run.step == 0:
+            self.run.log({"train/weight_norm": float(weight_norm(self.accelerator, self.t.model))})
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        if due.at(self.loop.logging_steps) or due.stop:
+            self.run.log(self.t.timing.read(self._metrics(window, update)))
+
+    def _metrics(self, window: Window, update: Update) -> Facts:
+        """Return the metrics; ``batch`` tells whether an update of another run had the same tokens and labels."""
+        accelerator = self.accelerator
+        same = model_parallel_size(accelerator)
+        nll = accelerator.reduce(update.nll, reduction="sum") / same
+        content = accelerator.reduce(window.content, reduction="sum") // same
+        return {
+            "train/loss": float(nll / update.tokens.clamp(min=1)),
+            "train/grad_norm": update.grad_norm,
+            "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
+            "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],
+            "batch": "-".join(f"{number:x}" for number in content.tolist()),
+        }
+
+
+class XRayed(_Watching):
+    """Records some updates as a timeline."""
+
+    def __init__(self, t: Training) -> None:
+        super().__init__(t)
+        assert self.loop.xray_range is not None
+        folder = self.run.folder.path / "xray"
+        self.xray = XRay(self.accelerator, t.timing.phases, t.model, self.loop.xray_range, folder)
+        handler_of(self.accelerator).watch(t.model, self.xray.bucket)
+
+    def begin(self) -> None:
+        self.xray.between(self.run.step)
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        self.xray.between(due.step)
+
+
+class Evaluation(_Watching):
+    """Measures the loss on held-out text."""
+
+    def begin(self) -> None:
+        if self.run.step == 0:
+            self._evaluate()
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        if due.finished or (due.at(self.loop.eval_steps) and not due.stop):
+            with self.t.timing.throughput.paused():
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        t, run, began = self.t, self.run, time.monotonic()
+        assert t.held_out is not None
+        with eager_code(bool(run.compiled)):
+            windows = self.t.timing.heartbeat.through(t.held_out, "an evaluation")
+            results = evaluate(run.accelerator, t.model, windows, run.rows.facts.eval_bytes, t.forward, t.metric)
+        run.deadline.reserve("evaluation", time.monotonic() - began)
+        run.log(results)
+        self.t.timing.progress.evaluated(run.step, results)
+
+
+class Samples(_Watching):
+    """Keeps what the model writes, at every evaluation."""
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        run, loop = self.t.run, self.run.settings.loop
+        if not due.at(loop.eval_steps):
+            return
+        self.t.enter("a sample")
+        how = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=loop.seed)
+        with self.t.timing.throughput.paused(), eager_code(bool(run.compiled)):
+            texts = sample(run.accelerator, self.t.model, run.rows.tokenizer, loop.sample_prompts, how)
+        for prompt, text in zip(loop.sample_prompts, texts, strict=True):
+            run.folder.append("samples.jsonl", {"step": due.step, "prompt": prompt, "text": text})
+
+
+class Replay(_Watching):
+    """Writes the rows of one update, each with its loss, and stops the run after it."""
+
+    def before_update(self, window: Window) -> None:
+        run = self.run
+        if self.wants_to_stop():
+            with eager_code(bool(run.compiled)):
+                rows = row_losses(run.accelerator, self.t.model, window, self.t.forward)
+            run.folder.write("replay.json", {"step": run.step + 1, "rows": rows})
+
+    def wants_to_stop(self) -> bool:
+        return self.run.step + 1 == self.loop.replay_step
+
+
+class Checkpoints(_Watching):
+    """Saves."""
+
+    def after_update(self, window: Window, update: Update, due: Due) -> None:
+        if self.t.saves(due):
+            self.t.enter("a save")
+            with self.t.timing.throughput.paused():
+                self.run.save(self.t.model, self.t.optimizer)

@@ -1,0 +1,314 @@
+"""A run from its start to its end: its identity, its folder, and its checkpoints."""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast
+from torch import nn
+
+from llmtrain.config import resolved
+from llmtrain.console import say
+from llmtrain.contract import Built, Facts
+from llmtrain.data.rows import Tokenized
+from llmtrain.errors import UserError, explained, first_line
+from llmtrain.files import write_json
+from llmtrain.launch.process import leave_group
+from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
+from llmtrain.record import checkpoint
+from llmtrain.record.folder import RunFolder
+from llmtrain.record.provenance import check_same_everywhere, digest, run_record, versions, what_runs
+from llmtrain.record.publish import publish
+from llmtrain.record.resume import Choice, choose_folder
+from llmtrain.record.saver import Saver
+from llmtrain.record.stopping import Deadline, stop_signals
+from llmtrain.record.team import Team
+from llmtrain.record.tensors import headers, read_tensors
+from llmtrain.record.tracking import Metrics, tracker_names
+from llmtrain.secrets import redacted
+from llmtrain.training.layout import Layout
+from llmtrain.training.settings import AnySettings
+from llmtrain.training.summary import show_result
+
+_TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
+
+
+@dataclass
+class Run:
+    """An open run: ``step`` updates are made, on ``tokens`` trained tokens."""
+
+    accelerator: Accelerator
+    settings: AnySettings
+    layout: Layout
+    rows: Tokenized
+    built: Built
+    identity: Facts
+    folder: RunFolder
+    saver: Saver
+    metrics: Metrics
+    deadline: Deadline
+    resumed_from: Path | None = None
+    update_before: Facts | None = None  # settings of the update under which a named checkpoint was made
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    compiled: bool | None = None  # whether its blocks are; None: not chosen yet
+    stop_reason: str = ""
+    evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
+    outcome: tuple[str, str] = ("failed", "ended without a word")  # state and reason, as status.json has them
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome[0] == "finished"
+
+    def log(self, reading: Facts) -> None:
+        """Write one line of ``metrics.jsonl``, and tell the trackers."""
+        now = round(time.time(), 3)
+        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": now})
+        if "eval/loss" in reading:
+            self.evaluated = self.step, reading["eval/loss"]
+
+    def incident(self, kind: str, text: str) -> None:
+        """Say something now, and keep it for whoever looks at the run later."""
+        say(kind, text)
+        self.folder.incident(self.step, kind, text)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Save and stop after the update at hand."""
+        self.stop_reason = reason
+
+    def wants_to_stop(self) -> bool:
+        """Return whether this rank wants all of them to save and stop after the update at hand."""
+        if not self.stop_reason and self.deadline.is_near():
+            self.stop_reason = self.deadline.why
+        return bool(self.stop_reason) or self.saver.failed
+
+    def save(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
+        """Commit a checkpoint of the updates made so far; all ranks call this and agree whether it worked."""
+        plain = self._plain(model)
+        _check_finite(self.accelerator, plain)
+        carried = handler_of(self.accelerator).exchange.tensors(plain)
+
+        def ready() -> None:
+            self.saver.wait()
+            if self.is_main and self.folder.taken_over():
+                raise UserError(f"{self.folder.path}: another run has taken over this folder; nothing was saved here.")
+            if self.is_main:
+                self.folder.sync_ledgers()
+
+        def write() -> None:
+            state = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
+            weights = self._of_all(plain, self.built.files.tensors(plain))
+            done = functools.partial(self.folder.status, "running", self.step)
+            self.saver.save(self.step, weights, self._of_all(plain, state), self._state(), done)
+
+        self._on_writers(ready)
+        self._on_writers(write)
+        self.deadline.reserve("save", 2 * self.saver.longest_seconds)
+
+    def _state(self) -> Facts:
+        at_step, loss = self.evaluated or (None, None)
+        scaler = self.accelerator.scaler
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "compiled": self.compiled,
+            "eval_loss": loss if at_step == self.step and loss is not None and math.isfinite(loss) else None,
+            "identity": self.identity,
+            "identity_sha256": digest(self.identity),
+            "processes": self.accelerator.num_processes,
+            "threads": torch.get_num_threads(),
+            "mixed_precision": self.accelerator.mixed_precision,
+            "loss_scaler": scaler.state_dict() if scaler is not None else None,
+            "versions": versions(),
+        }
+
+    def restore(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
+        """Load the checkpoint that this run goes on from, where there is one. Rank 0 reads it and sends it to the
+        others, which need not see its disk."""
+        if self.resumed_from is None:
+            return
+        plain, path = self._plain(model), self.resumed_from
+        fill(self.built.files.tensors(plain), self._from_main(path / "model"))
+        state = handler_of(self.accelerator).exchange.keep(plain, self._from_main(path / "optimizer"))
+        checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
+        facts = Team.everyone().main(lambda: checkpoint.read_state(path))
+        self.skipped, self.compiled = facts.get("skipped", 0), facts.get("compiled")
+        if self.accelerator.scaler is not None and facts["loss_scaler"]:
+            self.accelerator.scaler.load_state_dict(facts["loss_scaler"])
+
+    def end(self, model: nn.Module) -> None:
+        """Note how the updates have ended: all of them made, or stopped before. A finished model is written."""
+        loop = self.settings.loop
+        if loop.replay_step is not None:
+            self.outcome = "preempted", f"made up to update {self.step} again, to look at it"
+        elif self.step == self.settings.optim.max_steps:
+            self._write_model(model)
+            self.outcome = "finished", "all updates were made"
+        else:
+            self._on_writers(self.saver.wait)
+            why = self.stop_reason or "asked to stop"
+            self.outcome = "preempted", f"{why}; step {self.step} is saved"
+            never = self.settings.run.resume_from_checkpoint == "never"
+            how = f" with --resume_from_checkpoint auto --output_dir {self.folder.path}" if never else ""
+            say("stopped", f"{why}: step {self.step} is saved in {self.folder.path}; the same command{how} goes on")
+
+    def show(self) -> None:
+        """Show what a finished run has learned."""
+        if self.finished:
+            show_result(self.folder.path, self.rows.unseen_question())
+
+    def failed(self, reason: str) -> None:
+        """Note in ``status.json`` why this process is about to end."""
+        with contextlib.suppress(OSError):
+            self.folder.status("failed", self.step, redacted(reason))
+
+    def _write_model(self, model: nn.Module) -> None:
+        plain, files, target = self._plain(model), self.built.files, self.folder.path / "model"
+        _check_finite(self.accelerator, plain)
+        self._on_writers(self.saver.wait)
+
+        def write() -> None:
+            if self.saver.team.group is None:
+                checkpoint.write_model(target, files, Spread(files.exported(plain)))
+            else:
+                tensors, published = self._of_all(plain, files.tensors(plain)), files.publishing(plain)
+                checkpoint.write_model(target, files, tensors, self.saver.team, published)
+
+        self._on_writers(write)
+
+    def _plain(self, model: nn.Module) -> nn.Module:
+        plain: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return plain
+
+    def _of_all(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
+        return of_all_stages(self.accelerator, model, tensors)
+
+    def _on_writers(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the ranks that write; a failure of one is everyone's."""
+        team = Team.everyone()
+        (team.main if self.saver.team.group is None else team.each)(action)
+
+    def _from_main(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a folder that rank 0 sees, one at a time."""
+        if self.accelerator.num_processes == 1:
+            yield from read_tensors(folder)
+            return
+        tensors = read_tensors(folder) if self.is_main else None
+        for name, shape, dtype in Team.everyone().main(lambda: headers(folder)):
+            tensor = next(tensors)[1] if tensors is not None else torch.empty(shape, dtype=dtype)
+            yield name, broadcast(tensor.to(self.accelerator.device))
+
+
+@contextlib.contextmanager
+def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built) -> Iterator[Run]:
+    """Open the run's folder for the length of the block: a new one, or that of an unfinished run of the same identity.
+
+    At the end of a block that did not fail the processes leave the group, and a finished model is published. A dry run
+    makes no folder. Raises :class:`UserError` where the ranks are about to train different things, or where the folder
+    cannot be used.
+    """
+    wait = handler_of(accelerator).config.ddp_timeout
+    layout = Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)
+    identity, settings, team = identity_of(accelerator, s, rows, built, layout), resolved(s), Team.everyone()
+    check_same_everywhere(team, what_runs(identity, settings, accelerator.mixed_precision))
+
+    def opened(choice: Choice) -> Run:
+        folder = RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process)
+        saver = Saver(folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save)
+        deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
+        metrics = Metrics(accelerator, folder.path, wait)
+        return Run(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline)
+
+    if s.loop.dry_run:
+        yield opened(Choice(Path(s.run.output_dir)))
+        leave_group()
+        return
+    choice = team.main(lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity))
+    run = opened(choice)
+    if choice.checkpoint:
+        run.resumed_from, run.step, run.tokens = choice.checkpoint, choice.step, choice.tokens
+        run.saver.verified.append(choice.checkpoint)
+        run.update_before = (choice.before or {}).get("update")
+    say("run", f"{run.folder.path} ({choice.why})")
+    with contextlib.ExitStack() as cleanup:
+
+        def claim() -> Facts:
+            cleanup.enter_context(run.folder.claimed(run.step))
+            here = {"processes": accelerator.num_processes, "sharded": None, "device": str(accelerator.device.type)}
+            sharding = sharding_of(accelerator)
+            here |= {"sharded": sharding.layout if sharding else None, "mixed_precision": accelerator.mixed_precision}
+            record = run_record(run.folder.path, identity, settings, asdict(rows.facts), choice, here)
+            write_json(run.folder.path / "run.json", record)
+            run.folder.status("running", run.step)
+            return {key: record["starts"][-1][key] for key in _TOLD}
+
+        about = team.main(claim)
+        if accelerator.is_fsdp2:
+            run.saver.team = Team.of_all(run.folder.can_write(), wait + 60)
+        values = {name: setting["value"] for name, setting in settings.items()}
+        cleanup.enter_context(stop_signals(run.ask_to_stop))
+        try:
+            name = s.run.run_name or run.folder.path.name
+            run.metrics.start(tracker_names(s.run.report_to), values | about, name, choice.run_id)
+            yield run
+        except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
+            run.failed("left at once")
+            raise
+        except BaseException as error:
+            reason = explained(error) or first_line(error)
+            run.failed(reason)  # at once: launchers do not wait long for who has failed
+            with contextlib.suppress(Exception):  # the error at hand is the one to tell
+                run.saver.wait()
+            run.failed(reason)  # a save that was under way has said that the run is running
+            run.metrics.close(exit_code=1)
+            raise
+        run.folder.status(run.outcome[0], run.step, run.outcome[1])
+        model = run.folder.path / "model" if run.finished else None
+        run.metrics.close(exit_code=0, model=model)
+    leave_group()
+    if model is not None and run.is_main:
+        publish(model, s.run.push_to_hub)
+
+
+def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout) -> Facts:
+    """Return all that the updates depend on, and nothing of how they are computed, but for the bits of ``--bitwise``.
+    A checkpoint of another identity is never loaded."""
+    return {
+        "model": built.files.config,
+        **({"start": built.start} if built.start is not None else {}),
+        "data": rows.facts.data_sha256,
+        "mixture": s.data.proportions,
+        "tokenizer": rows.facts.tokenizer_sha256,
+        "block_size": rows.facts.block_size,
+        "global_batch_size": s.data.global_batch_size,
+        "seed": s.loop.seed,
+        "bits": layout.bits(accelerator) if s.loop.bitwise else None,
+        "update": asdict(s.optim),
+        **({"exchange": s.parallel.approximation} if s.parallel.approximation else {}),
+        **({"order": "stored"} if rows.in_order else {}),
+    }
+
+
+def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    here = [torch.zeros(()) if p.is_meta else local_shard(p) for p in parameters.values()]
+    bad = torch.stack([(~torch.isfinite(values)).any() for values in here])
+    if accelerator.is_fsdp2:  # each rank has seen its shard
+        bad = accelerator.reduce(bad.to(accelerator.device, torch.int32), reduction="sum")
+    for name, found in zip(parameters, bad.tolist(), strict=True):
+        if found:
+            raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")

@@ -1,0 +1,126 @@
+"""All settings of a run in one object, and those of the loop and of the run's folder."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+from llmtrain.config import Config, Retired, flag, require, require_at_least
+from llmtrain.data.config import BatchConfig, DataConfig
+from llmtrain.data.conversations import ChatConfig
+from llmtrain.errors import UserError
+from llmtrain.models.gpt import GPTConfig
+from llmtrain.models.lora import LoraConfig
+from llmtrain.models.pretrained import ModelConfig
+from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.record.tracking import tracker_names
+from llmtrain.training.optim import OptimConfig
+
+
+@dataclass
+class LoopConfig(Config):
+    """What the loop does beside updates, and how it computes them. Each field is a flag."""
+
+    _argument_group_name: ClassVar[str] = "loop"
+    retired: ClassVar[Mapping[str, Retired]] = {
+        "check_replicas_steps": Retired("replicas are compared every 100 updates, and before each checkpoint"),
+        "sample_steps": Retired("the model goes on from --sample_prompts at every evaluation"),
+        "debug": Retired("set LLMTRAIN_DEBUG=1 in the environment"),
+    }
+
+    seed: int = flag(0, "of weights, data order and dropout", acts="seed")
+    logging_steps: int = flag(10, "updates between two readings of the training loss")
+    eval_steps: int = flag(
+        100, "updates between two evaluations, beside one before the first update and one at the end; 0: never"
+    )
+    sample_prompts: list[str] = flag([], "texts that the model goes on from, or answers, at every evaluation")
+    max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
+    bitwise: bool = flag(
+        False, "add gradients in one fixed order: 1, 2, 4, ... processes give the same bits, slower", acts="layout"
+    )
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "never",
+        "compile the model's blocks; auto: where the run is long enough and gains by it, and not with --bitwise",
+        acts="layout",
+    )
+    dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")
+    skip_nonfinite: int = flag(
+        0, "updates with a gradient that is not finite, to skip before the run stops", acts="update", hidden=True
+    )
+    xray_steps: str | None = flag(None, "A:B records the updates A to B, in the run's folder xray/", hidden=True)
+    log_rows: bool = flag(False, "write the rows of every update to rows.jsonl", hidden=True)
+    replay_step: int | None = flag(None, "stop after this update and write its rows' losses: see replay", hidden=True)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "logging_steps")
+        require_at_least(self, 0, "eval_steps", "skip_nonfinite")
+        require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
+        require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
+        require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+        _ = self.xray_range
+
+    @property
+    def xray_range(self) -> range | None:
+        """The updates to record, counted from 1."""
+        if self.xray_steps is None:
+            return None
+        asked = re.fullmatch(r"([1-9]\d*):(\d+)", self.xray_steps)
+        if asked is None or int(asked[1]) > int(asked[2]):
+            raise UserError(f"--xray_steps {self.xray_steps}: write two updates, such as 6:8; the first of a run is 1.")
+        return range(int(asked[1]), int(asked[2]) + 1)
+
+
+@dataclass
+class RunConfig(Config):
+    """A run's folder, what is kept in it, and who else is told. Each field is a flag."""
+
+    _argument_group_name: ClassVar[str] = "run"
+    retired: ClassVar[Mapping[str, Retired]] = {
+        "log_model": Retired("set WANDB_LOG_MODEL=end in the environment, as for transformers")
+    }
+
+    output_dir: str = flag("runs/run", "the run's folder; where it is taken by another run, the next free name")
+    run_name: str | None = flag(None, "name shown by trackers; the folder's name where left out")
+    save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
+    save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
+    async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
+    resume_from_checkpoint: str = flag(
+        "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
+    )
+    push_to_hub: str | None = flag(None, "upload the finished model to this hub repository; a new one is private")
+    report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "save_steps")
+        require_at_least(self, 2, "save_total_limit")
+        require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
+        tracker_names(self.report_to)
+
+
+M = TypeVar("M")
+D = TypeVar("D", bound=BatchConfig)
+
+
+@dataclass
+class Settings(Generic[M, D]):
+    """Everything that a recipe can be told. Each part belongs to the room that reads it.
+
+    A recipe without a model of this package's leaves out ``model``; one with rows of its own gives a ``BatchConfig``.
+    """
+
+    data: D
+    model: M = None  # type: ignore[assignment]  # of recipes that have a model config
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    chat: ChatConfig | None = None
+    lora: LoraConfig | None = None
+
+
+AnySettings: TypeAlias = Settings[Any, Any]
+CONFIGS: tuple[type[Config], ...] = (
+    *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig),
+    *(OptimConfig, PipelineConfig, LoopConfig, RunConfig),
+)
+RETIRED: dict[str, Retired] = {name: about for config in CONFIGS for name, about in config.retired.items()}

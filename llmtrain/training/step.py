@@ -1,0 +1,78 @@
+"""One update: the gradient of the mean loss over the global batch, however it is split."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from llmtrain.contract import Batch, ForwardBackward, Update
+from llmtrain.models.loss import count_targets
+from llmtrain.parallel.fsdp import clip_grad_norm
+from llmtrain.parallel.mesh import data_parallel_size, model_parallel_size
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    batches: Sequence[Batch],
+    max_grad_norm: float,
+    forward_backward: ForwardBackward | None = None,
+    stop: bool = False,
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Update:
+    """Make one update with the gradient of the mean loss over all trained tokens of the global batch; none, on every
+    rank alike, where that gradient is not finite.
+
+    Each backward pass adds the gradient of a micro-batch's *sum*, divided by the token count of the whole batch.
+
+    Args:
+        forward_backward: of a parallel method that owns the passes; else gradients are accumulated, reduced once.
+        stop: whether this rank was asked to stop; the ranks tell each other with the token count.
+        agree: where each rank has a gradient of its own: turns its norm into one that is finite only if all are.
+    """
+    tokens, stops = count_tokens(accelerator, batches, stop)
+    nll = (forward_backward or Accumulation(accelerator, model))(batches, tokens)
+    norm = clip_grad_norm(accelerator, model, max_grad_norm)
+    grad_norm = float(agree(norm) if agree is not None else norm)
+    if math.isfinite(grad_norm) or accelerator.scaler is not None:  # fp16's scaler skips, and lowers its scale
+        optimizer.step()
+    optimizer.zero_grad()
+    return Update(nll, tokens, grad_norm, stops)
+
+
+def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, bool]:
+    """Count the trained tokens of the global batch, after the shift; and, in the same all-reduce, the votes to stop."""
+    mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
+    tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop))]), reduction="sum")
+    return tokens // model_parallel_size(accelerator), bool(stops)
+
+
+class Accumulation:
+    """A ``forward_backward`` that adds up the gradient over the micro-batches.
+
+    It is reduced ``once``, in the last of them; or in ``each``, so that a rank of a sharded model never holds more of
+    the gradient than its shard and that of one unit; or ``never``: each rank has the gradient of its own rows.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, reduce: Literal["once", "each", "never"] = "once"
+    ) -> None:
+        self.accelerator, self.model, self.reduce = accelerator, model, reduce
+        self.replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it
+
+    def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
+        """Leave the gradient of sum(nll) / tokens; returns this rank's summed nll, in nats."""
+        total = torch.zeros((), device=self.accelerator.device)
+        for i, batch in enumerate(batches):
+            sync = self.reduce == "each" or (self.reduce == "once" and i == len(batches) - 1)
+            with contextlib.nullcontext() if sync else self.accelerator.no_sync(self.model):
+                nll = self.model(**batch)  # a sum, not a mean
+                self.accelerator.backward(nll * self.replicas / tokens.clamp(min=1))
+            total += nll.detach()
+        return total
