@@ -1,4 +1,4 @@
-"""Who is missing, when processes wait for each other.
+"""A watch over processes that wait for each other, which names the one that is missing.
 
 A collective that one process never joins blocks the others without a word. Here every process keeps telling, through
 the store that the launcher set up, that it lives and where it is; one that has waited too long in one place compares
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 from accelerate import Accelerator
@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from llmtrain.console import complain, note
 from llmtrain.errors import ToldElsewhereError, UserError, explained, first_line
-from llmtrain.observe.phases import MEETINGS, PHASES, Mark, Phases
+from llmtrain.observe.phases import MEETINGS, PHASES, Mark, Phases, T
 
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
 _SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
@@ -35,9 +35,6 @@ _NOTES_SECONDS = 10.0
 _WARNING_SECONDS = 60.0  # of one wait, after which it is said; the run goes on
 _FAILED, _STACKS = "llmtrain/failed", "llmtrain/stacks"  # keys of the store: why one is about to end; all leave stacks
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-
-
-T = TypeVar("T")
 
 
 class Beat(NamedTuple):

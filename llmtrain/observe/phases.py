@@ -1,4 +1,4 @@
-"""Where the time of each process goes, and who keeps the others waiting. Cheap, and always on.
+"""The time of each process by phase, and who keeps the others waiting. Cheap, and always on.
 
 Processes meet twice in an update: to count its tokens, and to add their gradients. Whoever is late there makes the
 others wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.

@@ -11,10 +11,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def fingerprint(model: nn.Module) -> torch.Tensor:
-    """Return an int64 [parameters] that changes with any bit of any parameter that this process holds, or with two
-    values that change places.
+    """Return an int64 [parameters] that changes with any bit of any parameter that this process holds.
 
-    The values' bits, as integers, are summed with odd weights that grow along the tensor, modulo 2**64.
+    It also changes when two values change places. The values' bits, as integers, are summed with odd
+    weights that grow along the tensor, modulo 2**64.
     """
     sums = []
     for parameter in model.parameters():

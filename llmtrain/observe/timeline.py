@@ -212,7 +212,8 @@ def _render(name: str, **facts: object) -> str:
     import jinja2
 
     text, is_page = Path(__file__).with_name(name).read_text(), name.endswith(".html")
-    return jinja2.Template(text, autoescape=is_page, trim_blocks=True, lstrip_blocks=True).render(facts)
+    template = jinja2.Template(text, autoescape=is_page, trim_blocks=True, lstrip_blocks=True)
+    return str(template.render(facts))
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

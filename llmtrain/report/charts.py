@@ -112,7 +112,7 @@ def _curves(runs: Sequence[History], what: str | Value, label: str = "", marked:
 def thinned(values: Sequence[float], limit: int = _POINTS) -> Iterable[int]:
     """Return the places of at most ``limit`` values: of each stretch the lowest and the highest.
 
-    So no spike is lost.
+    No spike is lost.
     """
     if len(values) <= limit:
         return range(len(values))
