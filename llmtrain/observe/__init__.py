@@ -1,1 +1,1 @@
-"""What is measured inside a run."""
+"""Measurements inside a run."""

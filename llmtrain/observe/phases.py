@@ -1,4 +1,4 @@
-"""Where the time of each process goes, and who keeps the others waiting. Cheap, and always on.
+"""The time of each process by phase, and who keeps the others waiting. Cheap, and always on.
 
 Processes meet twice in an update: to count its tokens, and to add their gradients. Whoever is late there makes the
 others wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.
@@ -8,11 +8,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 PHASES = {  # of an update, in their order, as a person calls them
     "data": "data loading",
@@ -28,6 +30,12 @@ OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
 _INSIDE = ("count", "forward", "backward", "exchange")  # of an update; a model's passes elsewhere are not its
 _WORTH_SAYING = 0.2  # of an update's time
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def described(phase: str) -> str:
+    """Return the name of a phase of an update, and its longer one where it has one."""
+    return phase if PHASES[phase] == phase else f"{phase}: {PHASES[phase]}"
 
 
 class Late(NamedTuple):
@@ -45,31 +53,83 @@ class Late(NamedTuple):
         )
 
 
+class Mark(NamedTuple):
+    """A moment of this process's work."""
+
+    host: float  # seconds of ``time.perf_counter``
+    event: torch.Event | None  # in the queue of a device to which a call only adds work
+
+
+class Clock:
+    """Marks moments on one device.
+
+    On CUDA they are events in its queue. What waits for the host is seen, too, as the queue is then empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.queues = device.type == "cuda"
+
+    def now(self) -> Mark:
+        """Mark this moment."""
+        if not self.queues:
+            return Mark(time.perf_counter(), None)
+        event: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Mark(time.perf_counter(), event)
+
+    def zero(self) -> Mark:
+        """Mark a moment at which the device has nothing to do, for :meth:`since`."""
+        if self.queues:
+            torch.cuda.synchronize()
+        return self.now()
+
+    def since(self, zero: Mark, mark: Mark) -> float:
+        """Wait for ``mark`` and return the seconds of ``time.perf_counter`` at which it passed."""
+        if mark.event is not None:
+            mark.event.synchronize()
+        return zero.host + self.seconds(zero, mark)
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Return whether the work before ``mark`` is done."""
+        return mark.event is None or mark.event.query()
+
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        """Return the seconds between two marks that have passed."""
+        if began.event is None or ended.event is None:
+            return ended.host - began.host
+        return began.event.elapsed_time(ended.event) / 1000
+
+
 class Phases:
-    """In which phase the main thread is, and how long each took. The loop says where it goes (:meth:`at`); passes
-    through the model, and the moment from which it only waits for the others' gradients, are seen by hooks."""
+    """The phase that the main thread is in, and how long each took.
+
+    The loop says where it goes (:meth:`at`). Passes through the model, and the moment from which it only waits for the
+    others' gradients, are seen by hooks.
+    """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.accelerator, self.model = accelerator, model
-        self.clock = _Cuda() if accelerator.device.type == "cuda" else _Wall()
+        self.clock = Clock(accelerator.device)
         self.phase, self.step, self.since = "the start", 0, time.monotonic()
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.updates = 0
         self.is_warm = False  # past its first update, which takes longer for many reasons
+        self.on_change: list[Callable[[str, Mark], None]] = []  # told the new phase and when it began
+        self._seconds, self._updates = dict.fromkeys(PHASES, 0.0), 0  # since the last reading
         self._suspect: tuple[int, str] | None = None  # rank and phase of who was late in the last reading
         self._named: set[tuple[int, str]] = set()  # each is said once
-        self.on_change: list[Callable[[str, Any], None]] = []  # told the new phase and the clock's mark
-        self._marks: deque[tuple[str, Any]] = deque()  # phases whose end is not yet known
-        self._last: nn.Parameter | None = None  # whose gradient comes last
+        self._marks: deque[tuple[str, Mark]] = deque()  # phases whose end is not yet known
+        self._last: torch.Tensor | None = None  # whose gradient comes last, until it alone has a hook
         model.register_forward_pre_hook(lambda *_: self._within("forward"))
         model.register_forward_hook(lambda *_: self._within("backward"))
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._learn_the_last) for p in parameters]
+        self._hooks = [_when_accumulated(parameter, self._learn_the_last) for parameter in parameters]
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The main thread begins ``phase``, after ``step`` updates."""
-        if phase == "optimizer" and self._hooks and self._last is not None:
-            self._watch_the_last()
+        """Begin ``phase`` on the main thread, after ``step`` updates."""
+        if phase == "optimizer" and self._last is not None:
+            for hook in self._hooks:
+                hook.remove()
+            _when_accumulated(self._last, self._all_gradients_are_here)
+            self._last = None
         mark = self.clock.now()
         self._marks.append((phase, mark))
         self.phase, self.since = phase, time.monotonic()
@@ -79,50 +139,46 @@ class Phases:
         self._add_up()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches; waiting for each is a phase."""
-        iterator = iter(batches)
-        while True:
-            self.at("data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        """Yield the batches; waiting for each is a phase."""
+        self.at("data")
+        for batch in batches:
             yield batch
             if not self.is_warm:
-                self.forget()
-                self.is_warm = True
+                self.warm_up()
+            self.at("data")
 
-    def before_optimizer(self, forward_backward: Callable[..., T]) -> Callable[..., T]:
-        """The same function; when it returns, the optimizer's phase begins."""
+    def warm_up(self) -> None:
+        """End the first update, whose seconds do not count."""
+        self._forget()
+        self.is_warm = True
 
-        def timed(*arguments: Any) -> T:
-            result = forward_backward(*arguments)
+    def before_optimizer(self, forward_backward: Callable[P, T]) -> Callable[P, T]:
+        """Wrap a function so that the optimizer's phase begins when it returns."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = forward_backward(*args, **kwargs)
             self.at("optimizer")
             return result
 
         return timed
 
     def read(self) -> dict[str, list[float]]:
-        """Mean seconds of an update in each phase since the last reading, by rank; all processes call this."""
+        """Return the mean seconds of an update in each phase since the last reading, by rank. All ranks call this."""
         return self.read_with(0.0)[0]
 
     def read_with(self, number: float) -> tuple[dict[str, list[float]], list[float]]:
-        """The same; and a number that each process has, in the same gather."""
-        if self._marks:
-            self.clock.wait_for(self._marks[-1][1])
+        """Return what :meth:`read` does, and a number of each rank, in one gather."""
+        if self._marks and (event := self._marks[-1][1].event) is not None:
+            event.synchronize()
         self._add_up()
-        mine = [*(self.seconds[phase] / max(self.updates, 1) for phase in PHASES), number]
+        mine = [*(self._seconds[phase] / max(self._updates, 1) for phase in PHASES), number]
         everyone = self.accelerator.gather(torch.tensor([mine], dtype=torch.float32, device=self.accelerator.device))
-        self.forget()
+        self._forget()
         *columns, numbers = everyone.T.tolist()
         return {name: [round(s, 6) for s in column] for name, column in zip(PHASES, columns, strict=True)}, numbers
 
-    def forget(self) -> None:
-        """What was added up so far does not count."""
-        self.seconds, self.updates = dict.fromkeys(PHASES, 0.0), 0
-
     def late(self, readings: dict[str, list[float]]) -> Late | None:
-        """Who kept the others waiting in these readings and the ones before, where that was not said before."""
+        """Return who kept the others waiting in these readings and the ones before, where that was not said before."""
         found = straggler(readings) if self.is_warm else None
         suspect, self._suspect = self._suspect, found and (found.rank, found.phase)
         if found is None or suspect is None or self._suspect != suspect or suspect in self._named:
@@ -134,98 +190,44 @@ class Phases:
         if self.phase in _INSIDE and torch.is_grad_enabled():
             self.at(phase)
 
-    def _learn_the_last(self, parameter: nn.Parameter) -> None:
+    def _learn_the_last(self, parameter: torch.Tensor) -> None:
         self._last = parameter
 
-    def _watch_the_last(self) -> None:
-        """One hook is enough, once it is known which."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        assert self._last is not None
-        self._last.register_post_accumulate_grad_hook(self._all_gradients_are_here)
-
-    def _all_gradients_are_here(self, parameter: nn.Parameter) -> None:
-        if self.phase == "backward" and getattr(self.model, "require_backward_grad_sync", False):
+    def _all_gradients_are_here(self, parameter: torch.Tensor) -> None:
+        reduces = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if self.phase == "backward" and reduces:
             self.at("exchange")
 
     def _add_up(self) -> None:
         while len(self._marks) > 1 and self.clock.has_passed(self._marks[1][1]):
             phase, began = self._marks.popleft()
-            if phase in self.seconds:
-                self.seconds[phase] += self.clock.seconds(began, self._marks[0][1])
-            self.updates += phase == "count"  # the one that every update has once
+            if phase in PHASES:
+                self._seconds[phase] += self.clock.seconds(began, self._marks[0][1])
+            self._updates += phase == "count"  # the one that every update has once
+
+    def _forget(self) -> None:
+        self._seconds, self._updates = dict.fromkeys(PHASES, 0.0), 0
 
 
 def straggler(readings: dict[str, list[float]]) -> Late | None:
-    """The process that takes longest for itself, where that is longer than the others (their median) by a fifth of an
-    update; and the phase in which it is longest behind them."""
+    """Return the process that takes longest for itself, and the phase in which it is longest behind the others.
+
+    ``None`` where it does not take longer than they do (their median) by a fifth of an update.
+    """
     own = [sum(ranks) for ranks in zip(*(readings[phase] for phase in OWN), strict=True)]
     if len(own) < 2:
         return None
     rank = max(range(len(own)), key=own.__getitem__)
-    behind = {phase: readings[phase][rank] - statistics.median(_others(readings[phase], rank)) for phase in OWN}
-    seconds = own[rank] - statistics.median(_others(own, rank))
-    update = sum(readings[phase][rank] for phase in PHASES)
+
+    def behind(ranks: list[float]) -> float:
+        return ranks[rank] - statistics.median(ranks[:rank] + ranks[rank + 1 :])
+
+    seconds, update = behind(own), sum(readings[phase][rank] for phase in PHASES)
     if seconds <= _WORTH_SAYING * update:
         return None
-    return Late(rank, max(behind, key=behind.__getitem__), seconds, seconds / update)
+    return Late(rank, max(OWN, key=lambda phase: behind(readings[phase])), seconds, seconds / update)
 
 
-def _others(values: list[float], rank: int) -> list[float]:
-    return values[:rank] + values[rank + 1 :]
-
-
-class _Wall:
-    """Where work is done when its call returns."""
-
-    queues = False
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def has_passed(self, mark: float) -> bool:
-        return True
-
-    def wait_for(self, mark: float) -> None:
-        pass
-
-    def seconds(self, began: float, ended: float) -> float:
-        return ended - began
-
-    def zero(self) -> float:
-        """A mark to which :meth:`since` refers."""
-        return 0.0
-
-    def since(self, zero: float, mark: float) -> float:
-        """Seconds of ``time.perf_counter`` at which it passed."""
-        return mark
-
-
-class _Cuda:
-    """Where a call only queues work: marks are events in the queue. What waits for the host is seen, too, as the queue
-    is then empty."""
-
-    queues = True
-
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
-
-    def wait_for(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return began.elapsed_time(ended) / 1000
-
-    def zero(self) -> tuple[torch.cuda.Event, float]:
-        torch.cuda.synchronize()
-        return self.now(), time.perf_counter()
-
-    def since(self, zero: tuple[torch.cuda.Event, float], mark: torch.cuda.Event) -> float:
-        mark.synchronize()
-        return zero[1] + self.seconds(zero[0], mark)
+def _when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle

@@ -1,9 +1,11 @@
-"""What a run would be trained on, shown before its first update."""
+"""The rows that a run would be trained on, shown before its first update."""
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from llmtrain.console import rank
 from llmtrain.contract import IGNORED
@@ -11,47 +13,33 @@ from llmtrain.contract import IGNORED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_BORDER = "----- the next document of this row"
+_GREEN = ("\x1b[32m", "\x1b[0m")
+_QUOTES = ("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}")
 
 
-def preview(rows: Sequence[dict[str, Any]], tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
-    """Print the first rows, from rank 0: what is trained in green, or in angle quotes where there is no terminal, and a
-    line between documents."""
+def preview(rows: Sequence[Mapping[str, list[int]]], tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
+    """Print the first rows, from rank 0, with a line between documents.
+
+    What is trained is green, or in angle quotes where there is no terminal.
+    """
     if rank():
         return
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    before, after = (
-        ("\x1b[32m", "\x1b[0m")
-        if colour
-        else ("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}")
-    )
+    before, after = _GREEN if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _QUOTES
     for number in range(min(count, len(rows))):
         print(f"===== row {number} of {len(rows):,}")
-        row = rows[number]
-        labels = row.get("labels", row["input_ids"])
-        positions = row.get("position_ids", range(len(labels)))
-        spans: list[tuple[bool, list[int]]] = []
-        for place, (token, label, position) in enumerate(zip(row["input_ids"], labels, positions, strict=True)):
-            if place and position == 0:
-                _print_spans(spans, tokenizer, before, after)
-                spans = []
-                if all(later == IGNORED for later in labels[place:]):
-                    print(f"----- {len(labels) - place} places are padding")
-                    break
-                print(_BORDER)
-            if token < 0:  # a text that has ended
+        tokens = rows[number]["input_ids"]
+        labels = rows[number].get("labels", tokens)
+        restarts = [place for place, at in enumerate(rows[number].get("position_ids", ())) if place and at == 0]
+        for first, end in pairwise([0, *restarts, len(tokens)]):
+            if first and all(label == IGNORED for label in labels[first:]):
+                print(f"----- {len(tokens) - first} places are padding")
                 break
-            trained = place > 0 and label != IGNORED
-            if not spans or spans[-1][0] != trained:
-                spans.append((trained, []))
-            spans[-1][1].append(token)
-        _print_spans(spans, tokenizer, before, after)
+            if first:
+                print("----- the next document of this row")
+            # a negative token comes after the end of a text; a row's first is not predicted
+            document = [(p > 0 and labels[p] != IGNORED, tokens[p]) for p in range(first, end) if tokens[p] >= 0]
+            for trained, pairs in groupby(document, key=itemgetter(0)):
+                text = tokenizer.decode([token for _, token in pairs])
+                print(f"{before}{text}{after}" if trained else text, end="")
+            print()
     print("===== so far --dry_run goes; nothing was trained or written", flush=True)
-
-
-def _print_spans(
-    spans: list[tuple[bool, list[int]]], tokenizer: "PreTrainedTokenizerFast", before: str, after: str
-) -> None:
-    if spans:
-        texts = [(trained, str(tokenizer.decode(ids))) for trained, ids in spans]
-        print("".join(f"{before}{text}{after}" if trained else text for trained, text in texts))

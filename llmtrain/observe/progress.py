@@ -17,26 +17,28 @@ class Progress:
             unit="step",
             desc="training",
             dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file wants few lines
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # seconds; a log file wants few lines
         )
 
     def advance(self) -> None:
+        """Show that an update was made."""
         self.bar.update()
 
     def logged(self, metrics: dict[str, float]) -> None:
+        """Show the loss and the tokens/s of a reading."""
         speed = metrics["train/tokens_per_second"]
         self.bar.set_postfix_str(f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s", refresh=False)
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
+        """Write a line with the results of an evaluation."""
         if self.bar.disable:
             return
+        loss, perplexity, bits = (results[f"eval/{name}"] for name in ("loss", "perplexity", "bits_per_byte"))
+        said = f"held out: loss {loss:.4f}  perplexity {perplexity:,.1f}  bits per byte {bits:.3f}"
         with contextlib.suppress(BrokenPipeError):
-            self.bar.write(
-                f"step {step:>6}  held out: loss {results['eval/loss']:.4f}  "
-                f"perplexity {results['eval/perplexity']:,.1f}  bits per byte {results['eval/bits_per_byte']:.3f}",
-                file=sys.stdout,
-            )
+            self.bar.write(f"step {step:>6}  {said}", file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:
+        """Leave the bar as it is."""
         self.bar.close()

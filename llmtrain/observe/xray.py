@@ -6,46 +6,49 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 
 from llmtrain.console import say
 from llmtrain.files import json_text
-from llmtrain.observe.phases import PHASES, Phases
+from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
+from llmtrain.parallel.exchange import Sum
 
 _ROUNDS = 9  # in which the machines' clocks are compared
 
 
 class XRay:
-    """Records the updates in ``steps`` (the first is 1); after the last of them ``report`` is there on the main
-    process, and, where there is a ``folder``, as files in it.
+    """Records the updates in ``steps`` (the first is 1).
 
-    Its :meth:`bucket` is to be called for every bucket of gradients that is full.
+    After the last of them ``report`` is there on the main process, and, where there is a ``folder``, as files in it.
+    :meth:`bucket` is to be called for every bucket of gradients that is full.
     """
 
     def __init__(
         self, accelerator: Accelerator, phases: Phases, model: nn.Module, steps: range, folder: Path | None = None
     ) -> None:
         self.accelerator, self.phases, self.steps, self.folder = accelerator, phases, steps, folder
-        self.clock: Any = phases.clock
-        self.names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+        self.clock, self.zero = phases.clock, phases.clock.now()
+        self.names: dict[torch.Tensor, str] = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
         self.recording = False
         self.cost = 0.0  # seconds that recording itself took
-        self.marks: list[tuple[str, int, int, Any]] = []  # phase, update, micro-batch, when it began
-        self.sent: list[dict[str, Any]] = []
+        self.offset = 0.0  # seconds by which this process's clock is ahead of the first one's
+        self.bytes_before = 0  # that this machine had sent when recording began
+        self.marks: list[tuple[str, int, int, Mark]] = []  # phase, update, micro-batch, when it began
+        self.sent: list[tuple[Sent, Mark, Mark]] = []  # its times are those of the marks: ready, ended
         self.buckets: dict[int, Bucket] = {}
         self.update = self.micro_batch = -1
         self.report: Report | None = None
         phases.on_change.append(self._at)
 
     def between(self, step: int) -> None:
-        """``step`` updates are made and the next is not begun: all processes call this, before the first update too."""
+        """Begin or end after ``step`` updates. All ranks call this after every update, and before the first."""
         if step + 1 == self.steps.start:
             self.offset = _offset_of_this_clock(self.accelerator)
             self.bytes_before = _bytes_sent(self.accelerator)
@@ -54,32 +57,30 @@ class XRay:
         elif self.recording and step == self.steps[-1]:
             self.phases.at("other")  # which ends what was before
             self.recording = False
-            self._leave_report(_bytes_sent(self.accelerator) - self.bytes_before)
+            self._make_report()
 
-    def bucket(self, bucket: Any, send: Callable[[Any], Any], sent_bytes: int) -> Any:
+    def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
         """Send a bucket that is full, and note how that goes."""
         if not self.recording or self.phases.phase == "getting ready":
             return send(bucket)
         began = time.perf_counter()
-        number = bucket.index()
+        number, place = bucket.index(), (self.accelerator.process_index, self.update, self.micro_batch)
         names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
         self.buckets[number] = Bucket(bucket.buffer().nbytes, names)  # DDP makes others after the first update
-        note: dict[str, Any] = {"bucket": number, "update": self.update, "micro_batch": self.micro_batch}
-        note |= {"sent_bytes": sent_bytes, "ready": self.clock.now()}
-        self.sent.append(note)
-        sending = time.perf_counter()
+        ready, sending = self.clock.now(), time.perf_counter()
         future = send(bucket)
         taken = time.perf_counter() - sending
-        note["blocked"] = 0.0 if self.clock.queues else taken
-        future = future.then(lambda done: self._arrived(note, done))
+
+        def arrived(done: Sum) -> torch.Tensor:
+            blocked = 0.0 if self.clock.queues else taken
+            self.sent.append((Sent(*place, number, sent_bytes, 0.0, blocked, 0.0), ready, self.clock.now()))
+            return done.value()
+
+        future = future.then(arrived)
         self.cost += time.perf_counter() - began - taken
         return future
 
-    def _arrived(self, note: dict[str, Any], done: Any) -> torch.Tensor:
-        note["ended"] = self.clock.now()
-        return done.value()
-
-    def _at(self, phase: str, mark: Any) -> None:
+    def _at(self, phase: str, mark: Mark) -> None:
         if not self.recording:
             return
         began = time.perf_counter()
@@ -89,39 +90,31 @@ class XRay:
         self.marks.append((phase, self.update, self.micro_batch, mark))
         self.cost += time.perf_counter() - began
 
-    def _leave_report(self, wire_bytes: int) -> None:
-        def seconds(mark: Any) -> float:
+    def _make_report(self) -> None:
+        counted: list[int] = gather_object([_bytes_sent(self.accelerator) - self.bytes_before])
+        costs: list[float] = gather_object([self.cost / len(self.steps)])
+
+        def seconds(mark: Mark) -> float:
             return self.clock.since(self.zero, mark) - self.offset
 
         rank, times = self.accelerator.process_index, [seconds(mark) for *_, mark in self.marks]
-        spans = [
+        mine = [
             Span(rank, update, micro_batch, phase, began, ended)
             for (phase, update, micro_batch, _), began, ended in zip(self.marks, times, times[1:], strict=False)
             if phase in PHASES
         ]
-        sent = [
-            Sent(rank=rank, **note | {"ready": seconds(note["ready"]), "ended": seconds(note["ended"])})
-            for note in self.sent
-        ]
-        mine = {"spans": spans, "sent": sent, "bytes": wire_bytes, "cost": self.cost / len(self.steps)}
-        everyone = gather_object([mine])
+        spans: list[Span] = gather_object(mine)
+        sent: list[Sent] = gather_object(
+            [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
+        )
         if self.accelerator.is_main_process:
-            gathered = {key: [one for part in everyone for one in part[key]] for key in ("spans", "sent")}
-            zero = min(span.began for span in gathered["spans"])
-            self.report = Report(
-                self.accelerator.num_processes,
-                [s._replace(began=s.began - zero, ended=s.ended - zero) for s in gathered["spans"]],
-                [s._replace(ready=s.ready - zero, ended=s.ended - zero) for s in gathered["sent"]],
-                self.buckets,
-                sum(part["bytes"] for part in everyone),
-                max(part["cost"] for part in everyone),
-            )
+            self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
             if self.folder is not None:
                 write(self.report, self.folder)
 
 
 def write(report: Report, folder: Path) -> None:
-    """The table, for people and for programs, the trace and the page."""
+    """Write the table, for people and for programs, the trace and the page."""
     folder.mkdir(exist_ok=True)
     title = f"x-ray of {folder.parent}: updates {report.updates[0]} to {report.updates[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
@@ -132,21 +125,23 @@ def write(report: Report, folder: Path) -> None:
 
 
 def _offset_of_this_clock(accelerator: Accelerator) -> float:
-    """Seconds by which this process's clock is ahead of the first one's: none on one machine; else as read when all
-    have met, the median of some meetings."""
-    hosts = gather_object([platform.node()])
+    """Return the seconds by which this process's clock is ahead of the first one's.
+
+    None on one machine; else as read when all have met, the median of some meetings.
+    """
+    hosts: list[str] = gather_object([platform.node()])
     if len(set(hosts)) == 1:
         return 0.0
     times = []
     for _ in range(_ROUNDS):
         float(accelerator.reduce(torch.ones((), device=accelerator.device)))
         times.append(time.perf_counter())
-    everyone = gather_object([times])
-    ahead = [mine - first for mine, first in zip(times, everyone[0], strict=True)]
-    return statistics.median(ahead) if platform.node() != hosts[0] else 0.0
+    first = gather_object(times)[:_ROUNDS]
+    ahead = statistics.median(mine - its for mine, its in zip(times, first, strict=True))
+    return ahead if platform.node() != hosts[0] else 0.0
 
 
 def _bytes_sent(accelerator: Accelerator) -> int:
-    """By all network devices of this machine, loopback too, counted by one process of it."""
+    """Return the bytes that all network devices of this machine sent, loopback too, counted by one process of it."""
     counters = psutil.net_io_counters() if accelerator.is_local_main_process else None
     return counters.bytes_sent if counters is not None else 0

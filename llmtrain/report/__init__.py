@@ -1,1 +1,1 @@
-"""What runs left, as a page to look at."""
+"""Pages and comparisons of what runs left."""

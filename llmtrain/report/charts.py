@@ -1,11 +1,12 @@
-"""What of runs is drawn: curves and bars as plain data, which the page hands to plotly."""
+"""The curves and bars of runs, as plain data, which the page hands to plotly."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from llmtrain.observe.phases import OWN, PHASES
+from llmtrain.contract import Facts
+from llmtrain.observe.phases import OWN, PHASES, described
 from llmtrain.record.history import History
 
 AXES = {"step": "updates", "tokens": "trained tokens", "hours": "hours of training"}
@@ -14,6 +15,8 @@ _PROCESSES = 32  # whose phases are drawn
 
 
 class Curve(NamedTuple):
+    """One line of a chart."""
+
     name: str
     run: int  # whose colour it has
     marked: bool  # points that were measured now and then, on a line; else the line alone
@@ -22,6 +25,8 @@ class Curve(NamedTuple):
 
 
 class Chart(NamedTuple):
+    """Curves of several runs in one picture."""
+
     title: str
     unit: str
     curves: list[Curve]
@@ -36,47 +41,43 @@ class Bars(NamedTuple):
     phases: dict[str, list[float]]  # by the name that a person calls it
 
 
-Value = Callable[[dict[str, Any]], float | None]
+Value: TypeAlias = Callable[[Facts], float | None]  # of a reading
 
 
 def charts(runs: Sequence[History]) -> list[Chart]:
-    """Those for which some run has readings."""
-    names = names_of(runs)
+    """Return the charts for which some run has readings."""
+    losses = [*_curves(runs, "train/loss", "training"), *_curves(runs, "eval/loss", "held out", marked=True)]
     drawn = [
-        Chart(
-            "Loss",
-            "nats a token",
-            [*_curves(runs, names, "train/loss", "training"), *_curves(runs, names, "eval/loss", "held out", True)],
-            wide=True,
-        ),
-        Chart("Held-out bits per byte", "bits", _curves(runs, names, "eval/bits_per_byte", marked=True)),
-        Chart("Gradient norm, before clipping", "", _curves(runs, names, "train/grad_norm"), logarithmic=True),
-        Chart("Learning rate", "", _curves(runs, names, "train/learning_rate")),
-        Chart("Tokens a second, all processes", "tokens/s", _curves(runs, names, "train/tokens_per_second")),
-        Chart("Share of the devices' arithmetic", "MFU", _curves(runs, names, "train/mfu")),
-        Chart("Memory of the process that holds most", "GiB", _curves(runs, names, most_memory)),
+        Chart("Loss", "nats a token", losses, wide=True),
+        Chart("Held-out bits per byte", "bits", _curves(runs, "eval/bits_per_byte", marked=True)),
+        Chart("Gradient norm, before clipping", "", _curves(runs, "train/grad_norm"), logarithmic=True),
+        Chart("Learning rate", "", _curves(runs, "train/learning_rate")),
+        Chart("Tokens a second, all processes", "tokens/s", _curves(runs, "train/tokens_per_second")),
+        Chart("Share of the devices' arithmetic", "MFU", _curves(runs, "train/mfu")),
+        Chart("Memory of the process that holds most", "GiB", _curves(runs, most_memory)),
     ]
     return [chart for chart in drawn if chart.curves]
 
 
 def names_of(runs: Sequence[History]) -> list[str]:
-    """Short ones, that tell runs apart: the folders' own names, or their paths where two have the same."""
+    """Return short names that tell runs apart: those of their folders, or their paths where two have the same."""
     names = [run.folder.absolute().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
-def most_memory(reading: dict[str, Any]) -> float | None:
-    """GiB of the process that holds most."""
+def most_memory(reading: Facts) -> float | None:
+    """Return the GiB of the process that holds most."""
     held = reading.get("memory")
-    values = [size for sizes in held.values() for size in sizes] if isinstance(held, dict) else []
-    return max(values, default=None)
+    return max((size for sizes in held.values() for size in sizes), default=None) if isinstance(held, dict) else None
 
 
 def bars(runs: Sequence[History]) -> Bars | None:
-    """The median of what was read, of each run's latest number of processes; where there are many, of those that took
-    longest for themselves."""
-    several = len(runs) > 1
-    found: list[tuple[str, dict[str, float]]] = []
+    """Return the median of what was read, of each run's latest number of processes.
+
+    Where there are many, they are those that took longest for themselves.
+    """
+    names: list[str] = []
+    found: list[dict[str, float]] = []
     for name, run in zip(names_of(runs), runs, strict=True):
         readings = [line["phases"] for line in run.readings if isinstance(line.get("phases"), dict)]
         width = len(next(iter(readings[-1].values()), [])) if readings else 0
@@ -86,41 +87,36 @@ def bars(runs: Sequence[History]) -> Bars | None:
             for rank in range(width if readings else 0)
         ]
         slowest = sorted(range(len(ranks)), key=lambda rank: -sum(ranks[rank][phase] for phase in OWN))
-        for rank in sorted(slowest[: max(1, _PROCESSES // len(runs))]):
-            found.append((f"{name}, rank {rank}" if several else f"rank {rank}", ranks[rank]))
-    if not found:
-        return None
-    said = {phase: f"{phase}: {words}" if words != phase else phase for phase, words in PHASES.items()}
-    columns = {said[phase]: [seconds[phase] for _, seconds in found] for phase in PHASES}
-    return Bars([name for name, _ in found], columns)
+        shown = sorted(slowest[: max(1, _PROCESSES // len(runs))])
+        names += [f"{name}, rank {rank}" if len(runs) > 1 else f"rank {rank}" for rank in shown]
+        found += [ranks[rank] for rank in shown]
+    return Bars(names, {described(phase): [rank[phase] for rank in found] for phase in PHASES}) if found else None
 
 
-def _curves(
-    runs: Sequence[History], names: Sequence[str], what: str | Value, label: str = "", marked: bool = False
-) -> list[Curve]:
+def _curves(runs: Sequence[History], what: str | Value, label: str = "", marked: bool = False) -> list[Curve]:
     found = []
-    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
-        hours = run.hours()
+    for number, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
         points = [
             (value, line["step"], line.get("tokens"), hour)
-            for line, hour in zip(run.readings, hours, strict=True)
+            for line, hour in zip(run.readings, run.hours(), strict=True)
             if (value := what(line) if callable(what) else line.get(what)) is not None and math.isfinite(value)
         ]
         if points:
             values, *axes = zip(*(points[i] for i in thinned([point[0] for point in points])), strict=True)
             x = {axis: list(column) for axis, column in zip(AXES, axes, strict=True)}
-            words = ", ".join(part for part in (name if len(runs) > 1 else "", label) if part)
-            found.append(Curve(words or name, number, marked, x, list(values)))
+            title = ", ".join(filter(None, (name if len(runs) > 1 else "", label)))
+            found.append(Curve(title or name, number, marked, x, list(values)))
     return found
 
 
 def thinned(values: Sequence[float], limit: int = _POINTS) -> Iterable[int]:
-    """Places of at most ``limit`` values: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Return the places of at most ``limit`` values: of each stretch the lowest and the highest.
+
+    No spike is lost.
+    """
     if len(values) <= limit:
         return range(len(values))
     stretch = math.ceil(2 * len(values) / limit)
-    kept: list[int] = []
-    for start in range(0, len(values), stretch):
-        places = range(start, min(start + stretch, len(values)))
-        kept += sorted({min(places, key=values.__getitem__), max(places, key=values.__getitem__)})
-    return kept
+    stretches = (range(len(values))[start : start + stretch] for start in range(0, len(values), stretch))
+    both = ({min(places, key=values.__getitem__), max(places, key=values.__getitem__)} for places in stretches)
+    return [place for pair in both for place in sorted(pair)]

@@ -1,12 +1,15 @@
 """One page about runs, in one file that opens without a network."""
 
+import contextlib
+import math
 import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from llmtrain.contract import Facts
 from llmtrain.files import read_object
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
@@ -17,32 +20,9 @@ _LOOKS = 8  # at what a run wrote
 _ABSENT = "\N{EN DASH}"
 
 
-class Facts(NamedTuple):
-    """Of a run; what is not known is ``None``."""
-
-    state: str
-    reason: str | None
-    step: int
-    max_steps: int | None
-    tokens: float | None  # that were trained
-    loss: float | None  # the last that was read
-    best_loss: float | None  # held out
-    best_step: int | None
-    hours: float | None
-    tokens_per_second: float | None  # the median
-    mfu: float | None
-    memory_gib: float | None  # the most that any process held
-    data: str | None
-    processes: int | None
-    device: str | None
-    sharded: str | None
-    mixed_precision: str | None
-    git_sha: str | None
-    time: str | None  # of the last start
-    host: str | None
-
-
 class Incident(NamedTuple):
+    """Something that happened on the way."""
+
     when: float  # seconds since 1970
     run: int
     step: int
@@ -62,7 +42,7 @@ class Saved(NamedTuple):
 
 
 def html(runs: Sequence[History]) -> str:
-    """The page."""
+    """Return the page."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
@@ -76,7 +56,7 @@ def html(runs: Sequence[History]) -> str:
         runs=runs,
         names=names_of(runs),
         commands=[shlex.join(run.starts[-1].get("command", [])) if run.starts else "" for run in runs],
-        facts=[_told(facts(run)) for run in runs],
+        facts=[_for_a_person(facts(run)) for run in runs],
         charts=[{**chart._asdict(), "curves": [curve._asdict() for curve in chart.curves]} for chart in drawn],
         bars=processes._asdict() if processes else None,
         axes=AXES,
@@ -91,96 +71,88 @@ def html(runs: Sequence[History]) -> str:
 
 
 def facts(run: History) -> Facts:
-    """Of a run, what one asks first."""
+    """Return what one asks first of a run; ``None`` for what is not known."""
     start = run.starts[-1] if run.starts else {}
-    held_out = run.series("eval/loss")
-    best = min(held_out, key=held_out.__getitem__) if held_out else None
+    of_start = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
+    held_out, memory = run.series("eval/loss"), [most_memory(line) for line in run.readings]
+    best = min(held_out, key=held_out.__getitem__, default=None)
     speeds, shares = run.series("train/tokens_per_second").values(), run.series("train/mfu").values()
-    return Facts(
-        state=run.state,
-        reason=run.status.get("reason") or None,
-        step=run.step,
-        max_steps=run.settings.get("max_steps"),
-        tokens=run.last("tokens"),
-        loss=run.last("train/loss"),
-        best_loss=None if best is None else held_out[best],
-        best_step=best,
-        hours=next((hour for hour in reversed(run.hours()) if hour is not None), None),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        mfu=statistics.median(shares) if shares else None,
-        memory_gib=max((size for line in run.readings if (size := most_memory(line)) is not None), default=None),
-        data=run.record.get("dataset"),
-        **{
-            key: start.get(key)
-            for key in ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
-        },
-    )
-
-
-def _told(one: Facts) -> dict[str, str]:
-    """For a person."""
-
-    def told(value: Any, as_text: str = "{}") -> str:
-        return _ABSENT if value is None else as_text.format(value)
-
-    precision = {"no": "float32"}.get(one.mixed_precision or "", one.mixed_precision)
     return {
-        "state": one.state + told(one.reason, ": {}").removeprefix(_ABSENT),
-        "updates": f"{one.step:,}" + told(one.max_steps, " of {:,}").removeprefix(_ABSENT),
-        "trained tokens": told(one.tokens, "{:,}"),
-        "training loss": told(one.loss, "{:.4f}"),
-        "best held-out loss": told(one.best_loss, "{:.4f}")
-        + told(one.best_step, " at update {:,}").removeprefix(_ABSENT),
-        "hours of training": told(one.hours, "{:.3g}"),
-        "tokens a second": told(one.tokens_per_second, "{:,.0f}"),
-        "MFU": told(one.mfu, "{:.1%}"),
-        "memory of a process": told(one.memory_gib, "{:.2f} GiB at most"),
-        "processes": told(one.processes)
-        + told(one.device, " on {}")
-        + told(one.sharded, ", sharded {}").removeprefix(_ABSENT),
-        "precision": told(precision),
-        "data": told(one.data),
-        "code": told(one.git_sha, "{:.12}"),
-        "started last": told(one.time) + told(one.host, " on {}"),
+        "state": run.state,
+        "reason": run.status.get("reason") or None,
+        "step": run.step,
+        "max_steps": run.settings.get("max_steps"),
+        "tokens": run.last("tokens"),  # that were trained
+        "loss": run.last("train/loss"),
+        "best_loss": None if best is None else held_out[best],  # held out
+        "best_step": best,
+        "hours": next((hour for hour in reversed(run.hours()) if hour is not None), None),
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "mfu": statistics.median(shares) if shares else None,
+        "memory_gib": max((size for size in memory if size is not None), default=None),  # of any process
+        "data": run.record.get("dataset"),
+        **{key: start.get(key) for key in of_start},
+    }
+
+
+def _for_a_person(known: Facts) -> dict[str, str]:
+    """Return the rows of the first table from what :func:`facts` returns."""
+
+    def told(key: str, text: str = "{}", absent: str = _ABSENT) -> str:
+        return absent if known[key] is None else text.format(known[key])
+
+    return {
+        "state": told("state") + told("reason", ": {}", ""),
+        "updates": told("step", "{:,}") + told("max_steps", " of {:,}", ""),
+        "trained tokens": told("tokens", "{:,}"),
+        "training loss": told("loss", "{:.4f}"),
+        "best held-out loss": told("best_loss", "{:.4f}") + told("best_step", " at update {:,}", ""),
+        "hours of training": told("hours", "{:.3g}"),
+        "tokens a second": told("tokens_per_second", "{:,.0f}"),
+        "MFU": told("mfu", "{:.1%}"),
+        "memory of a process": told("memory_gib", "{:.2f} GiB at most"),
+        "processes": told("processes") + told("device", " on {}", "") + told("sharded", ", sharded {}", ""),
+        "precision": "float32" if known["mixed_precision"] == "no" else told("mixed_precision"),
+        "data": told("data"),
+        "code": told("git_sha", "{:.12}"),
+        "started last": told("time") + told("host", " on {}", ""),
     }
 
 
 def differing(runs: Sequence[History]) -> dict[str, list[str]]:
-    """Settings, and what runs were made of and on, that are not the same in all."""
-    sides = []
+    """Return the settings, and what runs were made of and on, that are not the same in all."""
+    sides: list[Facts] = []
     for run in runs:
         start = run.starts[-1] if run.starts else {}
+        settings = {name: value for name, value in run.settings.items() if name not in ("output_dir", "run_name")}
         of_start = {key: start.get(key) for key in ("processes", "sharded", "device", "mixed_precision", "git_sha")}
         versions = {f"version of {name}": value for name, value in (start.get("versions") or {}).items()}
         made_of = {key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")}
-        settings = {name: value for name, value in run.settings.items() if name not in ("output_dir", "run_name")}
-        sides.append({**settings, **of_start, **versions, **made_of})
-    keys = list(dict.fromkeys(key for side in sides for key in side))
-    rows = {key: [side.get(key, _ABSENT) for side in sides] for key in keys}
-    return {key: [str(value) for value in row] for key, row in rows.items() if any(v != row[0] for v in row)}
+        sides.append(settings | of_start | versions | made_of)
+    rows = {
+        key: [side.get(key, _ABSENT) for side in sides] for key in dict.fromkeys(key for side in sides for key in side)
+    }
+    return {key: [str(value) for value in row] for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def incidents(runs: Sequence[History]) -> list[Incident]:
-    """What happened on the way, in the order of time."""
+    """Return what happened on the way, in the order of time."""
     found = []
     for number, run in enumerate(runs):
         for line in run.incidents:
-            when = line.get("time")
-            if isinstance(when, int | float):
+            if isinstance(when := line.get("time"), int | float):
                 found.append(Incident(when, number, line["step"], str(line.get("kind")), str(line.get("text"))))
         for start, began in zip(run.starts, run.began(), strict=True):
             if began is not None and start.get("step"):
                 again = f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
                 who = f"{start.get('processes')} process(es) on {start.get('host')}{again}"
                 found.append(Incident(began, number, start["step"], "resumed", who))
-    once: dict[tuple[int, int, str, str], Incident] = {}
-    for one in sorted(found):
-        once.setdefault(one[1:], one)
-    return list(once.values())
+    latest_first = sorted(found, reverse=True)
+    return sorted({one[1:]: one for one in latest_first}.values())  # several ranks may have written one down
 
 
 def saved(runs: Sequence[History]) -> list[Saved]:
-    """Checkpoints that are there, newest first."""
+    """Return the checkpoints that are there, newest first."""
     from llmtrain.record.checkpoint import MANIFEST, checkpoints
 
     found = []
@@ -188,33 +160,28 @@ def saved(runs: Sequence[History]) -> list[Saved]:
         here = []
         for path in reversed(checkpoints(run.folder / "checkpoints")):
             manifest, state = read_object(path / MANIFEST), read_object(path / "state.json")
-            sizes = [entry.get("bytes", 0) for entry in manifest.values()]
             step = state.get("step", int(path.name.removeprefix("step-")))
-            try:
+            size = sum(entry.get("bytes", 0) for entry in manifest.values())
+            with contextlib.suppress(OSError):  # a run in progress deletes old ones
                 written = (path / MANIFEST if manifest else path).stat().st_mtime
-            except OSError:  # a run in progress deletes old ones
-                continue
-            here.append(Saved(number, step, written, sum(sizes), state.get("eval_loss"), False))
-        measured = [one for one in here if one.held_out is not None]
-        best = min(measured, key=lambda one: one.held_out or 0.0, default=None)
-        found += [one._replace(is_best=one is best) for one in here]
+                here.append(Saved(number, step, written, size, state.get("eval_loss"), False))
+        best = min(here, key=lambda one: math.inf if one.held_out is None else one.held_out, default=None)
+        found += [one._replace(is_best=one is best and one.held_out is not None) for one in here]
     return found
 
 
-def _spread(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of at most so many updates, the first and the last among them."""
+def _spread(samples: list[Facts]) -> list[Facts]:
+    """Return the samples of at most so many updates, the first and the last among them."""
     steps = sorted({line["step"] for line in samples})
-    places = (
-        {round(place * (len(steps) - 1) / (_LOOKS - 1)) for place in range(_LOOKS)} if len(steps) > _LOOKS else None
-    )
-    shown = {steps[place] for place in places} if places is not None else {*steps}
+    places = range(_LOOKS if steps else 0)
+    shown = {steps[round(place * (len(steps) - 1) / (_LOOKS - 1))] for place in places}
     return [line for line in samples if line["step"] in shown and {"prompt", "text"} <= line.keys()]
 
 
-def data(runs: Sequence[History]) -> dict[str, Any]:
-    """What the page shows, for programs."""
+def data(runs: Sequence[History]) -> Facts:
+    """Return what the page shows, for programs."""
     return {
-        "runs": {name: facts(run)._asdict() for name, run in zip(names_of(runs), runs, strict=True)},
+        "runs": {name: facts(run) for name, run in zip(names_of(runs), runs, strict=True)},
         "differing": differing(runs),
         "incidents": [one._asdict() for one in incidents(runs)],
         "checkpoints": [one._asdict() for one in saved(runs)],

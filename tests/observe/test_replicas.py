@@ -7,15 +7,15 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_replicas, fingerprint
-from llmtrain.parallel.fsdp import Sharding
+from llmtrain.parallel.mesh import Sharding, ShardingPlugin
 
 
 class TwoRanks:
     """An accelerator whose other rank holds ``other``."""
 
     num_processes = 2
-    is_fsdp2 = False
     device = torch.device("cpu")
+    state = SimpleNamespace(fsdp_plugin=None)
 
     def __init__(self, other: nn.Module) -> None:
         self.other = other
@@ -71,7 +71,7 @@ def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> No
     check_replicas(TwoRanks(other), model())
 
 
-def test_a_part_that_holds_nothing_is_like_another() -> None:
+def test_an_empty_shard_is_like_another() -> None:
     empty = nn.Linear(8, 0)
     check_replicas(TwoRanks(empty), empty)
 
@@ -79,11 +79,11 @@ def test_a_part_that_holds_nothing_is_like_another() -> None:
 class TwoReplicasOfTwo:
     """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
 
-    num_processes, is_fsdp2, device = 4, True, torch.device("cpu")
+    num_processes, device = 4, torch.device("cpu")
 
     def __init__(self, *halves: nn.Module, sharding: Sharding = Sharding(2, 2)) -> None:  # noqa: B008 - frozen
         self.halves = halves
-        self.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(sharding=sharding))
+        self.state = SimpleNamespace(fsdp_plugin=ShardingPlugin(sharding))
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
@@ -92,7 +92,7 @@ class TwoReplicasOfTwo:
         return torch.stack([fingerprint(half) for half in self.halves])
 
 
-def test_replicas_of_sharded_models_are_compared_part_by_part() -> None:
+def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
     one, two, drifted = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), model()
     check_replicas(TwoReplicasOfTwo(one, two, one, two), one)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_replicas_of_sharded_models_are_compared_part_by_part() -> None:
         check_replicas(TwoReplicasOfTwo(one, two, one, one), one)
 
 
-def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_cut() -> None:
+def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_sharded() -> None:
     one, two, over = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), Sharding(2, 1, tensor=2)
     check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=over), one)
     with pytest.raises(UserError, match=r"0\.weight of rank 1, 3 differs from rank 0's"):

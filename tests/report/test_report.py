@@ -4,16 +4,20 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from llmtrain.config import Config, flag
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import bars, charts, thinned
-from llmtrain.report.difference import compare
+from llmtrain.report.difference import compare, differing_facts, groups_of_settings
 from llmtrain.report.page import differing, facts, html, incidents
 from tests.test_cli import ended
 
@@ -71,11 +75,11 @@ def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> No
 
 def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
     said = facts(History.of(run))
-    assert (said.state, said.step, said.max_steps, said.tokens) == ("finished", 30, 30, 3000)
-    assert (said.loss, said.best_loss, said.best_step) == (0.4, 2.5, 10)
-    assert said.hours == pytest.approx(60 / 3600)
-    assert (said.tokens_per_second, said.memory_gib, said.processes) == (50.0, 2.0, 2)
-    assert said.mixed_precision == "bf16"
+    assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == ["finished", 30, 30, 3000]
+    assert [said[key] for key in ("loss", "best_loss", "best_step")] == [0.4, 2.5, 10]
+    assert said["hours"] == pytest.approx(60 / 3600)
+    assert [said[key] for key in ("tokens_per_second", "memory_gib", "processes")] == [50.0, 2.0, 2]
+    assert said["mixed_precision"] == "bf16"
 
 
 def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> None:
@@ -83,7 +87,7 @@ def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> 
     history = History.of(make(tmp_path / "old", lines, [{"time": at(0), "step": 0}]))
     assert history.hours() == [None, None]
     assert charts([history])[0].curves[0].x == {"step": [1, 2], "tokens": [100, 200], "hours": [None, None]}
-    assert facts(history).hours is None
+    assert facts(history)["hours"] is None
 
 
 def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_order(run: Path) -> None:
@@ -197,7 +201,58 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
     assert ("10", "102", "194") in curve if scheme == "light" else ("92", "171", "255") in curve
 
 
-def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_not(run: Path, tmp_path: Path) -> None:
+@dataclass
+class Some(Config):
+    acts: ClassVar[str] = "update"
+
+    rate: float = flag(0.1, "acts where its class does")
+    tokenizer: str = flag("byte", "acts in two places", acts="model data")
+    output_dir: str = flag("runs", "acts nowhere", acts="nowhere")
+
+
+def test_what_differs_is_grouped_by_where_its_flag_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=(Some,)))
+    one, other = (
+        History.of(make(tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, retired=name))
+        for number, name in enumerate(("a", "b"))
+    )
+    assert differing_facts(one, other) == [
+        ("update", "--rate 0 and 1"),
+        ("model", "--tokenizer a and b"),
+        ("data", "--tokenizer a and b"),
+        ("any", "--retired a and b"),
+    ]
+
+
+ACTS = {
+    "seed": ["seed"],
+    "skip_nonfinite": ["update"],
+    "learning_rate": ["update"],
+    "output_dir": ["nowhere"],
+    "dataset": ["data"],
+    "packing": ["data"],
+    "n_layer": ["model"],
+    "lora_r": ["model"],
+    **{name: ["model", "data"] for name in ("block_size", "tokenizer")},
+    **{name: ["pass"] for name in ("dropout", "lora_dropout", "attn_implementation")},
+    **{name: ["gradient"] for name in ("ddp_comm_hook", "sync_every", "sync_each_batch")},
+    **{name: ["layout"] for name in ("bitwise", "torch_compile", "per_device_train_batch_size")},
+    **{name: ["layout"] for name in ("gradient_checkpointing", "ddp_bucket_cap_mb", "pipeline_stages")},
+}
+
+
+def test_every_flag_of_the_package_says_where_it_acts() -> None:
+    pytest.importorskip("llmtrain.training.settings", exc_type=ImportError)
+    known = {"data", "model", "update", "pass", "gradient", "layout", "seed", "nowhere"}
+    groups = groups_of_settings()
+    assert {group for acts in groups.values() for group in acts} <= known
+    assert {name: groups.get(name) for name in ACTS} == ACTS
+
+
+def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=()))
     lines = [reading(step, step) for step in (1, 2, 3)]
     starts = [{"time": at(0), "step": 0, "device": "cpu"}]
     fine = History.of(make(tmp_path / "fine", lines, starts))
