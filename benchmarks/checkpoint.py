@@ -1,7 +1,8 @@
-"""What a checkpoint of weights and AdamW state costs, beside torch.distributed.checkpoint (dcp) with the same tensors:
-ratios of medians, all kinds of save and load in turn.
+"""The cost of a checkpoint of weights and AdamW state, beside torch.distributed.checkpoint (dcp): ratios of medians.
 
-python benchmarks/checkpoint.py [--folder DIR]
+Both write the same tensors; all kinds of save and load take turns.
+
+python -m benchmarks.checkpoint [--folder DIR]
 """
 
 import argparse
@@ -10,31 +11,34 @@ import hashlib
 import os
 import shutil
 import statistics
-import tempfile
 import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 
-from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer, say
+from benchmarks.comparison import forget
+from benchmarks.runs import scratch
+from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
+from llmtrain.console import say
+from llmtrain.launch.process import launch
+from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensors import read_tensors
-from llmtrain.parallel.mesh import fill
 
 ROUNDS, UNCOUNTED = 9, 3
 VOCABULARY, TOKENS = 16384, 32
 BLOCK = 1 << 28  # bytes
 
 
-class NoFiles:
-    """Of a model folder only the weights, which are all that dcp writes."""
+class WeightsOnly:
+    """The writer of a model folder that holds nothing but weights, which are all that dcp writes."""
 
     weights, divisible = "model.safetensors", True
 
@@ -43,18 +47,18 @@ class NoFiles:
 
 
 class Bench:
-    """A model that trains, and seconds by kind of work."""
+    """A model that trains, and the seconds of each kind of work."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seconds = folder, defaultdict[str, list[float]](list)
         config = GPTConfig(n_layer=6, n_head=12, n_embd=768, block_size=TOKENS)
         self.model = GPT(config, VOCABULARY)
-        self.optimizer = make_optimizer(self.model, OptimConfig())
+        self.optimizer = make_optimizer(Accelerator(cpu=True), self.model, OptimConfig())
         self.ids = torch.randint(VOCABULARY, (1, TOKENS))
         self.step()
         self.weights = self.model.state_dict()
         self.state = checkpoint.optimizer_tensors(self.model, self.optimizer)
-        self.savers = [Saver(folder / name, NoFiles(), 1 << 30, name == "later") for name in ("ours", "later")]
+        self.savers = [Saver(folder / name, WeightsOnly(), 1 << 30, name == "later") for name in ("ours", "later")]
 
     def step(self) -> None:
         self.model(self.ids, self.ids).backward()
@@ -62,14 +66,13 @@ class Bench:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def clock(self, name: str, action: Callable[[], Any]) -> Any:
+    def clock(self, name: str, action: Callable[[], object]) -> None:
         began = time.perf_counter()
-        result = action()
+        action()
         self.seconds[name].append(time.perf_counter() - began)
-        return result
 
     def save(self, saver: int, number: int, done: Callable[[], None]) -> None:
-        self.savers[saver].save(number, self.weights, self.state, {"step": number}, done)
+        self.savers[saver].save(number, Spread(self.weights), Spread(self.state), {"step": number}, done)
 
     def round(self, number: int) -> None:
         ours, theirs = self.folder / f"ours/step-{number:08d}", self.folder / "dcp"
@@ -98,13 +101,14 @@ class Bench:
         self.take(into["optimizer"])
 
     def take(self, state: dict[str, torch.Tensor]) -> None:
-        """As a run does that goes on, up to where each tensor can be written: what is only mapped is not yet read."""
+        """Restore the optimizer and write to each tensor: what is only mapped is not yet read."""
         checkpoint.restore_optimizer(self.model, self.optimizer, state.items())
         self.state = checkpoint.optimizer_tensors(self.model, self.optimizer)
         for tensor in self.state.values():
             tensor.mul_(1)
 
     def save_meanwhile(self, number: int) -> None:
+        """Train while a checkpoint is saved in the background, then as many steps without one."""
         durable = threading.Event()
         began = time.perf_counter()
 
@@ -151,23 +155,14 @@ class Bench:
         say("hash", f"sha256 {block:.2f} GB/s on one core, of bytes at hand; find_fault {rate:.2f} GB/s, with reading")
 
 
-def forget(folder: Path) -> None:
-    """Drop what the system keeps of these files in memory."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", metavar="DIR", help="where checkpoints go for the time being (default: temporary)")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that there is no process group
     block = memoryview(bytearray(BLOCK))
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="llmtrain-benchmark-") as folder:
-        bench = Bench(Path(folder))
+    with scratch(arguments.folder) as folder:
+        bench = Bench(folder)
         for number in range(1, 1 + UNCOUNTED + ROUNDS):
             bench.clock("sha256", lambda: hashlib.sha256(block).digest())
             bench.round(number)

@@ -1,11 +1,12 @@
-"""How this package is compared with another: in turn, in one run, as a ratio of medians; and where the figures go.
+"""Comparisons with another package: in turn, in one run, as a ratio of medians; and where the figures go.
 
 The machine's speed drifts by more than most differences that are looked for. So contenders take turns (A B A B ...), a
-round in which something else used the processors is not counted, and what is kept is the ratio.
+round in which something else used the processors is not counted, and the ratio is kept.
 """
 
 import contextlib
 import json
+import os
 import platform
 import resource
 import statistics
@@ -18,16 +19,19 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain import say
+from llmtrain.console import say
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _FOREIGN = 0.1  # of the processors' time, that others may use in a round that counts
+_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "trl")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. ``target`` is what the ratio, ours to theirs, should be: ``">= 1.15"``, ``"<= 0.85"``, or
-    ``"+- 0.2"``, so near to 1."""
+    """One line of a table.
+
+    ``target`` is for the ratio, ours to theirs: ``">= 1.15"``, ``"<= 0.85"``, or ``"+- 0.2"``, so near to 1.
+    """
 
     work: str
     against: str
@@ -50,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Medians:
-    """Of one contender: what it returned, and the CPU seconds of this process and those it waited for."""
+    """Medians of one contender: what it returned, and the CPU seconds of this process and those it waited for."""
 
     value: float
     cpu_seconds: float
@@ -60,58 +64,37 @@ class Medians:
 def in_turn(
     contenders: dict[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1, retries: int = 4
 ) -> dict[str, Medians]:
-    """Call the contenders in turn; each returns the figure that it is compared by. A round in which something else was
-    busy is thrown away, up to ``retries`` times."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    """Call the contenders in turn; each returns the figure that it is compared by.
+
+    A round in which something else was busy is thrown away, up to ``retries`` times.
+    """
     for _ in range(uncounted):
         for contender in contenders.values():
             contender()
-    counted, discarded = 0, 0
-    while counted < rounds:
+    found: list[dict[str, tuple[float, float]]] = []
+    discarded = 0
+    while len(found) < rounds:
         with _watching() as foreign:
             measured = {name: _measured(contender) for name, contender in contenders.items()}
         if foreign() > _FOREIGN and discarded < retries:
             discarded += 1
-            continue
-        counted += 1
-        for name, figures in measured.items():
-            found[name].append(figures)
+        else:
+            found.append(measured)
     if discarded:
         say("discarded", f"{discarded} rounds in which other processes were busy")
-    return {
-        name: Medians(
-            statistics.median(value for value, _ in tries),
-            statistics.median(cpu for _, cpu in tries),
-            [value for value, _ in tries],
-        )
-        for name, tries in found.items()
-    }
+    medians = {}
+    for name in contenders:
+        values, cpu = zip(*(measured[name] for measured in found), strict=True)
+        medians[name] = Medians(statistics.median(values), statistics.median(cpu), [*values])
+    return medians
 
 
-def _measured(contender: Callable[[], float]) -> tuple[float, float]:
-    before = _own_cpu_seconds()
-    value = contender()
-    return value, _own_cpu_seconds() - before
-
-
-def _own_cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[Callable[[], float]]:
-    """What share of the processors' time others used in the block."""
-
-    def busy() -> float:
-        times = psutil.cpu_times()
-        return sum(times) - times.idle - getattr(times, "iowait", 0.0)
-
-    began, before = time.monotonic(), busy() - _own_cpu_seconds()
-    share = 0.0
-    yield lambda: share
-    passed = (time.monotonic() - began) * (psutil.cpu_count() or 1)
-    share = max(0.0, busy() - _own_cpu_seconds() - before) / passed
+def forget(folder: Path) -> None:
+    """Drop the pages of these files that the system keeps in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def report(name: str, rows: list[Row], folder: Path = RESULTS, **details: object) -> None:
@@ -131,7 +114,31 @@ def report(name: str, rows: list[Row], folder: Path = RESULTS, **details: object
     (folder / f"{name}.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
-_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "trl")
+def _measured(contender: Callable[[], float]) -> tuple[float, float]:
+    """Return the contender's figure, and the CPU seconds that it took."""
+    before = _own_cpu_seconds()
+    value = contender()
+    return value, _own_cpu_seconds() - before
+
+
+def _own_cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[Callable[[], float]]:
+    """Yield a function that tells, after the block, the share of the processors' time that others used in it."""
+
+    def busy() -> float:
+        times = psutil.cpu_times()
+        return sum(times) - times.idle - getattr(times, "iowait", 0.0)
+
+    began, before = time.monotonic(), busy() - _own_cpu_seconds()
+    share = 0.0
+    yield lambda: share
+    passed = (time.monotonic() - began) * (psutil.cpu_count() or 1)
+    share = max(0.0, busy() - _own_cpu_seconds() - before) / passed
 
 
 def _version(package: str) -> str | None:

@@ -1,5 +1,7 @@
-"""On one GPU, in less than nine minutes: GPT-2 beside nanoGPT's loop, a Llama of a billion weights with checkpointing,
-LoRA on one of 8 billion beside TRL, and a text by letters at nanoGPT's shape for GPUs, to 1.47 nats.
+"""GPT-2, Llamas and a text by letters on one GPU, in less than nine minutes.
+
+GPT-2 beside nanoGPT's loop, a Llama of a billion weights with checkpointing, LoRA on one of 8 billion beside TRL, and a
+text by letters at nanoGPT's shape for GPUs, to 1.47 nats.
 
 python -m benchmarks.gpu --nanogpt FOLDER [--text FILE] [--rehearse] [letters gpt2 billion lora]
 
@@ -8,7 +10,6 @@ With --rehearse everything runs at a tiny size on the CPU, and its figures mean 
 
 import argparse
 import json
-import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,24 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.comparison import RESULTS, Row, in_turn, report
-from benchmarks.data import write_tokenizer
-from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, newest, peer, readings, recipe, run, scratch
-from benchmarks.sft import write_chats
-from benchmarks.time_to_loss import tuned_on
-from llmtrain import UserError, launch, say
+from benchmarks.inputs import letters_of_docs, write_chats, write_tokenizer
+from benchmarks.runs import (
+    FINETUNE_RECIPE,
+    GPT_RECIPE,
+    UPDATES_ALONE,
+    flags,
+    gpt_flags,
+    median_reading,
+    metrics,
+    peer,
+    recipe,
+    run,
+    scratch,
+    with_ignored,
+)
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.launch.process import launch
 
 Shape = tuple[int, int, int, int, int]  # layers, heads, width, block, batch
 Llama = tuple[int, int, int]  # layers, width, inner width
@@ -61,18 +75,8 @@ TINY = Sizes(
 )
 
 
-def flags_of(shape: Shape) -> list[str]:
-    names = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--global_batch_size")
-    flags = [word for name, value in zip(names, shape, strict=True) for word in (name, str(value))]
-    return [*flags, "--per_device_train_batch_size", str(shape[-1]), "--save_steps", "100000"]
-
-
-def mfu(folder: Path) -> float:
-    return statistics.median(readings(folder, "train/mfu")[1:])
-
-
 def write_larger_tokenizer(folder: Path, vocabulary: int) -> Path:
-    """A tokenizer of a few thousand tokens, and beside them so many that no text has: for a head of a known size."""
+    """Write a tokenizer of a few thousand tokens, and more that no text has: for a head of a known size."""
     write_tokenizer(folder, chat=True)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -83,13 +87,17 @@ def write_larger_tokenizer(folder: Path, vocabulary: int) -> Path:
 
 
 def letters(sizes: Sizes, folder: Path, text: Path) -> list[Row]:
-    """Seconds of training, without evaluations and what comes before the first update, until one finds 1.47 nats."""
-    flags = [*flags_of(sizes.letters), "--dataset", str(text), "--tokenizer", "char", "--eval_fraction", "0.1"]
-    flags += ["--dropout", "0.2", "--max_steps", str(sizes.letters_updates), "--torch_compile", "always"]
-    flags += ["--eval_steps", str(sizes.letters_updates // 9), "--logging_steps", str(sizes.letters_updates // 18)]
-    speed = recipe(GPT_RECIPE, folder / "letters", *flags, config=sizes.config, precision="bf16")
-    every = sizes.letters_updates // 9
-    losses = {number * every: loss for number, loss in enumerate(readings(folder / "letters", "eval/loss"))}
+    """Return the seconds of training until an evaluation finds 1.47 nats.
+
+    Evaluations do not count, nor does what comes before the first update.
+    """
+    updates, every = sizes.letters_updates, sizes.letters_updates // 9
+    words = gpt_flags(*sizes.letters) + flags(dataset=text, tokenizer="char", eval_fraction=0.1, dropout=0.2)
+    words += flags(max_steps=updates, eval_steps=every, logging_steps=updates // 18, save_steps=100_000)
+    words += flags(torch_compile="always")
+    speed = recipe(GPT_RECIPE, folder / "letters", *words, config=sizes.config, precision="bf16")
+    found = [line["eval/loss"] for line in metrics(folder / "letters") if "eval/loss" in line]
+    losses = {number * every: loss for number, loss in enumerate(found)}
     say("nats", f"{text.stem}: {', '.join(f'{loss:.3f} at {step}' for step, loss in losses.items())}")
     there = next((step for step, loss in losses.items() if loss <= 1.47), None)
     seconds = float("inf") if there is None else there * sizes.letters[3] * sizes.letters[4] / speed
@@ -100,14 +108,13 @@ def gpt2(sizes: Sizes, folder: Path, nanogpt: str) -> list[Row]:
     tokens = folder / "tokens"
     tokenizer = write_larger_tokenizer(folder / "gpt2-tokenizer", sizes.gpt2_vocabulary)
     np.random.default_rng(0).integers(sizes.gpt2_vocabulary, size=2_000_000, dtype=np.uint16).tofile(tokens)
-    flags = [*flags_of(sizes.gpt2), "--tokenizer", str(tokenizer), "--eval_fraction", "0"]
-    flags += ["--optim", "adamw", "--learning_rate", "6e-4", "--max_steps", str(sizes.updates)]
-    flags += ["--torch_compile", "always"]
+    words = gpt_flags(*sizes.gpt2) + flags(tokenizer=tokenizer, optim="adamw", learning_rate=6e-4)
+    words += flags(max_steps=sizes.updates, torch_compile="always", **UPDATES_ALONE)
     theirs = [nanogpt, "--tokens", tokens, "--vocabulary", sizes.gpt2_vocabulary, "--steps", sizes.updates]
     theirs += ["--shape", *sizes.gpt2, "--bf16", "--fused", "--compile", "--device", sizes.device]
     found = in_turn(
         {
-            "ours": partial(recipe, GPT_RECIPE, folder / "gpt2", *flags, config=sizes.config, precision="bf16"),
+            "ours": partial(recipe, GPT_RECIPE, folder / "gpt2", *words, config=sizes.config, precision="bf16"),
             "theirs": partial(peer, "nanogpt", *theirs),
         },
         rounds=1,
@@ -117,7 +124,7 @@ def gpt2(sizes: Sizes, folder: Path, nanogpt: str) -> list[Row]:
     work = "GPT-2, block {3:,}, batch {4}, bf16, compiled".format(*sizes.gpt2)
     return [
         Row(work, "nanoGPT", found["ours"].value, found["theirs"].value, "tokens/s", ">= 1.2"),
-        Row(work, "the device's peak", mfu(folder / "gpt2"), 1.0, "of FLOP/s", ">= 0.45"),
+        Row(work, "the device's peak", median_reading(folder / "gpt2", "train/mfu"), 1.0, "of FLOP/s", ">= 0.45"),
     ]
 
 
@@ -137,23 +144,20 @@ def llama_config(sizes: Sizes, shape: Llama) -> LlamaConfig:
     )
 
 
-def finetune(sizes: Sizes, folder: Path, data: str, *model: str) -> float:
-    flags = [*model, "--dataset", data, "--eval_fraction", "0", "--block_size", str(sizes.length - 1)]
-    flags += ["--global_batch_size", "8", "--per_device_train_batch_size", "8", "--gradient_checkpointing"]
-    flags += ["--learning_rate", "1e-4", "--max_steps", str(sizes.updates), "--save_steps", "100000"]
-    return recipe(FINETUNE_RECIPE, folder, *flags, config=sizes.config, precision="bf16")
+def finetune(sizes: Sizes, folder: Path, **model: object) -> float:
+    words = flags(**model, block_size=sizes.length - 1, global_batch_size=8, per_device_train_batch_size=8)
+    words += flags(gradient_checkpointing=True, learning_rate=1e-4, max_steps=sizes.updates, **UPDATES_ALONE)
+    return recipe(FINETUNE_RECIPE, folder, *words, config=sizes.config, precision="bf16")
 
 
 def billion(sizes: Sizes, folder: Path) -> list[Row]:
-    """All weights trained, on text; there is no peer."""
+    """Train all weights on text; there is no peer."""
     model = write_larger_tokenizer(folder / "billion", sizes.llama_vocabulary)
     llama_config(sizes, sizes.billion).save_pretrained(model)
-    speed = finetune(
-        sizes, folder / "run", "builtin:python-docs", "--from_config", str(model), "--tokenizer", str(model)
-    )
+    speed = finetune(sizes, folder / "run", dataset="builtin:python-docs", from_config=model, tokenizer=model)
     say("tokens/s", f"Llama, a billion weights, all trained, checkpointing: {speed:,.0f}")
     work = "Llama, a billion weights, checkpointing, bf16"
-    return [Row(work, "the device's peak", mfu(folder / "run"), 1.0, "of FLOP/s", ">= 0.4")]
+    return [Row(work, "the device's peak", median_reading(folder / "run", "train/mfu"), 1.0, "of FLOP/s", ">= 0.4")]
 
 
 def write_random_llama(sizes: Sizes, folder: Path) -> None:
@@ -163,23 +167,18 @@ def write_random_llama(sizes: Sizes, folder: Path) -> None:
 
 
 def lora(sizes: Sizes, folder: Path, rehearse: bool) -> list[Row]:
-    """All tokens of conversations, those too that are not trained on. Both start from the same random weights."""
+    """Compare all tokens of conversations, trained on or not. Both start from the same random weights."""
     write_chats(chats := folder / "chats.jsonl")
     base = write_larger_tokenizer(folder / "eight", sizes.llama_vocabulary)
     again = ["--write_base", str(base), *(["--rehearse"] if rehearse else [])]
     run([sys.executable, "-m", "benchmarks.gpu", *again])  # in a process of its own, that leaves the GPU empty
-    trained = finetune(sizes, folder / "lora", str(chats), "--model_name_or_path", str(base), "--lora_r", "16")
-    audit = json.loads(newest(folder / "lora", "run.json").read_text())["audit"]
-    flags = {
-        "packing": True,
-        "bf16": True,
-        "gradient_checkpointing": True,
-        "model_init_kwargs": {"dtype": "bfloat16"},
-    }
+    trained = finetune(sizes, folder / "lora", dataset=chats, model_name_or_path=base, lora_r=16)
+    settings = {"packing": True, "bf16": True, "gradient_checkpointing": True}
+    settings |= {"model_init_kwargs": {"dtype": "bfloat16"}}
     theirs = [base, chats, "--batch", 8, "--length", sizes.length, "--steps", sizes.updates, "--device", sizes.device]
-    speed = peer("sft", *theirs, "--flags", json.dumps(flags), "--lora", 16)
+    speed = peer("sft", *theirs, "--flags", json.dumps(settings), "--lora", 16)
     work = "Llama, 8 billion weights, LoRA, checkpointing, bf16"
-    return [Row(work, "TRL, packed, sdpa", trained * audit["tokens"] / audit["trained"], speed, "tokens/s", ">= 1")]
+    return [Row(work, "TRL, packed, sdpa", with_ignored(folder / "lora", trained), speed, "tokens/s", ">= 1")]
 
 
 def main() -> None:
@@ -199,7 +198,7 @@ def main() -> None:
     with scratch() as folder:
         text = arguments.text or folder / "python-docs.txt"
         if not arguments.text:
-            text.write_text(tuned_on())
+            text.write_text(letters_of_docs())
         sections = {
             "letters": partial(letters, sizes, folder, text),
             "gpt2": partial(gpt2, sizes, folder, arguments.nanogpt),
@@ -212,10 +211,8 @@ def main() -> None:
             if name == "gpt2" and not arguments.nanogpt:
                 say("skipped", "gpt2: it needs --nanogpt FOLDER")
                 continue
-            rows = sections[name]()
-            report(
-                f"gpu_{name}", rows, folder if arguments.rehearse else RESULTS, device=device
-            )  # at once: time may run out
+            rows, place = sections[name](), folder if arguments.rehearse else RESULTS
+            report(f"gpu_{name}", rows, place, device=device)  # at once: time may run out
 
 
 if __name__ == "__main__":

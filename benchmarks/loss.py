@@ -1,4 +1,4 @@
-"""What the loss of a long vocabulary costs, forward and backward: every try in a process of its own, all kinds in turn.
+"""The cost of the loss of a long vocabulary, forward and backward: each try in a process of its own, kinds in turn.
 
 OMP_NUM_THREADS=1 python -m benchmarks.loss [--autocast bf16] [--trained 0.3]
 """
@@ -8,9 +8,7 @@ import importlib.util
 import json
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,8 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.comparison import Row, report
-from llmtrain import launch, say
-from llmtrain.models.loss import IGNORED, linear_nll, summed_nll
+from benchmarks.runs import figure, scratch
+from llmtrain.console import say
+from llmtrain.contract import IGNORED
+from llmtrain.launch.process import launch
+from llmtrain.models.loss import linear_nll, summed_nll
 
 ROUNDS = 3
 ROWS, POSITIONS, WIDTH, VOCABULARY = 2, 1024, 512, 151_936
@@ -34,7 +35,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def torch_op(tokens: int | None = None) -> Loss:
-    """With its default options, or so many tokens at a time."""
+    """Return torch's loss with its default options, or with so many tokens at a time."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=tokens)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def trl_kernel() -> Loss:
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as ROWS_OF_THE_HEAD  # its backward imports this module
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """As its trainers do on a CPU, where what is ignored is computed and masked; without their metrics."""
+        """Compute what its trainers do on a CPU, where ignored tokens are computed and masked; without metrics."""
         labels = targets.clamp(min=0).flatten()
         arguments = hidden.flatten(0, 1), weight, None, labels, 1.0, ROWS_OF_THE_HEAD, None, 1.0, ()
         return -ChunkedLogProbFunction.apply(*arguments)[0].masked_fill(targets.flatten() == IGNORED, 0).sum()
@@ -75,12 +76,12 @@ def kinds() -> dict[str, Callable[[], Loss]]:
 
 
 def peak() -> int:
-    """Bytes, of this process so far; and of the one that started it, which must stay small."""
+    """Return the most bytes of this process so far; and of the one that started it, which must stay small."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """What one forward and backward cost, and the loss and gradients of hidden and weight."""
+    """Return the cost of one forward and backward, and the loss and the gradients of hidden and weight."""
     generator = torch.Generator().manual_seed(0)
 
     def inputs(positions: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +108,7 @@ def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float
 
 
 def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """The largest in each tensor, relative to the largest number in it."""
+    """Return the largest difference in each tensor, relative to the largest number in it."""
     pairs = zip(found, expected, strict=True)
     return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
@@ -125,13 +126,13 @@ def main() -> None:
             torch.save(outcome, file)
         print(json.dumps([cost, differences(outcome, torch.load(file))]))
         return
-    names, costs, apart = list(kinds()), defaultdict[str, list[dict[str, float]]](list), {}
-    with tempfile.TemporaryDirectory(prefix="llmtrain-benchmark-") as folder:
+    names, costs = list(kinds()), defaultdict[str, list[dict[str, float]]](list)
+    apart: dict[str, list[float]] = {}
+    with scratch() as folder:
         for _ in range(ROUNDS):
             for name in sorted(names, key=lambda name: name != "plain"):  # with which the others compare theirs
-                command = [sys.executable, "-m", "benchmarks.loss", *sys.argv[1:], "--one", name, f"{folder}/plain"]
-                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                cost, apart[name] = json.loads(output.splitlines()[-1])
+                command = [sys.executable, "-m", "benchmarks.loss", *sys.argv[1:], "--one", name, folder / "plain"]
+                cost, apart[name] = figure(command, torch.get_num_threads())
                 costs[name].append(cost)
     medians = {
         name: {key: statistics.median(cost[key] for cost in tries) for key in tries[0]} for name, tries in costs.items()

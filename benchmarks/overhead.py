@@ -1,4 +1,4 @@
-"""What the loop costs beside a bare one with the same model and optimizer, and what all of its care costs.
+"""The cost of the loop beside a bare one with the same model and optimizer, and of all of its care.
 
 python -m benchmarks.overhead
 """
@@ -7,49 +7,41 @@ import contextlib
 import io
 import os
 import runpy
-import statistics
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, ROOT, readings, scratch
-from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, launch, make_optimizer, prepare
+from benchmarks.peers import BETWEEN_READINGS, Readings, bare_update
+from benchmarks.runs import GPT_RECIPE, ROOT, flags, median_reading, place, scratch
+from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
+from llmtrain.launch.process import launch
 
-UPDATES, READING = 60, 10
+UPDATES = 60
 BATCH, VOCABULARY = 32, 2048
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128)  # the recipe's own
-CARE = ["--log_rows", "--check_replicas_steps", "10", "--save_steps", "30", "--async_save", "--skip_nonfinite", "1"]
-NO_CARE = ["--check_replicas_steps", "0", "--save_steps", "100000"]
+CARE = flags(log_rows=True, save_steps=30, async_save=True, skip_nonfinite=1)
+NO_CARE = flags(save_steps=100_000)
 
 
-def recipe(folder: Path, flags: list[str]) -> float:
-    """The recipe in this process: tokens per second, the median of its readings, which leave out what a save takes."""
+def recipe(folder: Path, care: list[str]) -> float:
+    """Run the recipe in this process; returns its tokens per second, which leave out what a save takes."""
     main = runpy.run_path(str(ROOT / GPT_RECIPE))["main"]
-    flags = [*flags, "--max_steps", str(UPDATES), "--logging_steps", str(READING), "--eval_fraction", "0"]
-    flags += ["--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never", "--report_to", "none"]
+    sizes = flags(max_steps=UPDATES, logging_steps=BETWEEN_READINGS, eval_fraction=0)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main(flags)
-    return statistics.median(readings(folder / "run", "train/tokens_per_second")[1:])
+        main([*care, *sizes, *place(folder / "run")])
+    return median_reading(folder / "run", "train/tokens_per_second")
 
 
-def bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader) -> float:
-    speeds, began = [], time.perf_counter()
+def bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader[tuple[torch.Tensor]]) -> float:
+    readings = Readings(BATCH * SHAPE.block_size)
     for number, (ids,) in enumerate(batches, start=1):
-        loss = model(ids, ids) / (BATCH * SHAPE.block_size)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if number % READING == 0:
-            loss.item()
-            speeds.append(READING * BATCH * SHAPE.block_size / (time.perf_counter() - began))
-            began = time.perf_counter()
-    return statistics.median(speeds[1:])
+        readings.updated(number, bare_update(model, optimizer, ids))
+    return readings.median
 
 
 def main() -> None:
@@ -57,9 +49,9 @@ def main() -> None:
         os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         model = GPT(SHAPE, VOCABULARY)
-        optimizer = make_optimizer(model, OptimConfig(optim="muon"))  # as the recipe's is
+        optimizer = make_optimizer(Accelerator(cpu=True), model, OptimConfig(optim="muon"))  # as the recipe's is
         data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0)
-        ids = prepare(data, SHAPE.block_size).train.dataset.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
+        ids = tokenize(data, SHAPE.block_size).train.dataset.with_format("numpy")[: UPDATES * BATCH]["input_ids"]
         rows = TensorDataset(torch.from_numpy(ids.astype(np.int64)))
         contenders = {
             "care": partial(recipe, folder, CARE),

@@ -1,4 +1,6 @@
-"""Loops of other packages, each as its authors run it, in a process of its own: prints what it measured as JSON.
+"""Loops of other packages, each as its authors run it, in a process of its own: prints its figure as JSON.
+
+What only some of them need is imported inside: the seconds from a command to its first update are measured, too.
 
 python -m benchmarks.peers nanogpt | loss FOLDER ...       FOLDER: a checkout of github.com/karpathy/nanoGPT
 python -m benchmarks.peers ddp | trainer | sft | map ...
@@ -35,18 +37,31 @@ class Readings:
             self.speeds.append(self.tokens / (now - self.began))
             self.began = now
 
-    def report(self) -> None:
-        """The median, without the first, which pays for what is done once."""
-        say_figure(statistics.median(self.speeds[1:]))
+    @property
+    def median(self) -> float:
+        """The median without the first, which pays for what is done once."""
+        return statistics.median(self.speeds[1:])
 
 
 def say_figure(value: float) -> None:
     print(json.dumps(value), flush=True)
 
 
+def bare_update(network: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+    """Make an update with our model on rows of tokens [batch, block + 1]; returns their mean loss."""
+    loss: torch.Tensor = network(ids, ids) / ids[:, 1:].numel()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def nanogpt(arguments: argparse.Namespace) -> None:
-    """The loop of train.py (lines 255 to 333) around its own model, with its own way to draw a batch; on a CPU it takes
-    no autocast, which is added where bf16 is asked for."""
+    """Run the loop of train.py (lines 255 to 333) around its own model, with its own way to draw a batch.
+
+    On a CPU it takes no autocast, which is added where bf16 is asked for.
+    """
     sys.path.insert(0, arguments.folder)
     import model as nano
 
@@ -83,11 +98,11 @@ def nanogpt(arguments: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         readings.updated(number, loss)
-    readings.report()
+    say_figure(readings.median)
 
 
 def nanogpts_loss(arguments: argparse.Namespace) -> None:
-    """Nats per token of one of its checkpoints, over all of a file of tokens, in rows of its block size."""
+    """Print the nats per token of one of its checkpoints, over a file of tokens in rows of its block size."""
     sys.path.insert(0, arguments.folder)
     import model as nano
 
@@ -105,29 +120,27 @@ def nanogpts_loss(arguments: argparse.Namespace) -> None:
 
 
 def ddp(arguments: argparse.Namespace) -> None:
-    """A hand-written loop around PyTorch's own DDP, with our model and optimizer; alone where nothing launched it."""
+    """Run a hand-written loop around PyTorch's own DDP, with our model and optimizer; alone where none launched it."""
+    from accelerate import Accelerator
+
     from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layers, heads, width, block, batch = arguments.shape
     shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block)
-    network: Any = GPT(shape, arguments.vocabulary)
-    optimizer = make_optimizer(network, OptimConfig(optim="muon"))  # as the recipe's is
+    network: torch.nn.Module = GPT(shape, arguments.vocabulary)
     if world > 1:
         torch.distributed.init_process_group("gloo")
+    optimizer = make_optimizer(Accelerator(cpu=True), network, OptimConfig(optim="muon"))  # as the recipe's is
+    if world > 1:
         network = torch.nn.parallel.DistributedDataParallel(network)
     readings = Readings(batch * block * world)
     for number in range(1, arguments.steps + 1):
         ids = torch.randint(arguments.vocabulary, (batch, block + 1))
-        loss = network(ids, ids) / (batch * block)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        readings.updated(number, loss)
+        readings.updated(number, bare_update(network, optimizer, ids))
     if int(os.environ.get("RANK", "0")) == 0:
-        readings.report()
+        say_figure(readings.median)
     sys.stdout.flush()
     if world > 1:
         torch.distributed.barrier()
@@ -135,8 +148,10 @@ def ddp(arguments: argparse.Namespace) -> None:
 
 
 def trainer(arguments: argparse.Namespace) -> None:
-    """transformers' Trainer on rows that are ready; what is printed is tokens per second, or with --first_step the
-    time at which the first update was made."""
+    """Run transformers' Trainer on rows that are ready; print its tokens per second.
+
+    With --first_step print the time at which the first update was made.
+    """
     import datasets
     from transformers import (
         AutoConfig,
@@ -174,11 +189,11 @@ def trainer(arguments: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     Trainer(model, settings, data_collator=collator, train_dataset=rows, callbacks=[Watch()]).train()
-    readings.report()
+    say_figure(readings.median)
 
 
 def sft(arguments: argparse.Namespace) -> None:
-    """TRL's SFTTrainer on conversations; what is printed is real tokens per second, padding not counted."""
+    """Run TRL's SFTTrainer on conversations; print its real tokens per second, padding not counted."""
     import datasets
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -232,7 +247,7 @@ def sft(arguments: argparse.Namespace) -> None:
 
 
 def tokenise(arguments: argparse.Namespace) -> None:
-    """datasets.map over two processes as in transformers' run_clm.py: tokens, then rows of one length. Seconds."""
+    """Print the seconds of datasets.map over two processes as in run_clm.py: tokens, then rows of one length."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -256,12 +271,13 @@ def tokenise(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     peers = parser.add_subparsers(required=True)
-    one = peers.add_parser("nanogpt")
+    loop = argparse.ArgumentParser(add_help=False)
+    loop.add_argument("--vocabulary", type=int, required=True)
+    loop.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))
+    loop.add_argument("--steps", type=int, required=True)
+    one = peers.add_parser("nanogpt", parents=[loop])
     one.add_argument("folder", type=str)
     one.add_argument("--tokens", type=Path, required=True, help="uint16, one after the other")
-    one.add_argument("--vocabulary", type=int, required=True)
-    one.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))
-    one.add_argument("--steps", type=int, required=True)
     for flag in ("--compile", "--fused", "--bf16"):
         one.add_argument(flag, action="store_true")
     one.add_argument("--device", default="cpu")
@@ -271,11 +287,7 @@ def main() -> None:
     saved.add_argument("checkpoint", type=Path)
     saved.add_argument("tokens", type=Path)
     saved.set_defaults(run=nanogpts_loss)
-    two = peers.add_parser("ddp")
-    two.add_argument("--vocabulary", type=int, required=True)
-    two.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))
-    two.add_argument("--steps", type=int, required=True)
-    two.set_defaults(run=ddp)
+    peers.add_parser("ddp", parents=[loop]).set_defaults(run=ddp)
     for name, function in (("trainer", trainer), ("sft", sft), ("map", tokenise)):
         other = peers.add_parser(name)
         other.add_argument("model", type=Path)

@@ -1,4 +1,4 @@
-"""What `llmtrain plan` predicts beside what is measured: bytes of a process, and seconds of an update over slow links.
+"""Predictions of `llmtrain plan` beside measurements: bytes of a process, and seconds of an update over slow links.
 
 python -m benchmarks.plan [memory] [seconds]      needs root, for network namespaces; about ten minutes
 """
@@ -10,55 +10,54 @@ from pathlib import Path
 
 from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
-from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, scratch
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
 from llmtrain.commands.plan import plain
-from llmtrain.parallel.fsdp import Sharding
+from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.calibration import calibrated
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.plan.subject import subject_of
 from llmtrain.plan.ways import GLOO_HOP, Asked, plan
-from tests.launching import accelerate
 from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 
-COMMON = ["--max_steps", "5", "--eval_fraction", "0", "--report_to", "none", "--resume_from_checkpoint", "never"]
-COMMON += ["--block_size", "128", "--per_device_train_batch_size", "4", "--dataset", "builtin:python-docs"]
-COMMON += ["--tokenizer", "bpe:2048"]
-GPT = [*COMMON, "--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--global_batch_size", "16"]
+MODEL = flags(block_size=128, tokenizer="bpe:2048", eval_fraction=0, report_to="none")
+COMMON = [*MODEL, *flags(max_steps=5, resume_from_checkpoint="never", dataset="builtin:python-docs")]
+COMMON += flags(per_device_train_batch_size=4)
+GPT_SIZE = flags(n_layer=4, n_head=4, n_embd=256)
+GPT = [*COMMON, *GPT_SIZE, *flags(global_batch_size=16)]
 SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=false"
-LLAMA = [*COMMON, "--from_config", "llama", "--config_overrides", SIZES, "--global_batch_size", "8"]
+LLAMA = [*COMMON, *flags(from_config="llama", config_overrides=SIZES, global_batch_size=8)]
 CASES = [  # what, recipe, flags, precision
     ("GPT", GPT_RECIPE, GPT, "no"),
-    ("GPT, AdamW, recomputed", GPT_RECIPE, [*GPT, "--optim", "adamw", "--gradient_checkpointing"], "no"),
-    ("GPT, AdamW, one micro-batch", GPT_RECIPE, [*GPT, "--global_batch_size", "8", "--optim", "adamw"], "no"),
+    ("GPT, AdamW, recomputed", GPT_RECIPE, [*GPT, *flags(optim="adamw", gradient_checkpointing=True)], "no"),
+    ("GPT, AdamW, one micro-batch", GPT_RECIPE, [*GPT, *flags(global_batch_size=8, optim="adamw")], "no"),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
 ]
 WAYS = {
     "DDP": ("cpu_ddp", []),
     "FSDP2": ("fsdp2", []),
     "TP 2": ("tensor_parallel", []),
-    "PP 2": ("cpu_ddp", ["--pipeline_stages", "2"]),
+    "PP 2": ("cpu_ddp", flags(pipeline_stages=2)),
 }
 MIB = 2**20
 
 RATES, UPDATES = (50, 200, 1000), 12  # Mbit/s
 TRIES, MOVED = 4, 0.15
 ROWS = 8  # of a process and update
-SLOW = ["--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--block_size", "128", "--tokenizer", "bpe:2048"]
-SLOW += ["--eval_fraction", "0", "--optim", "adamw", "--ddp_bucket_cap_mb", "2", "--report_to", "none"]
-SLOW += ["--logging_steps", "1", "--max_steps", str(UPDATES), "--per_device_train_batch_size", str(ROWS)]
+SLOW = [*MODEL, *GPT_SIZE, *flags(optim="adamw", ddp_bucket_cap_mb=2, logging_steps=1, max_steps=UPDATES)]
+SLOW += flags(per_device_train_batch_size=ROWS)
 
 
 def memory_table(folder: Path) -> list[Row]:
     table = []
-    for case, recipe, flags, precision in CASES:
-        asked = Asked(recipe, flags, processes=2, device="cpu", per_machine=2, mixed_precision=precision)
+    for case, recipe, words, precision in CASES:
+        asked = Asked(recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision)
         for way in plain(plan(asked))["ways"]:
             config, more = WAYS[way["name"]]
             name = f"{case}, {way['name']}"
-            launcher = accelerate(config, "--mixed_precision", precision)
-            found = measured(launcher, recipe, [*flags, *more], folder / name.replace(" ", "-"))
+            launched = launcher(config, mixed_precision=precision)
+            found = measured(launched, recipe, [*words, *more], folder / name.replace(" ", "-"))
             for part in ("weights", "optimizer"):
                 table.append(Row(f"{name}: {part}", "measured", way["bytes"][part], found[part], "bytes", "+- 0"))
             # what is known exactly, of gradients, stands on both sides
@@ -72,26 +71,29 @@ def memory_table(folder: Path) -> list[Row]:
 def seconds_table(folder: Path) -> list[Row]:
     table = []
     for processes in (2, 4):
-        flags = [*SLOW, "--global_batch_size", str(ROWS * processes)]
-        memory = Memory(subject_of(GPT_RECIPE, flags, "no"), on_gpu=False)
+        words = [*SLOW, *flags(global_batch_size=ROWS * processes)]
+        memory = Memory(subject_of(GPT_RECIPE, words, "no"), on_gpu=False)
         for rate in RATES:
             inside, between = Link(2e9, GLOO_HOP["inside"]), Link(rate * 1e6 / 8, GLOO_HOP["between"])
             cluster = Cluster(processes // 2, inside, between, nccl=False)
-            compute, update = side_by_side(memory, flags, processes, rate, folder)
+            compute, update = side_by_side(memory, words, processes, rate, folder)
             step = step_time(memory, compute, cluster, Sharding(processes, 1), ROWS, 1)
             table.append(Row(f"{processes} processes, {rate} Mbit/s", "measured", step.total, update, "s", "+- 0.2"))
             print(table[-1], step, flush=True)
     return table
 
 
-def side_by_side(memory: Memory, flags: list[str], processes: int, rate: int, folder: Path) -> tuple[Compute, float]:
-    """What calibrating says, and the seconds of an update over the link right after; again where the machine's own
-    speed has moved between them, which forward passes show: they wait for nobody."""
+def side_by_side(memory: Memory, words: list[str], processes: int, rate: int, folder: Path) -> tuple[Compute, float]:
+    """Return what calibrating says, and the seconds of an update over the link right after.
+
+    Both are taken again where the machine's own speed has moved between them, which forward passes show: they wait for
+    nobody.
+    """
     numbers = sum(part.numbers() for part in memory.parts(1))
     for again in range(TRIES):
-        compute = calibrated(GPT_RECIPE, flags, processes, ROWS, "no", numbers)
+        compute = calibrated(GPT_RECIPE, words, processes, ROWS, "no", numbers)
         with two_machines(rate) as names:
-            readings = train(names, folder / f"{processes}-{rate}-{again}", flags, processes)[3:]
+            readings = train(names, folder / f"{processes}-{rate}-{again}", words, processes)[3:]
         forward = statistics.median(seconds(reading, ("forward",)) for reading in readings) / ROWS
         if abs(forward / compute.forward - 1) <= MOVED:
             break

@@ -1,4 +1,4 @@
-"""How speed goes with width, block size and processes, and what ten million rows cost; drawn in docs/scale.svg.
+"""Speed by width, block size and processes, and the cost of ten million rows; drawn in docs/scale.svg.
 
 python -m benchmarks.scale        (needs: pip install 'llmtrain[bench]')
 """
@@ -14,10 +14,26 @@ from pathlib import Path
 import psutil
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.data import write_text
-from benchmarks.runs import CORES, GPT_RECIPE, ROOT, readings, recipe, run, scratch
-from llmtrain import DataConfig, UserError, launch, prepare, start_accelerator
+from benchmarks.inputs import write_code
+from benchmarks.runs import (
+    CORES,
+    GPT_RECIPE,
+    ROOT,
+    UPDATES_ALONE,
+    figure,
+    flags,
+    gpt_flags,
+    median_reading,
+    recipe,
+    scratch,
+)
+from llmtrain import DataConfig, tokenize
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
+from llmtrain.errors import UserError
+from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launch.process import launch
+
+Series = dict[int, dict[str, float]]  # by size: figures by name
 
 WIDTHS = (64, 128, 256, 512)
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -28,22 +44,22 @@ PICTURE = ROOT / "docs/scale.svg"
 
 
 def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) -> tuple[float, float]:
-    """Tokens a second of recipes/gpt.py with 4 layers, and the share of the measured peak; where a number of
-    ``processes`` is given, each has one thread and as large a batch as one alone."""
+    """Return the tokens a second of recipes/gpt.py with 4 layers, and its share of the measured peak.
+
+    Where a number of ``processes`` is given, each has one thread and as large a batch as one alone.
+    """
     batch = TOKENS // block
-    flags = ["--n_layer", "4", "--n_head", str(width // 32), "--n_embd", str(width), "--block_size", str(block)]
-    flags += ["--global_batch_size", str(batch * max(processes, 1)), "--per_device_train_batch_size", str(batch)]
-    flags += ["--optim", "adamw", "--max_steps", "30", "--eval_fraction", "0", "--save_steps", "100000"]
-    flags += ["--logging_steps", "5"]
+    words = gpt_flags(4, width // 32, width, block, batch * max(processes, 1), per_device=batch)
+    words += flags(optim="adamw", max_steps=30, logging_steps=5, **UPDATES_ALONE)
     if processes > 1:
-        tokens = recipe(GPT_RECIPE, folder, *flags, config="cpu_ddp", threads=1, processes=processes)
+        tokens = recipe(GPT_RECIPE, folder, *words, config="cpu_ddp", threads=1, processes=processes)
     else:
-        tokens = recipe(GPT_RECIPE, folder, *flags, threads=1 if processes else CORES)
-    return tokens, statistics.median(readings(folder, "train/mfu")[1:])
+        tokens = recipe(GPT_RECIPE, folder, *words, threads=1 if processes else CORES)
+    return tokens, median_reading(folder, "train/mfu")
 
 
 def write_rows(source: Path, rows: int, path: Path) -> None:
-    """As much of ``source``, again and again, as gives so many rows of ``ROW`` bytes."""
+    """Write as much of ``source``, again and again, as gives so many rows of ``ROW`` bytes."""
     left = rows * ROW
     with path.open("w") as file:
         while left > 0:
@@ -56,12 +72,14 @@ def write_rows(source: Path, rows: int, path: Path) -> None:
 
 
 def reading(text: Path) -> None:
-    """In a process of its own: seconds until the rows, which are prepared, are open and a first batch is there; MiB
-    that it holds after 200 batches of the first epoch and 200 of the twentieth; microseconds that a row's place in the
-    order takes; tokens a second."""
+    """Print what reading the prepared rows takes, in a process of its own.
+
+    That is: seconds until they are open and a first batch is there; MiB that the process holds after 200 batches of the
+    first epoch and 200 of the twentieth; microseconds that a row's place in the order takes; tokens a second.
+    """
     data = DataConfig(dataset=[str(text)], tokenizer="byte", eval_fraction=0.0)
     began = time.perf_counter()
-    rows = prepare(data, ROW).train
+    rows = tokenize(data, ROW).train
     accelerator = start_accelerator()
     batch = TOKENS // ROW
 
@@ -84,25 +102,24 @@ def reading(text: Path) -> None:
     print(json.dumps({"start": start, "memory": memory, "order": order, "speed": 400 * TOKENS / seconds}))
 
 
-def read_rows(folder: Path) -> dict[int, dict[str, float]]:
-    write_text(source := folder / "source.jsonl", 10)
+def read_rows(folder: Path) -> Series:
+    write_code(source := folder / "source.jsonl", 10)
     found: dict[int, list[dict[str, float]]] = {}
     for rows in ROWS:
         write_rows(source, rows, folder / f"{rows}.jsonl")
     for _ in range(4):  # of which the first prepares
         for rows in ROWS:
-            command = [sys.executable, "-m", "benchmarks.scale", "--read", str(folder / f"{rows}.jsonl")]
-            printed = run(command, LLMTRAIN_CACHE=str(folder / "cache")).splitlines()[-1]
-            found.setdefault(rows, []).append(json.loads(printed))
+            command = [sys.executable, "-m", "benchmarks.scale", "--read", folder / f"{rows}.jsonl"]
+            found.setdefault(rows, []).append(figure(command, LLMTRAIN_CACHE=str(folder / "cache")))
     return {
         rows: {key: statistics.median(one[key] for one in tries[1:]) for key in tries[0]}
         for rows, tries in found.items()
     }
 
 
-def measured(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """What is drawn: for each width, block size and number of processes ``speed`` and ``share``."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
+def measured(folder: Path) -> dict[str, Series]:
+    """Return what is drawn: for each width, block size and number of processes ``speed`` and ``share``."""
+    found: dict[str, Series] = {}
     for kind, values in {"width": WIDTHS, "block": BLOCKS, "processes": PROCESSES}.items():
         shares: dict[int, list[float]] = {value: [] for value in values}
 
@@ -119,7 +136,7 @@ def measured(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
     return {"rows": read_rows(folder), **found}
 
 
-def draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
+def draw(found: dict[str, Series]) -> None:
     import matplotlib
     from matplotlib import pyplot
 

@@ -1,5 +1,6 @@
-"""Fine-tuning on builtin:python-functions through recipes/finetune.py and through TRL's SFTTrainer: real tokens a
-second, padding not counted; the same model, precision and length.
+"""Fine-tuning on builtin:python-functions by recipes/finetune.py and by TRL's SFTTrainer: real tokens a second.
+
+Padding is not counted; model, precision and length are the same.
 
 python -m benchmarks.sft        (needs: pip install 'llmtrain[bench]')
 """
@@ -10,51 +11,31 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import FINETUNE_RECIPE, newest, peer, recipe, scratch
-from benchmarks.trl_sft import write_base
-from llmtrain.data import builtin
+from benchmarks.inputs import write_base, write_chats
+from benchmarks.runs import FINETUNE_RECIPE, UPDATES_ALONE, flags, peer, recipe, scratch, with_ignored
 
 LENGTH, BATCH, UPDATES = 512, 4, 30
 COMMON = {"bf16": False, "gradient_checkpointing": False, "assistant_only_loss": True}
 PACKED = {**COMMON, "packing": True, "optim": "adamw_torch_fused"}
 
 
-def write_chats(file: Path) -> list[str]:
-    """Every function with its docstring that fits; returns the texts."""
-    texts = []
-    with file.open("w") as lines:
-        for code, said in builtin.function_pairs():
-            if len(code) + len(said) < 1200:
-                messages = [{"role": "user", "content": code}, {"role": "assistant", "content": said}]
-                lines.write(json.dumps({"messages": messages}) + "\n")
-                texts += [code, said]
-    return texts
-
-
 def ours(folder: Path, chats: Path, base: Path) -> float:
-    """The recipe counts the tokens that are trained; the audit says how many there are."""
-    flags = ["--model_name_or_path", str(base), "--dataset", str(chats), "--block_size", str(LENGTH - 1)]
-    flags += ["--global_batch_size", str(BATCH), "--per_device_train_batch_size", str(BATCH), "--eval_fraction", "0"]
-    flags += ["--max_steps", str(UPDATES), "--logging_steps", "5", "--save_steps", "100000"]
-    trained = recipe(FINETUNE_RECIPE, folder, *flags)
-    audit = json.loads(newest(folder, "run.json").read_text())["audit"]
-    return trained * audit["tokens"] / audit["trained"]
+    words = flags(model_name_or_path=base, dataset=chats, block_size=LENGTH - 1, global_batch_size=BATCH)
+    words += flags(per_device_train_batch_size=BATCH, max_steps=UPDATES, logging_steps=5, **UPDATES_ALONE)
+    return with_ignored(folder, recipe(FINETUNE_RECIPE, folder, *words))
 
 
 def main() -> None:
     with scratch() as folder:
         chats, base = folder / "chats.jsonl", folder / "base"
-        write_base(base, write_chats(chats))
+        write_base(base, write_chats(chats), LENGTH)
         arguments = [base, chats, "--batch", BATCH, "--length", LENGTH, "--steps", UPDATES]
-        found = in_turn(
-            {
-                "ours": partial(ours, folder / "run", chats, base),
-                "packed": partial(peer, "sft", *arguments, "--flags", json.dumps(PACKED)),
-                "out of the box": partial(peer, "sft", *arguments),
-            },
-            rounds=3,
-            uncounted=0,
-        )
+        contenders = {
+            "ours": partial(ours, folder / "run", chats, base),
+            "packed": partial(peer, "sft", *arguments, "--flags", json.dumps(PACKED)),
+            "out of the box": partial(peer, "sft", *arguments),
+        }
+        found = in_turn(contenders, rounds=3, uncounted=0)
     work, speed = f"SFT, Llama, 4 layers x 128, length {LENGTH}, float32", found["ours"].value
     report(
         "sft",

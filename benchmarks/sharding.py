@@ -1,6 +1,6 @@
-"""What a process holds while a sharded model is saved and loaded, beside accelerate's own gathering of a state dict.
+"""The memory that saving and loading a sharded model takes, beside accelerate's own gathering of a state dict.
 
-accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no benchmarks/sharding.py
+accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no -m benchmarks.sharding
 
 The model is a GPT of 24 equal blocks and a small vocabulary, so that its shards are the bulk of it. Peaks are of the
 resident memory (Linux: VmHWM), above what the process held before, of the process with the highest.
@@ -15,40 +15,21 @@ from pathlib import Path
 import torch
 from accelerate.utils import broadcast_object_list
 
-from llmtrain import (
-    GPT,
-    GPTConfig,
-    OptimConfig,
-    empty_if_sharded,
-    launch,
-    make_optimizer,
-    say,
-    shard,
-    start_accelerator,
-)
-from llmtrain.parallel.fsdp import held_bytes
+from benchmarks.checkpoint import WeightsOnly
+from llmtrain import GPT, Built, GPTConfig, OptimConfig, make_optimizer
+from llmtrain.console import say
+from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launch.process import launch
+from llmtrain.parallel.fsdp import held_bytes, place
+from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
-from llmtrain.parallel.mesh import fill
-from llmtrain.training.loop import train_step
+from llmtrain.training.step import train_step
+from tests.memory import resident
 
 CONFIG, VOCABULARY = GPTConfig(n_layer=24, n_head=8, n_embd=512, block_size=32), 512
-
-
-class Files:
-    """Of a model folder only the weights."""
-
-    weights, divisible = "model.safetensors", True
-
-    def write(self, folder: Path, parameters: int) -> None:
-        pass
-
-
-def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 def main() -> None:
@@ -66,10 +47,11 @@ def main() -> None:
         say("measured", f"{what:<34}{highest / 2**20:8.1f} MiB above, {seconds:6.2f} s")
         del kept
 
-    with empty_if_sharded(accelerator):
+    with torch.device("meta"):
         model = GPT(CONFIG, VOCABULARY)
-    measure("making and filling the model", lambda: shard(accelerator, model, model.first_weights(0)))
-    optimizer = make_optimizer(model, OptimConfig())
+    built = Built(model, WeightsOnly(), model.first_weights(0))
+    measure("making and filling the model", lambda: place(accelerator, built))
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(VOCABULARY, (1, 33))
     train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
@@ -81,10 +63,10 @@ def main() -> None:
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])
     state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
     for name, in_background in (("saving", False), ("saving in the background", True)):
-        saver = Saver(folder / name, Files(), 2, in_background, team)
+        saver = Saver(folder / name, WeightsOnly(), 2, in_background, team)
 
         def save(saver: Saver = saver) -> None:
-            saver.save(1, model.state_dict(), state, {"step": 1}, lambda: None)
+            saver.save(1, Spread(model.state_dict()), Spread(state), {"step": 1}, lambda: None)
             saver.wait()
 
         measure(name, save)

@@ -5,27 +5,17 @@ python -m benchmarks.steps --nanogpt FOLDER         FOLDER: a checkout of github
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, NAMES, half, peer, recipe, scratch
-from llmtrain import say
+from benchmarks.runs import GPT_RECIPE, NAMES, UPDATES_ALONE, flags, gpt_flags, half, peer, recipe, scratch
+from llmtrain.console import say
 
-_FLAGS = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--global_batch_size")
 SHAPES = {  # layers, heads, width, block, batch; vocabulary; precision; updates; target
     "4 x 128, block 64, batch 12, float32": ((4, 4, 128, 64, 12), "byte", 257, "no", 300, ">= 1.15"),
     f"6 x 384, block 256, batch 8, {NAMES[half()]}": ((6, 6, 384, 256, 8), "bpe:4096", 4096, half(), 40, ">= 1.2"),
 }
-
-
-def ours(shape: tuple[int, ...], tokenizer: str, precision: str, updates: int, folder: Path, compiled: str) -> float:
-    flags = [word for name, value in zip(_FLAGS, shape, strict=True) for word in (name, str(value))]
-    flags += ["--per_device_train_batch_size", str(shape[-1]), "--tokenizer", tokenizer, "--eval_fraction", "0"]
-    flags += ["--optim", "adamw", "--learning_rate", "1e-3", "--torch_compile", compiled]  # as nanoGPT's
-    flags += ["--max_steps", str(updates), "--logging_steps", "10", "--save_steps", "100000"]
-    return recipe(GPT_RECIPE, folder, *flags, precision=precision)
 
 
 def main() -> None:
@@ -41,8 +31,12 @@ def main() -> None:
             common += ["--shape", *shape, *(["--bf16"] if precision == "bf16" else [])]
             kinds = {"eager": [], "fused": ["--fused"], "compiled, fused": ["--fused", "--compile"]}
             theirs = {f"nanoGPT, {name}": partial(peer, "nanogpt", *common, *more) for name, more in kinds.items()}
+            words = gpt_flags(*shape) + flags(tokenizer=tokenizer, max_steps=updates, logging_steps=10, **UPDATES_ALONE)
+            words += flags(optim="adamw", learning_rate=1e-3)  # as nanoGPT's
             mine = {
-                name: partial(ours, shape, tokenizer, precision, updates, folder / "run", compiled)
+                name: partial(
+                    recipe, GPT_RECIPE, folder / "run", *words, "--torch_compile", compiled, precision=precision
+                )
                 for name, compiled in (("eager", "never"), ("compiled", "always"))
             }
             found = in_turn({**mine, **theirs}, rounds=3, uncounted=0)

@@ -1,5 +1,7 @@
-"""Seconds from the command to the held-out loss that nanoGPT reaches by its README's command for a CPU: 2,000 updates
-of 12 x 64 characters. Against that command, and against nanoGPT with the best of 65 other settings (ours: of about 75).
+"""Seconds from the command to the held-out loss that nanoGPT reaches by its README's command for a CPU.
+
+That is 2,000 updates of 12 x 64 characters. Against that command, and against nanoGPT with the best of 65 other
+settings (ours: of about 75).
 
 python -m benchmarks.time_to_loss --nanogpt FOLDER [--text FILE]     tinyshakespeare, say; without it Python's own docs
 
@@ -9,7 +11,6 @@ had no say in them.
 
 import argparse
 import itertools
-import json
 import pickle
 import shutil
 import sys
@@ -21,64 +22,57 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, half, newest, peer, run, scratch
-from llmtrain import say
-from llmtrain.data.builtin import python_docs
+from benchmarks.inputs import letters_of_docs
+from benchmarks.runs import GPT_RECIPE, flags, gpt_flags, half, metrics, newest, peer, place, run, scratch
+from llmtrain.console import say
 
-CHARACTERS = 1_115_394  # as many as tinyshakespeare has
 ALIKE = ["device=cpu", "compile=False", "eval_iters=20", "log_interval=1", "dropout=0.0", "always_save_checkpoint=True"]
 SHAPE = ["n_layer=4", "n_head=4", "n_embd=128", "block_size=64", "batch_size=12"]
 PUBLISHED = [*SHAPE, "max_iters=2000", "lr_decay_iters=2000"]
 TUNED = ["n_layer=1", "n_head=4", "n_embd=128", "block_size=48", "batch_size=32", "learning_rate=8e-3", "min_lr=8e-4"]
 TUNED += ["max_iters=700", "lr_decay_iters=700", "eval_interval=700"]
-OURS = ["--n_layer", "2", "--n_head", "2", "--n_embd", "128", "--block_size", "32"]
-OURS += ["--global_batch_size", "48", "--per_device_train_batch_size", "48", "--optim", "muon", "--max_steps", "240"]
-OURS += ["--learning_rate", "0.03", "--lr_scheduler_type", "linear", "--warmup_steps", "20"]
-OURS += ["--adam_beta1", "0.85", "--adam_beta2", "0.99"]
-ONCE = ["--eval_steps", "100000", "--save_steps", "100000", "--logging_steps", "100"]
-
-
-def tuned_on() -> str:
-    return "".join(record["text"] for record in python_docs()).encode("ascii", "ignore").decode()[:CHARACTERS]
+OURS = gpt_flags(2, 2, 128, 32, 48) + flags(optim="muon", max_steps=240, learning_rate=0.03, warmup_steps=20)
+OURS += flags(lr_scheduler_type="linear", adam_beta1=0.85, adam_beta2=0.99)
+ONCE = flags(eval_steps=100_000, save_steps=100_000, logging_steps=100)
 
 
 def write_data(text: str, folder: Path) -> None:
-    """As nanoGPT's data/shakespeare_char/prepare.py does: the last tenth is held out."""
+    """Write what nanoGPT's data/shakespeare_char/prepare.py writes: the last tenth is held out."""
     letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
     ids = np.array([letters[letter] for letter in text], np.uint16)
-    cut = int(0.9 * len(text))
+    first = int(0.9 * len(text))  # of those held out
     folder.mkdir(parents=True)
-    ids[:cut].tofile(folder / "train.bin")
-    ids[cut:].tofile(folder / "val.bin")
+    ids[:first].tofile(folder / "train.bin")
+    ids[first:].tofile(folder / "val.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(letters)}))
 
 
 def nanogpt(folder: Path, checkout: Path, settings: list[str], losses: list[float]) -> float:
-    """Its own train.py, in a folder that has what it looks for: seconds until the checkpoint of its last update
-    is there, whose loss is taken afterwards."""
-    flags = [f"--{setting}" for setting in [*ALIKE, *settings, "dataset=text", "out_dir=out"]]
+    """Run its own train.py in a folder that has what it looks for; returns the seconds until its last checkpoint.
+
+    The loss of that is taken afterwards.
+    """
+    words = [f"--{setting}" for setting in [*ALIKE, *settings, "dataset=text", "out_dir=out"]]
     began = time.time()
     script, config = checkout / "train.py", checkout / "config/train_shakespeare_char.py"
-    run([sys.executable, str(script), str(config), *flags], cwd=folder)
+    run([sys.executable, script, config, *words], cwd=folder)
     seconds = (folder / "out/ckpt.pt").stat().st_mtime - began
     losses.append(peer("loss", checkout, folder / "out/ckpt.pt", folder / "data/text/val.bin"))
     return seconds
 
 
 def run_recipe(folder: Path, text: Path, *more: str) -> None:
-    data = ["--dataset", str(text), "--tokenizer", "char", "--eval_fraction", "0.1"]
-    place = ["--report_to", "none", "--output_dir", str(folder / "run"), "--resume_from_checkpoint", "never"]
-    environment = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
-    run([sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place, *more], **environment)
+    data = flags(dataset=text, tokenizer="char", eval_fraction=0.1)
+    variables = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
+    run([sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more], **variables)
 
 
 def ours(folder: Path, text: Path, seeds: Iterator[int], losses: list[float]) -> float:
-    """Seconds until the last evaluation is written, whose loss is taken."""
+    """Return the seconds until the last evaluation is written, whose loss is taken."""
     began = time.time()
     run_recipe(folder, text, "--seed", str(next(seeds)))
-    metrics = newest(folder / "run", "metrics.jsonl")
-    losses.append(json.loads(metrics.read_text().splitlines()[-1])["eval/loss"])
-    return metrics.stat().st_mtime - began
+    losses.append(metrics(folder / "run")[-1]["eval/loss"])
+    return newest(folder / "run", "metrics.jsonl").stat().st_mtime - began
 
 
 def main() -> None:
@@ -88,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with scratch() as folder:
         text = folder / "text.txt"
-        text.write_text(arguments.text.read_text() if arguments.text else tuned_on())
+        text.write_text(arguments.text.read_text() if arguments.text else letters_of_docs())
         write_data(text.read_text(), folder / "data/text")
         shutil.copy(arguments.nanogpt / "configurator.py", folder)  # which train.py looks for where it is started
         run_recipe(folder, text, "--dry_run")  # prepares the data

@@ -1,4 +1,4 @@
-"""What README.md says of transformers' Trainer, in the source of the version that is tested."""
+"""README.md's claims about transformers' Trainer, in the source of the version that is tested."""
 
 import importlib.util
 import re
