@@ -12,8 +12,8 @@ import torch
 
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.console import say
-from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.launch.process import launch
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.process import launch
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.training.step import train_step

@@ -26,7 +26,7 @@ from benchmarks.comparison import forget
 from benchmarks.runs import scratch
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.console import say
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver

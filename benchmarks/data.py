@@ -16,8 +16,8 @@ from benchmarks.inputs import write_code, write_tokenizer
 from benchmarks.runs import figure, peer, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
 from llmtrain.data.loader import train_loader
-from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.launch.process import launch
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.process import launch
 from llmtrain.training.step import train_step
 
 MEGABYTES, BLOCK, ROWS = 100, 256, 32

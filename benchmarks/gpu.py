@@ -37,7 +37,7 @@ from benchmarks.runs import (
 )
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 
 Shape = tuple[int, int, int, int, int]  # layers, heads, width, block, batch
 Llama = tuple[int, int, int]  # layers, width, inner width

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.comparison import Row, report
 from benchmarks.runs import GPT_RECIPE, ROOT, environment, flags, gpt_flags, launcher, metrics, scratch
-from llmtrain.launch.children import kill
+from llmtrain.launching.children import kill
 from llmtrain.observe.phases import OWN
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 

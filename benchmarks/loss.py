@@ -20,7 +20,7 @@ from benchmarks.comparison import Row, report
 from benchmarks.runs import figure, scratch
 from llmtrain.console import say
 from llmtrain.contract import IGNORED
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 from llmtrain.models.loss import linear_nll, summed_nll
 
 ROUNDS = 3

@@ -19,7 +19,7 @@ from benchmarks.comparison import Row, in_turn, report
 from benchmarks.peers import BETWEEN_READINGS, Readings, bare_update
 from benchmarks.runs import GPT_RECIPE, ROOT, flags, median_reading, place, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 
 UPDATES = 60
 BATCH, VOCABULARY = 32, 2048

@@ -23,7 +23,7 @@ def half() -> str:
     """Return the precision to use for bfloat16: none on a CPU that emulates it, a hundred times as slowly."""
     import torch
 
-    from llmtrain.launch.accelerator import cpu_has_bfloat16
+    from llmtrain.launching.accelerator import cpu_has_bfloat16
 
     return "bf16" if torch.cuda.is_available() or cpu_has_bfloat16() else "no"
 

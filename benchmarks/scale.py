@@ -30,8 +30,8 @@ from benchmarks.runs import (
 from llmtrain import DataConfig, tokenize
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
 from llmtrain.errors import UserError
-from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.launch.process import launch
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.process import launch
 
 Series = dict[int, dict[str, float]]  # by size: figures by name
 

@@ -18,8 +18,8 @@ from accelerate.utils import broadcast_object_list
 from benchmarks.checkpoint import WeightsOnly
 from llmtrain import GPT, Built, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.console import say
-from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.launch.process import launch
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.process import launch
 from llmtrain.parallel.fsdp import held_bytes, place
 from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record import checkpoint

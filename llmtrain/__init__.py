@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.data.conversations import ChatConfig as ChatConfig
     from llmtrain.data.rows import Tokenized as Tokenized
     from llmtrain.data.rows import tokenize as tokenize
-    from llmtrain.launch.process import launch as launch
+    from llmtrain.launching.process import launch as launch
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt import GPTConfig as GPTConfig
     from llmtrain.models.lora import LoraConfig as LoraConfig

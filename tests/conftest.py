@@ -62,7 +62,7 @@ def accelerator():
     """A fresh one-process Accelerator on the CPU, with the settings of a run."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from llmtrain.launch.accelerator import start_accelerator
+    from llmtrain.launching.accelerator import start_accelerator
 
     def reset() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -22,8 +22,8 @@ from tests.launching import PYTHON, ROOT, Ended
 
 IMPORTED = [
     "torch._dynamo",
-    "llmtrain.launch.accelerator",
-    "llmtrain.launch.process",
+    "llmtrain.launching.accelerator",
+    "llmtrain.launching.process",
     "llmtrain.training.loop",
     "llmtrain.training.summary",
 ]

@@ -27,9 +27,7 @@ def comparable(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS]
-)
+@pytest.mark.parametrize("lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS])
 def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
     ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
     page = PAGE.read_text()

@@ -2,11 +2,11 @@ import subprocess
 import sys
 
 import pytest
+from llmtrain.launching import accelerator as start
+from llmtrain.launching import launcher as launched
 
 from llmtrain.errors import UserError
-from llmtrain.launch import accelerator as start
-from llmtrain.launch import launcher as launched
-from llmtrain.launch.launcher import Launcher, check_launch
+from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.parallel.mesh import Sharding
 
 
@@ -171,7 +171,7 @@ def test_another_run_of_this_process_may_have_another_precision(accelerator, mon
 
 
 RECIPE = """
-from llmtrain.launch.process import launch, leave_group
+from llmtrain.launching.process import launch, leave_group
 
 class Result:
     def show(self) -> None: print("shown")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.launch.children import gpus, kill, launcher_of, read_config, run_to_end, why_it_failed
+from llmtrain.launching.children import gpus, kill, launcher_of, read_config, run_to_end, why_it_failed
 from llmtrain.record.history import read_lines
 from llmtrain.shipped import shipped_config
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
-from llmtrain.launch.children import read_config
+from llmtrain.launching.children import read_config
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.doctor import here, together
-    from llmtrain.launch.launcher import Launcher
+    from llmtrain.launching.launcher import Launcher
 
     _act_as_launcher(arguments)
     launcher = Launcher.find()

@@ -56,7 +56,7 @@ def title(name: str) -> str:
 
 def teach(name: str, printed_to: IO[str] | None = None) -> bool:
     """Run a lesson's processes; returns whether it held."""
-    from llmtrain.launch.children import kill, launcher_of
+    from llmtrain.launching.children import kill, launcher_of
 
     command = [*launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None), "-m", "llmtrain.lessons", name]
     env = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}

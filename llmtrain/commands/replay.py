@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.launch.children import launcher_of, run_to_end
+from llmtrain.launching.children import launcher_of, run_to_end
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts

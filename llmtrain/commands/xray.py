@@ -9,7 +9,7 @@ import itertools
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
-from llmtrain.launch.children import gpus, launcher_of, read_config, run_to_end
+from llmtrain.launching.children import gpus, launcher_of, read_config, run_to_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

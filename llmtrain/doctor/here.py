@@ -20,8 +20,8 @@ import torch
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import sync_file, sync_folder
-from llmtrain.launch.accelerator import cpu_has_bfloat16, use_cpu
-from llmtrain.launch.launcher import Launcher, check_launch
+from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
+from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.record.provenance import versions
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 
 if __name__ == "__main__":
     launch(importlib.import_module(f"llmtrain.lessons.{sys.argv[1]}").main)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, count_sent, gradient, my_rows, show, small_gpt
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.training.step import Accumulation, count_tokens

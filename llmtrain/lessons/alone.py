@@ -6,7 +6,7 @@ same, as each adds the gradient of its sum, divided by the tokens of all.
 
 import math
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import VOCABULARY, batch, claim, gradient, prepare, rows, show, small_gpt
 from llmtrain.training.step import Accumulation, count_tokens, train_step
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, gradient, rows, show, small_gpt
 from llmtrain.parallel.bitwise import TreeSum, all_reduce_by_doubling
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, measured, rows, show, small_gpt
 from llmtrain.training.loop import check_wrapping
 

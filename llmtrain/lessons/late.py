@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
 from llmtrain.observe.phases import PHASES, Phases
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import show
 
 PROCESSES = 2

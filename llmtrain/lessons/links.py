@@ -9,7 +9,7 @@ from functools import partial
 
 from accelerate import Accelerator
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, count_sent, my_rows, prepare, show, small_gpt
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler

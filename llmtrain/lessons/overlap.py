@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines

@@ -3,7 +3,7 @@
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, my_rows, prepare, show, small_gpt
 from llmtrain.observe.replicas import check_replicas, fingerprint
 from llmtrain.training.step import Accumulation, train_step

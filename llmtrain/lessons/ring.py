@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, gradient, measured, my_rows, show, small_gpt
 
 PROCESSES = 4

@@ -11,7 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import LEARNING_RATE, batch, claim, my_rows, prepare, rows, show, small_gpt
 from llmtrain.parallel.fsdp import held_bytes, shard
 from llmtrain.training.optim import OptimConfig

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.contract import Batch
-from llmtrain.launch.children import kill
+from llmtrain.launching.children import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ddp import handler_of

@@ -25,7 +25,7 @@ from llmtrain.contract import Facts
 from llmtrain.models import attention
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.mesh import block_classes
-from llmtrain.parallel.tensor import cut_tensors
+from llmtrain.parallel.tensor import parallelize
 
 Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
 _BLOCKS = 4  # a model of more is computed with these, and all others are like them
@@ -58,7 +58,7 @@ def kept(model: nn.Module, batch: MicroBatch) -> Kept:
     count = len(blocks) if blocks is not None else 1
     model = _of_depth(model, min(count, _BLOCKS))
     if batch.mesh is not None:
-        cut_tensors(model, batch.mesh)
+        parallelize(model, batch.mesh)
     with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
         _make_fake(model, batch.gathered)
         model.train()

@@ -8,7 +8,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from llmtrain.launch.children import gpus, launcher_of, run_to_end
+from llmtrain.launching.children import gpus, launcher_of, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding, local_shard
-from llmtrain.parallel.tensor import cut_tensors
+from llmtrain.parallel.tensor import parallelize
 from llmtrain.plan import pipeline
 from llmtrain.plan.activations import Kept, MicroBatch, Pair, kept
 from llmtrain.plan.subject import Subject
@@ -127,7 +127,7 @@ class Memory:
         model = self.subject.model
         if tensor > 1:
             model = copy.deepcopy(model)
-            cut_tensors(model, fake_mesh(tensor))
+            parallelize(model, fake_mesh(tensor))
         found = []
         for name, p in model.named_parameters():
             rows, *row = local_shard(p).shape or [1]

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
 from llmtrain.errors import UserError
-from llmtrain.launch.children import gpus
+from llmtrain.launching.children import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline

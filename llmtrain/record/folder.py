@@ -37,6 +37,7 @@ class RunFolder:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             for name in _LEDGERS:
                 forget_after(self.path / name, step)
+            Status(self.path, "running", step, "", self.incarnation).write()
             yield
 
     def append(self, name: str, line: Facts) -> None:

@@ -19,7 +19,7 @@ from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
 from llmtrain.errors import UserError, explained, first_line
-from llmtrain.launch.process import leave_group
+from llmtrain.launching.process import leave_group
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
 from llmtrain.record import checkpoint
@@ -263,7 +263,6 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
             }
             record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
             folder.write("run.json", record)
-            folder.status("running", run.step)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
         told = {name: setting["value"] for name, setting in settings.items()} | team.main(claim)

@@ -12,7 +12,7 @@ from llmtrain.console import say
 from llmtrain.contract import Built, TakesColumns
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.rows import Tokenized
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
 from llmtrain.parallel import fsdp
 from llmtrain.parallel.mesh import data_parallel_size

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.launch.launcher import asked_sharding
+from llmtrain.launching.launcher import asked_sharding
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.parallel.fsdp import sharding_settings
 from llmtrain.parallel.mesh import Sharding, block_classes

@@ -266,7 +266,7 @@ import os, sys
 from pathlib import Path
 os.umask(0o077)
 from llmtrain.record.tracking import Metrics
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 metrics = Metrics(start_accelerator(), Path(sys.argv[1]))
 metrics.start(["wandb", "tensorboard"], {"seed": 3}, "run", "abcd1234")
 for step in sys.argv[2:]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
-from llmtrain.launch.accelerator import start_accelerator
-from llmtrain.launch.process import launch
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.process import launch
 from llmtrain.training.step import train_step
 
 

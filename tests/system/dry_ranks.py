@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain import GPT, Built, GPTConfig, OptimConfig, launch, make_optimizer
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import local_shard
 from llmtrain.training.step import Accumulation, train_step

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler, settle_buckets
 from llmtrain.parallel.exchange import PowerSGD, average

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from llmtrain import ModelConfig, OptimConfig, launch, load_model, make_optimizer
 from llmtrain.data import tokenizer as tok
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.fsdp import place
 from llmtrain.training.step import train_step

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ddp import settle_buckets
 from llmtrain.training.step import train_step
 

@@ -26,11 +26,11 @@ from llmtrain import (
     make_optimizer,
 )
 from llmtrain.data import tokenizer as tok
-from llmtrain.launch.accelerator import start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.ddp import GradientSyncs
-from llmtrain.parallel.fsdp import held_bytes, place, units
+from llmtrain.parallel.fsdp import held_bytes, parameter_groups, place
 from llmtrain.parallel.mesh import Spread, data_parallel_rank, data_parallel_size, gather_rows, of_all_stages
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
@@ -92,7 +92,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [p for group in optimizer.param_groups for p in group["params"]]
-    found: dict[str, Any] = {"losses": [], "norms": [], "syncs": [], "scattered": [], "units": units(plain)}
+    found: dict[str, Any] = {"losses": [], "norms": [], "syncs": [], "scattered": [], "units": len(parameter_groups(plain))}
     same = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
-from llmtrain.launch.process import launch
+from llmtrain.launching.process import launch
 from llmtrain.parallel.mesh import fill, local_shard
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.saver import Saver

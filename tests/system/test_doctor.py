@@ -10,7 +10,7 @@ import pytest
 from llmtrain.commands.doctor import _by_machine
 from llmtrain.doctor import here
 from llmtrain.doctor.together import Place
-from llmtrain.launch.launcher import Launcher
+from llmtrain.launching.launcher import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 from tests.test_cli import ended

@@ -51,7 +51,7 @@ def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
 FREED = """
 import threading, time
 import torch, torch.distributed as dist
-from llmtrain.launch.process import launch, leave_group
+from llmtrain.launching.process import launch, leave_group
 
 started = threading.Event()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.accelerator import cpu_has_bfloat16
+from llmtrain.launching.accelerator import cpu_has_bfloat16
 from tests.launching import GPT, PYTHON, TINY, accelerate, metrics, read_json, run, series, torchrun
 from tests.wandb_file import read_history
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from llmtrain.config import require
 from llmtrain.console import say
-from llmtrain.launch.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
+from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import is_sharded, let_cpus_shard, sharding_settings

@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
-from llmtrain.launch.launcher import Launcher, check_launch
+from llmtrain.launching.launcher import Launcher, check_launch
 
 _GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
 
