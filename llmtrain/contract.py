@@ -103,10 +103,11 @@ class Built:
 
 
 class Rows(Protocol):
-    """Token rows to train on, and those held out."""
+    """Rows of tokens, by column."""
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerFast": ...
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, list[int]]: ...
 
 
 class Due(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmtrain.commands import runs
+from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, write_checkpoint
 from llmtrain.record.resume import lock
@@ -24,7 +25,9 @@ STATUS = {"state": "preempted", "step": 30, "reason": "asked to stop by SIGTERM"
 def save(folder: Path, step: int, loss: float | None = None, identity: str = "mine") -> Path:
     weights = {"w": torch.full((64,), float(step))}
     state = {"step": step, "eval_loss": loss, "identity_sha256": identity}
-    return write_checkpoint(folder, step, Files(), Share(weights), Share({"w.exp_avg": weights["w"] * 2}), state)
+    return write_checkpoint(
+        folder, step, Files(), Share(Spread(weights)), Share(Spread({"w.exp_avg": weights["w"] * 2})), state
+    )
 
 
 def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:

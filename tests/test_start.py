@@ -2,10 +2,10 @@ import subprocess
 import sys
 
 import pytest
-from llmtrain.launching import accelerator as start
-from llmtrain.launching import launcher as launched
 
 from llmtrain.errors import UserError
+from llmtrain.launching import accelerator as start
+from llmtrain.launching import launcher as launched
 from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.parallel.mesh import Sharding
 

@@ -85,6 +85,36 @@ class Tokenized:
         answered = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
         return row["input_ids"][:answered]
 
+    @classmethod
+    def of(
+        cls, train: Rows, tokenizer: tok.FastTokenizer, eval: "Rows | None" = None, in_order: bool = False
+    ) -> "Tokenized":
+        """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
+
+        Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
+        ``in_order`` rows are drawn in the stored order. Raises :class:`UserError` for columns that are no such lists.
+        """
+        import pyarrow
+        from pyarrow.compute import list_value_length
+
+        given = [rows for rows in (train, eval) if rows is not None]
+        tables = [rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:] for rows in given]
+        sides = [TokenRows(table.select([name for name in COLUMNS if name in table.column_names])) for table in tables]
+        columns = [column for rows in sides for column in rows.data.columns]
+        try:
+            (width,) = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
+            kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
+        except (pyarrow.ArrowException, ValueError):  # no lists, lists with gaps, or lists of several lengths
+            width, kinds = 0, set()
+        if kinds != {"i"} or width < 2 or any("input_ids" not in rows.column_names for rows in sides):
+            raise UserError(
+                f"Tokenized.of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
+            )
+        written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
+        name = tokenizer.name_or_path
+        facts = _facts("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
+        return cls(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
+
 
 def tokenize(
     config: DataConfig,
@@ -148,34 +178,6 @@ def tokenize(
         rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
     _describe(rows.facts, formats, asked, found is not None)
     return rows
-
-
-def rows_of(train: Rows, tokenizer: tok.FastTokenizer, eval: "Rows | None" = None, in_order: bool = False) -> Tokenized:
-    """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
-
-    Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
-    ``in_order`` rows are drawn in the stored order. Raises :class:`UserError` for columns that are no such lists.
-    """
-    import pyarrow
-    from pyarrow.compute import list_value_length
-
-    given = [rows for rows in (train, eval) if rows is not None]
-    tables = [rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:] for rows in given]
-    sides = [TokenRows(table.select([name for name in COLUMNS if name in table.column_names])) for table in tables]
-    columns = [column for rows in sides for column in rows.data.columns]
-    try:
-        (width,) = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
-        kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
-    except (pyarrow.ArrowException, ValueError):  # no lists, lists with gaps, or lists of several lengths
-        width, kinds = 0, set()
-    if kinds != {"i"} or width < 2 or any("input_ids" not in rows.column_names for rows in sides):
-        raise UserError(
-            f"rows_of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
-        )
-    written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
-    name = tokenizer.name_or_path
-    facts = _facts("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
-    return Tokenized(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
 
 
 def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:

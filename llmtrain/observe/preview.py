@@ -2,13 +2,12 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from llmtrain.console import rank
-from llmtrain.contract import IGNORED
+from llmtrain.contract import IGNORED, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,7 +16,7 @@ _GREEN = ("\x1b[32m", "\x1b[0m")
 _QUOTES = ("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}")
 
 
-def preview(rows: Sequence[Mapping[str, list[int]]], tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
+def preview(rows: Rows, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
     What is trained is green, or in angle quotes where there is no terminal.

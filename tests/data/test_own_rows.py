@@ -6,7 +6,7 @@ import pytest
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.rows import rows_of, tokenize
+from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from tests.data.test_rows import TEXTS, cache, config, write  # noqa: F401 - the cache is a fixture
 
@@ -24,7 +24,7 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
     (ids,) = TOKENIZER([text])["input_ids"]
     width = len(ids) + 1
     train = dataset(input_ids=[[0] * width] * 3, labels=[[7] * width, [7] + [IGNORED] * len(ids), [IGNORED] * width])
-    rows = rows_of(train, TOKENIZER, dataset(input_ids=[[0, *ids]]))
+    rows = Tokenized.of(train, TOKENIZER, dataset(input_ids=[[0, *ids]]))
     facts = rows.facts
     assert (facts.task, facts.block_size, facts.vocabulary) == ("text", len(ids), 257)
     assert rows.vocabulary == 257
@@ -36,7 +36,7 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
 
 
 def test_without_held_out_rows_there_are_no_bytes() -> None:
-    rows = rows_of(dataset(input_ids=IDS), TOKENIZER, in_order=True)
+    rows = Tokenized.of(dataset(input_ids=IDS), TOKENIZER, in_order=True)
     assert rows.eval is None
     assert rows.in_order
     assert (rows.facts.eval_rows, rows.facts.eval_tokens, rows.facts.eval_bytes) == (0, 0, 0)
@@ -44,7 +44,7 @@ def test_without_held_out_rows_there_are_no_bytes() -> None:
 
 def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
     def sha256(train: datasets.Dataset, held_out: datasets.Dataset | None = None) -> str:
-        return rows_of(train, TOKENIZER, held_out).facts.data_sha256
+        return Tokenized.of(train, TOKENIZER, held_out).facts.data_sha256
 
     plain = dataset(input_ids=IDS, labels=LABELS)
     column = datasets.Sequence(datasets.Value("int32"), length=4)
@@ -64,7 +64,7 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
 
 
 def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() -> None:
-    rows = rows_of(dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True)
+    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True)
     (window,) = train_loader(rows.train, 2, 2, range(1), None if rows.in_order else 0)
     assert window.rows.tolist() == [0, 1]
     assert window.batches[0]["input_ids"].tolist() == [IDS[2], IDS[0]]
@@ -74,7 +74,7 @@ def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() ->
 
 def test_tokenised_rows_are_rows_too(tmp_path) -> None:
     made = tokenize(config(write(tmp_path / "a.jsonl", TEXTS * 9), eval_fraction=0.3), 8)
-    rows = rows_of(made.train, made.tokenizer, made.eval)
+    rows = Tokenized.of(made.train, made.tokenizer, made.eval)
     for name in ("block_size", "train_rows", "eval_rows", "train_tokens", "eval_tokens", "eval_bytes", "vocabulary"):
         assert getattr(rows.facts, name) == getattr(made.facts, name)
     assert np.array_equal(rows.train[0]["input_ids"], made.train[0]["input_ids"])
@@ -103,9 +103,9 @@ def test_columns_that_are_no_rows_are_an_error_of_one_line(columns) -> None:
     good = dataset(input_ids=IDS)
     for given in ((dataset(**columns),), (good, dataset(**columns))):
         with pytest.raises(UserError, match="must be lists of integers, all of one length"):
-            rows_of(given[0], TOKENIZER, *given[1:])
+            Tokenized.of(given[0], TOKENIZER, *given[1:])
 
 
 def test_held_out_rows_of_another_length_are_an_error() -> None:
     with pytest.raises(UserError, match="all of one length"):
-        rows_of(dataset(input_ids=IDS), TOKENIZER, dataset(input_ids=[[1, 2, 3]]))
+        Tokenized.of(dataset(input_ids=IDS), TOKENIZER, dataset(input_ids=[[1, 2, 3]]))

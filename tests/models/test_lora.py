@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     built = adapt(kind, tokenizer)
     model, files = built.model, built.files
     train_a_little(model, ids)
-    path = write_checkpoint(tmp_path, 4, files, Share(files.tensors(model)), Share({}), {"step": 4})
+    path = write_checkpoint(tmp_path, 4, files, Share(Spread(files.tensors(model))), Share(Spread({})), {"step": 4})
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 

@@ -92,7 +92,13 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
     kept = [p for group in optimizer.param_groups for p in group["params"]]
-    found: dict[str, Any] = {"losses": [], "norms": [], "syncs": [], "scattered": [], "units": len(parameter_groups(plain))}
+    found: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "syncs": [],
+        "scattered": [],
+        "units": len(parameter_groups(plain)),
+    }
     same = len(kept) == len(trained) and all(a is b for a, b in zip(kept, trained, strict=True))
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)

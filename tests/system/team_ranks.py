@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
 from llmtrain.launching.process import launch
-from llmtrain.parallel.mesh import fill, local_shard
+from llmtrain.parallel.mesh import Spread, fill, local_shard
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.saver import Saver
 from llmtrain.record.team import Team
@@ -58,7 +58,7 @@ def main() -> None:
     saver = Saver(root / "checkpoints", Files(), 2, team=team)
 
     def save(saver: Saver, step: int) -> Path:
-        saver.save(step, spread(step), spread(step), {"step": step}, lambda: None)
+        saver.save(step, Spread(spread(step)), Spread(spread(step)), {"step": step}, lambda: None)
         return saver.folder / f"step-{step:08d}"
 
     found["gives back"] = gives_back(save(saver, 1), 1.0)

@@ -143,10 +143,10 @@ def test_what_cannot_be_planned_is_one_line(words: list[str], said: str, capsys:
 
 def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text("print('trains at once')\n")
-    with pytest.raises(UserError, match=r"bare\.py has no main\(argv\) and DEFAULTS"):
+    with pytest.raises(UserError, match=r"bare\.py has no DEFAULTS and no tokenized and no build"):
         subject_of(str(tmp_path / "bare.py"), [], "no")
     (tmp_path / "other.py").write_text("DEFAULTS = ()\ndef main(argv): pass\n")
-    with pytest.raises(UserError, match="does not call shard"):
+    with pytest.raises(UserError, match="has no tokenized and no build"):
         subject_of(str(tmp_path / "other.py"), [], "no")
 
 
