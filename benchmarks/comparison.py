@@ -11,7 +11,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -62,7 +62,7 @@ class Medians:
 
 
 def in_turn(
-    contenders: dict[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1, retries: int = 4
+    contenders: Mapping[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1, retries: int = 4
 ) -> dict[str, Medians]:
     """Call the contenders in turn; each returns the figure that it is compared by.
 

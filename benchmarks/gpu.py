@@ -173,8 +173,8 @@ def lora(sizes: Sizes, folder: Path, rehearse: bool) -> list[Row]:
     again = ["--write_base", str(base), *(["--rehearse"] if rehearse else [])]
     run([sys.executable, "-m", "benchmarks.gpu", *again])  # in a process of its own, that leaves the GPU empty
     trained = finetune(sizes, folder / "lora", dataset=chats, model_name_or_path=base, lora_r=16)
-    settings = {"packing": True, "bf16": True, "gradient_checkpointing": True}
-    settings |= {"model_init_kwargs": {"dtype": "bfloat16"}}
+    settings: dict[str, object] = {"packing": True, "bf16": True, "gradient_checkpointing": True}
+    settings["model_init_kwargs"] = {"dtype": "bfloat16"}
     theirs = [base, chats, "--batch", 8, "--length", sizes.length, "--steps", sizes.updates, "--device", sizes.device]
     speed = peer("sft", *theirs, "--flags", json.dumps(settings), "--lora", 16)
     work = "Llama, 8 billion weights, LoRA, checkpointing, bf16"

@@ -5,6 +5,7 @@ python -m benchmarks.links      needs root, for the namespaces; about ten minute
 
 import statistics
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def train(names: list[str], folder: Path, words: list[str], processes: int = 2) 
     return [line for line in metrics(folder) if "phases" in line]
 
 
-def seconds(reading: dict[str, Any], phases: object = None) -> float:
+def seconds(reading: dict[str, Any], phases: Collection[str] | None = None) -> float:
     """Return the seconds of an update on the slower process; in some of its phases, or in all."""
     chosen = [values for phase, values in reading["phases"].items() if phases is None or phase in phases]
     return max(sum(ranks) for ranks in zip(*chosen, strict=True))

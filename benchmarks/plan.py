@@ -5,7 +5,6 @@ python -m benchmarks.plan [memory] [seconds]      needs root, for network namesp
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from benchmarks.comparison import Row, report
@@ -113,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

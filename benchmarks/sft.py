@@ -6,7 +6,6 @@ python -m benchmarks.sft        (needs: pip install 'llmtrain[bench]')
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -48,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,6 @@ python -m benchmarks.trainer
 
 import json
 import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -135,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
