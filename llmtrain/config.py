@@ -27,7 +27,7 @@ S = TypeVar("S")
 
 
 class Retired(NamedTuple):
-    """What became of a flag that earlier versions had."""
+    """A flag that earlier versions had, and what to do instead."""
 
     use: str  # what to do instead, a sentence's end after "it is retired: "
     harmless: bool = True  # without it a run computes what it did with it
@@ -52,7 +52,7 @@ class Config:
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where the value of each flag that a person has set came from."""
+        """Sources of the flags that a person has set, by name: the command line or a file."""
         found: dict[str, str] = self.__dict__.setdefault("_origins", {})
         return found
 

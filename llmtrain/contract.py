@@ -1,4 +1,4 @@
-"""What rooms hand each other, said once."""
+"""Types that rooms hand each other, said once."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +25,7 @@ Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple[torch.Tensor, torch.T
 Published: TypeAlias = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 # Leaves the gradient of sum(nll) / tokens of a window; returns this rank's summed nll.
 ForwardBackward: TypeAlias = Callable[[Sequence[Batch], torch.Tensor], torch.Tensor]
+BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's gradients, over the ranks
 Forward: TypeAlias = Callable[..., torch.Tensor]  # the summed nll of a batch, with or without a gradient
 
 
@@ -65,7 +66,7 @@ class ModelWriter(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What describes the model, for a run's identity."""
+        """The description of the model in a run's identity."""
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerFast": ...
@@ -76,7 +77,7 @@ class ModelWriter(Protocol):
 
     @property
     def divisible(self) -> bool:
-        """Whether there may be several."""
+        """True where there may be several."""
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write all of a model folder but its weights, of which there are ``parameters``."""
@@ -123,7 +124,7 @@ class Due(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether all ranks have the same weights."""
+        """True where all ranks have the same weights."""
         return self.finished or self.stop or self.step % self.alone == 0
 
     def at(self, every: int) -> bool:

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
+from llmtrain.contract import BucketMean
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
 from llmtrain.observe.phases import Phases
@@ -20,7 +21,7 @@ from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.exchange import Exchange, Sum
+from llmtrain.parallel.exchange import Exchange
 
 PROCESSES = 2
 DELAY = 0.05  # seconds
@@ -29,10 +30,10 @@ DELAY = 0.05  # seconds
 class SlowLastBucket(Exchange):
     """Sends gradients as if the link were slow for the last bucket."""
 
-    def send(self, bucket: GradBucket) -> Sum:
+    def send(self, bucket: GradBucket) -> BucketMean:
         """Return the bucket's sum, late where it is the last."""
 
-        def wait(done: Sum) -> torch.Tensor:
+        def wait(done: BucketMean) -> torch.Tensor:
             time.sleep(DELAY)
             return done.value()
 

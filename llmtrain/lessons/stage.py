@@ -13,12 +13,11 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
-from llmtrain.contract import Batch
+from llmtrain.contract import Batch, BucketMean
 from llmtrain.launching.children import kill
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ddp import handler_of
-from llmtrain.parallel.exchange import Sum
 from llmtrain.shipped import shipped
 from llmtrain.training.optim import OptimConfig, make_optimizer
 from llmtrain.training.step import Accumulation, train_step
@@ -83,7 +82,7 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
     """Return a list that grows with every bucket that DDP sends, by its bytes."""
     sent: list[int] = []
 
-    def watch(bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
+    def watch(bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int) -> BucketMean:
         sent.append(sent_bytes)
         return send(bucket)
 

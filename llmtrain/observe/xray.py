@@ -15,10 +15,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 
 from llmtrain.console import say
+from llmtrain.contract import BucketMean
 from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
-from llmtrain.parallel.exchange import Sum
 
 _ROUNDS = 9  # in which the machines' clocks are compared
 
@@ -59,7 +59,7 @@ class XRay:
             self.recording = False
             self._make_report()
 
-    def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], Sum], sent_bytes: int) -> Sum:
+    def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int) -> BucketMean:
         """Send a bucket that is full, and note how that goes."""
         if not self.recording or self.phases.phase == "getting ready":
             return send(bucket)
@@ -71,7 +71,7 @@ class XRay:
         future = send(bucket)
         taken = time.perf_counter() - sending
 
-        def arrived(done: Sum) -> torch.Tensor:
+        def arrived(done: BucketMean) -> torch.Tensor:
             blocked = 0.0 if self.clock.queues else taken
             self.sent.append((Sent(*place, number, sent_bytes, 0.0, blocked, 0.0), ready, self.clock.now()))
             return done.value()

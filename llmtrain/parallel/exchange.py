@@ -14,10 +14,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import say
-from llmtrain.contract import Weights
+from llmtrain.contract import BucketMean, Weights
 
-Sum: TypeAlias = torch.futures.Future[torch.Tensor]  # of the bucket's buffer, averaged over the ranks
-Watcher: TypeAlias = Callable[[GradBucket, Callable[[GradBucket], Sum], int], Sum]
+Watcher: TypeAlias = Callable[[GradBucket, Callable[[GradBucket], BucketMean], int], BucketMean]
 
 _OWED, _Q = "powersgd_owed", "powersgd_q"
 
@@ -34,11 +33,11 @@ class Exchange:
         self.watcher: Watcher | None = None
         self.exact = False  # for the time being
 
-    def __call__(self, state: None, bucket: GradBucket) -> Sum:
+    def __call__(self, state: None, bucket: GradBucket) -> BucketMean:
         send = _average_bucket if self.exact else self.send
         return send(bucket) if self.watcher is None else self.watcher(bucket, send, self.sent_bytes(bucket))
 
-    def send(self, bucket: GradBucket) -> Sum:
+    def send(self, bucket: GradBucket) -> BucketMean:
         """Begin to average a bucket."""
         return _average_bucket(bucket, self.dtype)
 
@@ -79,7 +78,7 @@ class PowerSGD(Exchange):
         self.q: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: [m, rank], of the last update; same on every rank
         self._waiting: list[_Bucket] = []
 
-    def send(self, bucket: GradBucket) -> Sum:
+    def send(self, bucket: GradBucket) -> BucketMean:
         taken = _Bucket(bucket, self.rank)
         for parameter, matrix in taken.matrices.items():
             if parameter in self.owed:
@@ -161,7 +160,7 @@ class _Bucket:
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         self.matrices = {p: gradient.view(len(p), -1) for p, gradient in pairs if _is_worth(p, rank)}
         self.others = [gradient for p, gradient in pairs if not _is_worth(p, rank)]
-        self.sum: Sum = torch.futures.Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
+        self.sum: BucketMean = torch.futures.Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
 
 
 def _is_worth(parameter: torch.Tensor, rank: int) -> bool:
@@ -172,13 +171,13 @@ def _is_worth(parameter: torch.Tensor, rank: int) -> bool:
     return rank <= min(n, m) and 2 * rank * (n + m) <= n * m
 
 
-def _average_bucket(bucket: GradBucket, dtype: torch.dtype | None = None) -> Sum:
+def _average_bucket(bucket: GradBucket, dtype: torch.dtype | None = None) -> BucketMean:
     buffer = bucket.buffer()
     sent = buffer.mul_(1 / dist.get_world_size())  # as DDP does: divided first, so that 16 bits do not overflow
     if dtype is not None:
         sent = buffer.to(dtype)
     work = dist.all_reduce(sent, async_op=True)
-    averaged: Sum = work.get_future().then(
+    averaged: BucketMean = work.get_future().then(
         lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0])
     )
     return averaged

@@ -34,7 +34,7 @@ _COMPARE_STEPS = 100  # updates between two comparisons of the replicas, beside 
 
 
 class Timing(Observer):
-    """Where each rank's time goes, how fast it is, and whether it is alive."""
+    """Measures where each rank's time goes and how fast it is, and lets it tell that it lives."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         accelerator, wait = run.accelerator, run.settings.parallel.ddp_timeout

@@ -19,7 +19,7 @@ from llmtrain.training.optim import OptimConfig
 
 @dataclass
 class LoopConfig(Config):
-    """What the loop does beside updates, and how it computes them. Each field is a flag."""
+    """Settings of the loop: how updates are computed, and what is done beside them. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "loop"
     retired: ClassVar[Mapping[str, Retired]] = {

@@ -1,4 +1,4 @@
-"""What a recipe calls before and inside its run: the Accelerator, the model in its place, the batches."""
+"""The steps of a recipe around its run: the Accelerator, the model in its place, the batches."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What a person sees when a run has ended: the curve, a sample, and where everything is."""
+"""The end of a run, as a person sees it: the curve, a sample, and where everything is."""
 
 import os
 import shutil
