@@ -1,4 +1,4 @@
-"""README.md's claims about transformers' Trainer, in the source of the version that is tested."""
+"""The claims of docs/compared.md about transformers' Trainer, in the source of the version that is tested."""
 
 import importlib.util
 import re
@@ -11,8 +11,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from tests.launching import ROOT
 
 
-def test_what_the_readme_says_of_the_trainer_holds() -> None:
-    said = re.search(r"transformers ([\d.]+) \(its Trainer\)", (ROOT / "README.md").read_text())
+def test_what_is_said_of_the_trainer_holds() -> None:
+    said = re.search(r"transformers ([\d.]+) \(its Trainer\)", (ROOT / "docs" / "compared.md").read_text())
     assert said is not None
     assert f"transformers=={said[1]}." in (ROOT / "constraints.txt").read_text()
     if not transformers.__version__.startswith(f"{said[1]}."):

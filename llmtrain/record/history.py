@@ -1,5 +1,7 @@
 """A run's folder for those who did not write it, while it is written or long after. Nothing is changed."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
@@ -8,11 +10,13 @@ import platform
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import read_object
+
+if TYPE_CHECKING:
+    from llmtrain.contract import Facts
 
 
 class History(NamedTuple):
@@ -27,14 +31,14 @@ class History(NamedTuple):
     in_progress: bool  # a process holds its lock
 
     @classmethod
-    def of(cls, folder: Path) -> "History":
+    def of(cls, folder: Path) -> History:
         """Read a run's folder. Raises :class:`UserError` where there is no run."""
         if not is_run(folder):
             raise UserError(f"{folder} is no run's folder: it has neither run.json nor status.json.")
         return cls.found(folder)
 
     @classmethod
-    def found(cls, folder: Path) -> "History":
+    def found(cls, folder: Path) -> History:
         """Read whatever there is in a folder."""
         record, status = (read_object(folder / f"{name}.json") for name in ("run", "status"))
         lines, incidents, samples = (read_lines(folder / f"{one}.jsonl") for one in ("metrics", "incidents", "samples"))

@@ -1,6 +1,7 @@
 """The folder that a run lives in, and what it goes on from."""
 
 import itertools
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
     if not {"identity", "step", "tokens"} <= state.keys():
         raise UserError(f"{named}: its state.json is not one of llmtrain's.")
     before: Facts = state["identity"]
-    for key, value in identity.items():
+    for key, value in json.loads(json.dumps(identity)).items():  # whose keys are words, as those of a file
         if before.get(key) != value and key not in ("update", "exchange"):
             raise UserError(f"{named} has another {key}: {difference(before.get(key), value)}.")
     if before.get("exchange") != identity.get("exchange"):

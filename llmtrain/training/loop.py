@@ -22,7 +22,7 @@ from llmtrain.errors import UserError
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import data_parallel_rank, gather_rows
+from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows
 from llmtrain.parallel.method import is_whole, method_of
 from llmtrain.training.observers import Timing, Training, observers_of
 from llmtrain.training.optim import OptimConfig, lr_at
@@ -50,7 +50,7 @@ def train(
         return
     run.restore(model, optimizer)
     _say_what_changed(run)
-    alone, share = s.parallel.sync_every, data_parallel_rank(accelerator)
+    alone, rank = s.parallel.sync_every, data_parallel_rank(accelerator)
     observers: list[Observer] = []
 
     def enter(phase: str) -> None:
@@ -66,11 +66,12 @@ def train(
             around.enter_context(observer.around())
         for observer in observers:
             observer.begin()
+        model.train()
         for window in _windows(batches, enter):
             for observer in observers:
                 observer.before_update(window)
-            # dropout of models that take no keys is a function of the update and the rank, too
-            torch.manual_seed(key_of(s.loop.seed, run.step, share) >> 1)
+            share = run.step * data_parallel_size(accelerator) + rank
+            torch.manual_seed(key_of(s.loop.seed, share) >> 1)  # for the dropout of models that take no keys
             enter("count")
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(run.step, s.optim)

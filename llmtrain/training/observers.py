@@ -136,7 +136,8 @@ class GettingReady(_Watching):
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
             run.compiled = choose(run.accelerator, model, batch, passes, wanted, run.compiled)
-            settle_buckets(run.accelerator, model, batch)
+            if run.step:  # a run that goes on has had its first update
+                settle_buckets(run.accelerator, model, batch)
 
 
 class MemoryAdvice(_Watching):

@@ -60,4 +60,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         s.loop.seed if keyed else None,
         rows.mixture,
     )
+    if rows.eval is None and s.loop.eval_steps:
+        say("held out", "no rows, so that nothing is evaluated")
     return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch) if rows.eval else None

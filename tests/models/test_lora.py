@@ -32,7 +32,7 @@ def words() -> PreTrainedTokenizerFast:
 def chatting() -> PreTrainedTokenizerFast:
     """With the two tokens of a chat template, which the base does not know."""
     tokenizer = words()
-    assert set_template(tokenizer, "chatml") == 2
+    assert len(set_template(tokenizer, "chatml")) == 2
     return tokenizer
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
@@ -123,11 +124,11 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str) -> None:
+def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str, accelerator: Accelerator) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        return model, make_optimizer(model, OptimConfig(optim=kind, learning_rate=0.1))
+        return model, make_optimizer(accelerator, model, OptimConfig(optim=kind, learning_rate=0.1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int) -> None:
         for i in range(times):

@@ -55,7 +55,7 @@ def commands(folder: Path) -> dict[str, tuple[list[str], list[str], dict[str, st
         "tensor parallel": (sharded("tensor_parallel"), gpt, {}),
         "pipeline": (torchrun(2), [*gpt, "--pipeline_stages", "2"], {}),
         "full": (PYTHON, [*llama, *chat], {}),
-        "lora": (PYTHON, [*adapt, *chat, "--lora_r", "4"], {}),
+        "lora": (PYTHON, [*adapt, *chat, "--lora_r", "4", "--lora_dropout", "0.1"], {}),
         "fine-tuned on text": (PYTHON, [*llama, "--dataset", str(text)], {}),
         "mixture": (PYTHON, [*llama, "--dataset", str(text), str(more), "--mixture", "0.7", "0.3"], {}),
         "fsdp2 llama": (sharded("fsdp2"), [*llama, *chat], {}),

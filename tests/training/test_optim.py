@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from llmtrain.record.run import RunConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain.training.muon as muon_module
 from llmtrain.models.gpt import GPT, GPTConfig
-from llmtrain.training.loop import _check_where_it_goes_on
+from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
+from llmtrain.training.settings import LoopConfig
 
+ALONE: Any = SimpleNamespace(mixed_precision="no")
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
 
@@ -88,7 +89,7 @@ class Parts(nn.Module):
 
 def test_only_parameters_of_rank_two_and_more_decay():
     model = Parts()
-    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.3))
+    optimizer = make_optimizer(ALONE, model, OptimConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
     assert found == {
@@ -105,7 +106,7 @@ def test_only_parameters_of_rank_two_and_more_decay():
 
 def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
     model = Parts()
-    optimizer = make_optimizer(model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(ALONE, model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -116,13 +117,13 @@ def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
 
 
 def test_the_optimizer_has_the_configured_moments():
-    optimizer = make_optimizer(Parts(), OptimConfig(adam_beta1=0.8, adam_beta2=0.7))
+    optimizer = make_optimizer(ALONE, Parts(), OptimConfig(adam_beta1=0.8, adam_beta2=0.7))
     assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
 
 
 def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30)
-    optimizer = make_optimizer(model, OptimConfig(optim="muon", learning_rate=0.01))
+    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
     muon, *adamw = (
         {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
         for group in optimizer.param_groups
@@ -147,7 +148,7 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
 def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: str) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    muon, _ = make_optimizer(model, OptimConfig(optim="muon")).parts
+    muon, _ = make_optimizer(ALONE, model, OptimConfig(optim="muon")).parts
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {names[parameter] for parameter in muon.param_groups[0]["params"]}
     outer = {names[module.weight] for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -217,12 +218,13 @@ def _direction(matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)])
 def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.dtype | None) -> None:
     config = OptimConfig(optim="muon", adam_beta1=0.7)
-    muon, _ = make_optimizer(GPT(GPTConfig(n_embd=16), 30), config, precision).parts
+    muon, _ = make_optimizer(SimpleNamespace(mixed_precision=precision), GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
 
 
 def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys: pytest.CaptureFixture) -> None:
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
-    record: Any = SimpleNamespace(step=3, config=RunConfig(report_to=["none"]), update_before=before)
-    _check_where_it_goes_on(record, OptimConfig(learning_rate=2e-3))
+    settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
+    run: Any = SimpleNamespace(step=3, settings=settings, update_before=before)
+    _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

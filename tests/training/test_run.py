@@ -163,9 +163,11 @@ def test_files_that_are_not_a_run_are_left_alone(begin, tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_is_gone_on_from_in_a_new_folder(begin, tmp_path: Path) -> None:
-    begin(steps=(10, 20))
-    assert begin(resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 20)
-    assert begin(resume_from_checkpoint=str(tmp_path / "run/checkpoints/step-00000010")) == ("run-3", 10)
+    numbered = {**IDENTITY, "model": {"id2label": {0: "no", 1: "yes"}}}  # a file's keys are words
+    begin(numbered, steps=(10, 20))
+    assert begin(numbered, resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 20)
+    named = str(tmp_path / "run/checkpoints/step-00000010")
+    assert begin(numbered, resume_from_checkpoint=named) == ("run-3", 10)
 
 
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(begin, tmp_path: Path) -> None:
