@@ -132,8 +132,10 @@ def resolved(settings: Any) -> dict[str, dict[str, Any]]:
 
 
 def without_retired(argv: list[str], retired: Mapping[str, Retired]) -> list[str]:
-    """Return the command line of an earlier version without the flags that are retired since. Raises
-    :class:`UserError` for one without which something else would be computed."""
+    """Return the command line of an earlier version without the flags that are retired since.
+
+    Raises :class:`UserError` for a flag without which something else would be computed.
+    """
     kept, dropping = [], False
     for word in argv:
         if word.startswith("--"):
@@ -251,8 +253,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
-    """Return the flags that a YAML file writes down. Its scalars are taken as the words that they are: YAML's own
-    reading would turn ``on`` into a boolean and ``12:30`` into a number."""
+    """Return the flags that a YAML file writes down.
+
+    Its scalars are taken as the words that they are: YAML's own reading would turn ``on`` into a boolean and ``12:30``
+    into a number.
+    """
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - the user's spelling stays in the error
             tree = yaml.compose(file.read(), Loader=yaml.BaseLoader)

@@ -17,7 +17,7 @@ from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.training import run as running
 from llmtrain.training import start
 from llmtrain.training.settings import CONFIGS
-from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
+from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, code_lines, series, write_chats
 
 DUMPS = {"parse", "resolved", "asdict", "_asdict_inner", "__post_init__", "__eq__", "__repr__", "replace", "deepcopy"}
 SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
@@ -155,14 +155,3 @@ def test_the_recipes_are_as_short_as_they_read() -> None:
     assert lines[FINETUNE] <= 50
     (own,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL)
     assert code_lines(own) <= 32
-
-
-def code_lines(source: str) -> int:
-    import ast
-
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-            docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
-    lines = enumerate(source.splitlines(), start=1)
-    return sum(1 for i, line in lines if i not in docstrings and line.strip() and not line.strip().startswith("#"))

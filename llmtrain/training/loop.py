@@ -104,8 +104,10 @@ def _windows(batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator
 
 
 def _count_skipped(run: Run, window: Window, update: Update) -> None:
-    """Count an update that was not made, as its gradient is not finite, if some may be skipped; else raise
-    :class:`UserError` on every rank."""
+    """Count an update that was not made, as its gradient is not finite.
+
+    Raises :class:`UserError`, on every rank, where no more may be skipped.
+    """
     loop, scaler, number = run.settings.loop, run.accelerator.scaler, run.step + 1
     allowed = loop.skip_nonfinite
     searching = (

@@ -162,8 +162,10 @@ class MemoryAdvice(_Watching):
 
 
 class RowLedger(_Watching):
-    """Writes the rows of every update to ``rows.jsonl``: of each slot its row, -1 where empty, and its trained tokens,
-    as the data has them: a second count beside the loop's."""
+    """Writes the rows of every update to ``rows.jsonl``: of each slot its row, -1 where empty, and its trained tokens.
+
+    These are counted in the data: a second count beside the loop's.
+    """
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
         rows, targets = (gather_rows(self.accelerator, column) for column in (window.rows, window.targets))
@@ -171,8 +173,11 @@ class RowLedger(_Watching):
 
 
 class Averaging(_Watching):
-    """Averages the weights that the ranks have made alone. A checkpoint holds one optimizer: before it the optimizers'
-    state is averaged, too, and all ranks go on from it, as a resumed run does."""
+    """Averages the weights that the ranks have made alone.
+
+    A checkpoint holds one optimizer: before it the optimizers' state is averaged, too, and all ranks go on from it, as
+    a resumed run does.
+    """
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
         if not due.together:

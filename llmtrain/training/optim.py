@@ -60,8 +60,11 @@ def lr_at(step: int, config: OptimConfig) -> float:
 
 
 def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone; with ``--optim muon``,
-    Muon for the matrices of hidden layers beside it, in bfloat16 where that is the accelerator's precision."""
+    """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
+
+    With ``--optim muon``, Muon stands beside it for the matrices of hidden layers, in bfloat16 where that is the
+    accelerator's precision.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
     rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]

@@ -136,8 +136,10 @@ class Run:
         }
 
     def restore(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
-        """Load the checkpoint that this run goes on from, where there is one. Rank 0 reads it and sends it to the
-        others, which need not see its disk."""
+        """Load the checkpoint that this run goes on from, where there is one.
+
+        Rank 0 reads it and sends it to the others, which need not see its disk.
+        """
         if self.resumed_from is None:
             return
         plain, path = self._plain(model), self.resumed_from
@@ -290,7 +292,9 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
 
 def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout) -> Facts:
     """Return all that the updates depend on, and nothing of how they are computed, but for the bits of ``--bitwise``.
-    A checkpoint of another identity is never loaded."""
+
+    A checkpoint of another identity is never loaded.
+    """
     return {
         "model": built.files.config,
         **({"start": built.start} if built.start is not None else {}),

@@ -24,8 +24,11 @@ S = TypeVar("S", bound=AnySettings)
 
 
 def start(s: AnySettings) -> Accelerator:
-    """Join the process group and make the Accelerator of a run. Raises :class:`UserError` where what was launched is
-    not what was asked for, or where the global batch does not divide among the processes."""
+    """Join the process group and make the Accelerator of a run.
+
+    Raises :class:`UserError` where what was launched is not what was asked for, or where the global batch does not
+    divide among the processes.
+    """
     accelerator = start_accelerator(s.parallel, s.loop.bitwise)
     say("batch", str(Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)))
     return accelerator
@@ -37,8 +40,11 @@ def place(
     s: S,
     rows: Tokenized,
 ) -> Built:
-    """Build a recipe's model and bring it to where it is trained: spread over the ranks where the accelerate config
-    asks for it, else whole on this rank's device. ``build(s, rows, precision)`` may draw weights as it likes."""
+    """Build a recipe's model and bring it to where it is trained.
+
+    It is spread over the ranks where the accelerate config asks for it, else whole on this rank's device. ``build(s,
+    rows, precision)`` finds torch's generator seeded.
+    """
     torch.manual_seed(s.loop.seed)
     built = build(s, rows, accelerator.mixed_precision)
     if isinstance(built, nn.Module):

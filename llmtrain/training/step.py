@@ -26,10 +26,10 @@ def train_step(
     stop: bool = False,
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Update:
-    """Make one update with the gradient of the mean loss over all trained tokens of the global batch; none, on every
-    rank alike, where that gradient is not finite.
+    """Make one update with the gradient of the mean loss over all trained tokens of the global batch.
 
-    Each backward pass adds the gradient of a micro-batch's *sum*, divided by the token count of the whole batch.
+    Where that gradient is not finite, no rank makes one. Each backward pass adds the gradient of a micro-batch's *sum*,
+    divided by the token count of the whole batch.
 
     Args:
         forward_backward: of a parallel method that owns the passes; else gradients are accumulated, reduced once.

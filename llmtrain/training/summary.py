@@ -13,8 +13,10 @@ from llmtrain.record.history import read_lines
 
 
 def show_result(folder: Path, question: list[int] | None = None, sampling: Sampling | None = None) -> None:
-    """Print the loss curve of a finished run, a text by its model, or its answer to the tokens of a ``question``, and
-    the command for more. The run is over and kept: whatever fails here is a note."""
+    """Print the loss curve of a finished run, a text by its model, and the command for more.
+
+    With the tokens of a ``question`` the text is its answer. The run is over and kept: whatever fails here is a note.
+    """
     try:
         _show(folder, question, sampling or Sampling(temperature=0.8 if question is None else 0.3))
     except Exception as error:
