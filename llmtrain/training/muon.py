@@ -22,8 +22,8 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
     Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and decays
-    fit. The update of a sharded matrix is gathered, made orthogonal on every rank alike, and sharded again. Products are
-    in ``dtype``; by default, that of the gradients.
+    fit. The update of a sharded matrix is gathered, made orthogonal on every rank alike, and sharded again. Products
+    are in ``dtype``; by default, that of the gradients.
     """
 
     def __init__(
