@@ -1,4 +1,4 @@
-"""Types that rooms hand each other, said once."""
+"""Types that rooms share, each defined once."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +77,7 @@ class ModelWriter(Protocol):
 
     @property
     def divisible(self) -> bool:
-        """True where there may be several."""
+        """True where the weights may be split over several files."""
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write all of a model folder but its weights, of which there are ``parameters``."""
@@ -137,7 +137,7 @@ class Observer:
     """Watches the loop, or decides when something is done. All ranks call its hooks at the same places."""
 
     def around(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that is entered before the loop begins and left when it is over, also by an error."""
+        """Return a context that is entered before the loop begins and exited when it ends, even by an error."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:

@@ -22,7 +22,6 @@ from llmtrain.errors import UserError, first_line, hub_said
 if TYPE_CHECKING:
     import datasets
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
 Fields: TypeAlias = dict[str, Any]  # of a record, as its source has them
 MakesRecords: TypeAlias = Callable[[], Iterable[str | Fields]]
 
@@ -223,3 +222,4 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
+SUFFIXES = (".txt", ".md", *_READERS)

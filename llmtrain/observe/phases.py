@@ -7,8 +7,8 @@ others wait, so waiting shows up where nothing is wrong; what a process takes fo
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -29,8 +29,6 @@ MEETINGS = ("count", "exchange")
 OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
 _INSIDE = ("count", "forward", "backward", "exchange")  # of an update; a model's passes elsewhere are not its
 _WORTH_SAYING = 0.2  # of an update's time
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 def described(phase: str) -> str:
@@ -138,29 +136,10 @@ class Phases:
             tell(phase, mark)
         self._add_up()
 
-    def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches; waiting for each is a phase."""
-        self.at("data")
-        for batch in batches:
-            yield batch
-            if not self.is_warm:
-                self.warm_up()
-            self.at("data")
-
     def warm_up(self) -> None:
         """End the first update, whose seconds do not count."""
         self._forget()
         self.is_warm = True
-
-    def before_optimizer(self, forward_backward: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a function so that the optimizer's phase begins when it returns."""
-
-        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
-            result = forward_backward(*args, **kwargs)
-            self.at("optimizer")
-            return result
-
-        return timed
 
     def read(self) -> dict[str, list[float]]:
         """Return the mean seconds of an update in each phase since the last reading, by rank. All ranks call this."""

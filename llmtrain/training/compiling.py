@@ -98,7 +98,7 @@ def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
 
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
-    """Make a forward and a backward pass, of which nothing is left."""
+    """Run a forward and a backward pass, and undo what they leave behind."""
     with torch.random.fork_rng(), accelerator.no_sync(model):
         nll = model(**batch)
         accelerator.backward(nll * 0.0)

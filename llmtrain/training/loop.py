@@ -104,7 +104,7 @@ def _windows(batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator
 
 
 def _count_skipped(run: Run, window: Window, update: Update) -> None:
-    """Count an update that was not made, as its gradient is not finite.
+    """Count an update that was skipped because its gradient is not finite.
 
     Raises :class:`UserError`, on every rank, where no more may be skipped.
     """
@@ -163,7 +163,7 @@ def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
-    """Raise :class:`UserError` where the model, or what is asked of the loop, is not as it needs it."""
+    """Raise :class:`UserError` where the model or the settings do not meet the loop's requirements."""
     s, accelerator, last = run.settings, run.accelerator, run.settings.optim.max_steps
     check_wrapping(accelerator, model)
     require(run.step <= last, f"--max_steps {last}: this run goes on from step {run.step}, which is past it.")

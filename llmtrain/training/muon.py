@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Return about U V' of every matrix U S V' of [N, m, n], m at most n.
+    """Return an approximation of U V' of every matrix U S V' of [N, m, n], m at most n.
 
     Singular values of more than 0.002 of the norm end between 0.7 and 1.2, by five iterations of Newton and Schulz.
     """

@@ -34,7 +34,7 @@ _COMPARE_STEPS = 100  # updates between two comparisons of the replicas, beside 
 
 
 class Timing(Observer):
-    """Measures where each rank's time goes and how fast it is, and lets it tell that it lives."""
+    """Measures where each rank's time goes and how fast it is, and sends its heartbeat."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         accelerator, wait = run.accelerator, run.settings.parallel.ddp_timeout
@@ -141,7 +141,7 @@ class GettingReady(_Watching):
 
 
 class MemoryAdvice(_Watching):
-    """Says how to do with less memory, where there was too little: the global batch need not change."""
+    """Says how to use less memory after an out-of-memory error: the global batch need not change."""
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class OptimConfig(Config):
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Return the learning rate of the update that follows ``step`` finished ones; all but ``constant`` end at 0."""
+    """Return the learning rate of the update after ``step`` completed ones; all schedules but ``constant`` end at 0."""
     peak = config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -62,8 +62,8 @@ def lr_at(step: int, config: OptimConfig) -> float:
 def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
 
-    With ``--optim muon``, Muon stands beside it for the matrices of hidden layers, in bfloat16 where that is the
-    accelerator's precision.
+    With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
+    precision.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []

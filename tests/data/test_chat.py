@@ -4,6 +4,7 @@ import copy
 import datetime
 import itertools
 import json
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from llmtrain.data.chat import (
     recognise,
     set_template,
 )
+from llmtrain.data.conversations import ChatConfig
 from llmtrain.errors import UserError
 
 CONTROLS = [
@@ -166,6 +168,7 @@ SAME = {
 
 def test_the_same_conversation_is_the_same_tokens_in_every_format():
     assert tuple(SAME) == FORMATS
+    assert {*get_args(get_type_hints(ChatConfig)["format"])} == {"auto", "text", *FORMATS}, "the choices of --format"
     renderer = Renderer(make(unmarked(TEMPLATES["llama"])))
     rendered = [renderer(conversation_of(record, recognise(record))) for record in SAME.values()]
     for other in rendered:

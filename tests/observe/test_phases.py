@@ -106,11 +106,14 @@ def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float
 def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) -> None:
     watched = Phases(Accelerator(cpu=True), nn.Linear(2, 2))
     late, other = readings([1.0, 1.0], data=[0.0, 9.0]), readings([1.0, 1.0], data=[9.0, 0.0])
-    for number in watched.loading([1, 2]):
-        watched.at("optimizer")
-        clock[0] += 10 if number == 1 else 1
+    for seconds in (10, 1):
+        for phase in ("data", "count", "optimizer"):
+            watched.at(phase)
+        clock[0] += seconds
         watched.at("other")
-        assert watched.late(late) is None
+        if seconds == 10:
+            assert watched.late(late) is None
+            watched.warm_up()
     assert watched.read()["optimizer"] == [1.0]
     assert watched.late(other) is None, "once may be chance"
     named = [watched.late(late) for _ in range(4)]
