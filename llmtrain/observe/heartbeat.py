@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 from accelerate import Accelerator
@@ -27,8 +27,9 @@ from torch.distributed import distributed_c10d
 
 from llmtrain.console import complain, note
 from llmtrain.errors import ToldElsewhereError, UserError, explained, first_line
-from llmtrain.observe.phases import MEETINGS, PHASES, Mark, Phases, T
+from llmtrain.observe.phases import MEETINGS, PHASES, Mark, Phases
 
+T = TypeVar("T")
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
 _SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
 _NOTES_SECONDS = 10.0

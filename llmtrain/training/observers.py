@@ -53,10 +53,9 @@ class Timing(Observer):
     def enter(self, phase: str) -> None:
         if phase == "data" and not self.phases.is_warm and self.run.step > self.first:
             self.phases.warm_up()
+        if phase == "count":
+            self.syncs.restart()
         self.phases.at(phase, self.run.step)
-
-    def before_update(self, window: Window) -> None:
-        self.syncs.restart()
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
         self.throughput.add(int(update.tokens), window.positions)
