@@ -89,6 +89,8 @@ def test_every_flag_of_the_recipe_for_fine_tuning_is_read(read: set[str], text_f
     flags = [*SMALL_LLAMA[2:], *SHORT, "--warmup_steps", "1", "--output_dir"]
     full = [*SMALL_LLAMA[:2], "--from_config", "llama", "--dataset", str(chats), "--on_bad_row", "skip"]
     recipe["main"]([*full, *flags, str(tmp_path / "full")])
+    with pytest.raises(UserError, match="--text_field is for text"):
+        recipe["main"]([*full, "--text_field", "body", *flags, str(tmp_path / "refused")])
     base = ["--model_name_or_path", str(tmp_path / "full" / "model"), "--lora_r", "2", "--dataset", str(text_file)]
     recipe["main"]([*base, *flags, str(tmp_path / "adapter")])
     assert unread(recipe, read) == set()

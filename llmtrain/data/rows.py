@@ -142,6 +142,8 @@ def tokenize(
         config.dataset = [made(records).name]
     sources = [made(records)] if records else [open_source(name) for name in config.dataset]
     formats = _formats_of(sources, chat)
+    if formats[0] != "text" and config.given("text_field"):
+        raise UserError(f"--text_field is for text, and {sources[0].name} is conversations; leave it out.")
     asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens = set_template(pretrained, chat.chat_template) if pretrained and chat else []
