@@ -160,10 +160,10 @@ def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_fault(
     run: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prune_first(path: Path) -> str | None:
+    def prune_first(path: Path, identity: str | None) -> str | None:
         if path.name.endswith("10"):
             shutil.rmtree(path)
-        return find_fault(path)
+        return find_fault(path, identity)
 
     find_fault = checkpoint.find_fault
     monkeypatch.setattr(checkpoint, "find_fault", prune_first)

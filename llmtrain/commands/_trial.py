@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.launching.children import gpus, kill, launcher_of, read_config, run_to_end, why_it_failed
+from llmtrain.launching.children import command_of, gpus, kill, read_config, run_to_end, why_it_failed
 from llmtrain.record.history import read_lines
 from llmtrain.shipped import shipped_config
 
@@ -80,8 +80,8 @@ class Trial:
                 f"{shipped_config('cpu_ddp')} or {shipped_config('multi_gpu')}."
             )
         self.on_cpu = not arguments.config_file and most > gpus()  # all layouts, where one needs it
-        self.flags = ["--max_steps", str(steps), "--save_steps", str(save_steps), "--logging_steps", "1", "--log_rows"]
-        self.flags += ["--report_to", "none", "--resume_from_checkpoint", "auto"]
+        self.forced: Facts = {"max_steps": steps, "save_steps": save_steps, "logging_steps": 1, "log_rows": True}
+        self.forced |= {"report_to": "none", "resume_from_checkpoint": "auto"}
 
     def run(self, layout: Asked, folder: Path, name: str | None = None) -> "Outcome":
         """Start the recipe and wait for its end. Raises :class:`UserError` with what it said, where it failed."""
@@ -120,10 +120,10 @@ class Trial:
             script = folder.parent / "in_float64.py"
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
-        sizes = {"--global_batch_size": layout.rows, "--per_device_train_batch_size": layout.micro_batch}
-        words = [word for name, size in sizes.items() if size is not None for word in (name, str(size))]
-        launcher = launcher_of(layout.processes, self.arguments.config_file)
-        return [*launcher, *recipe, *words, *self.flags, "--output_dir", str(folder)]
+        sizes = {"global_batch_size": layout.rows, "per_device_train_batch_size": layout.micro_batch}
+        asked = {name: size for name, size in sizes.items() if size is not None}
+        forced = asked | self.forced | {"output_dir": folder}
+        return command_of(recipe, forced, layout.processes, self.arguments.config_file)
 
 
 def last_step(folder: Path) -> int:

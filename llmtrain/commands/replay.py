@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.launching.children import launcher_of, run_to_end
+from llmtrain.launching.children import command_of, run_to_end
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts
@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     source, from_step = _before(history, step)
     with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
         again, began = Path(scratch) / "run", time.monotonic()
-        more = ["--replay_step", str(step), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(again)]
-        _launch(history.folder, start, arguments.config_file, [*more, "--resume_from_checkpoint", source])
+        forced = {"replay_step": step, "logging_steps": 1, "report_to": "none", "output_dir": again}
+        _launch(history.folder, start, arguments.config_file, forced | {"resume_from_checkpoint": source})
         seconds = time.monotonic() - began
         if not (again / "replay.json").exists():
             raise UserError(f"the recipe ended before update {step}; start it by hand with --replay_step {step}.")
@@ -115,7 +115,7 @@ def _before(history: "History", step: int) -> tuple[str, int]:
     return "never", 0
 
 
-def _launch(folder: Path, start: "Facts", config_file: str | None, more: list[str]) -> None:
+def _launch(folder: Path, start: "Facts", config_file: str | None, forced: "Facts") -> None:
     from llmtrain.config import without_retired
     from llmtrain.training.settings import RETIRED
 
@@ -130,6 +130,5 @@ def _launch(folder: Path, start: "Facts", config_file: str | None, more: list[st
     if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
         raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")
     variables = {"ACCELERATE_MIXED_PRECISION": start["mixed_precision"], "OMP_NUM_THREADS": str(start["threads"])}
-    command = [*launcher_of(start["processes"], config_file), recipe, *flags, *more]
-    on_cpu = start["device"] == "cpu" and config_file is None
-    run_to_end(command, on_cpu, **variables)
+    command = command_of([recipe, *flags], forced, start["processes"], config_file)
+    run_to_end(command, start["device"] == "cpu" and config_file is None, **variables)

@@ -5,7 +5,6 @@ A check says how the run stands, and whether its checkpoints are whole (status 0
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import json_text, read_object
+from llmtrain.files import json_text
 from llmtrain.record.history import History, runs_in
 
 if TYPE_CHECKING:
@@ -114,12 +113,7 @@ def _check(path: Path, as_json: bool) -> bool:
             print(f"{line}  {'; '.join(says)}", flush=True)
     well = not lost and not any(one["fault"] for one in checked)
     if as_json:
-        facts = {
-            "run": str(home),
-            "standing": standing,
-            "well": well,
-            "checkpoints": checked,
-        }
+        facts = {"run": str(home), "standing": standing, "well": well, "checkpoints": checked}
         print(json_text({**facts, "set_aside": aside, "leftovers": leftovers}, indent=1))
         return well
     for name in aside:
@@ -134,19 +128,15 @@ def _check(path: Path, as_json: bool) -> bool:
 
 def _checked(found: list[Path], identity: str | None, alone: bool) -> "Iterator[Facts]":
     """Yield each checkpoint, the newest first, as soon as it has been read."""
-    from llmtrain.record.checkpoint import find_fault
+    from llmtrain.record.checkpoint import find_fault, held_out_losses
 
-    states = {path: read_object(path / "state.json") for path in found}
-    said = {path: state.get("eval_loss") for path, state in states.items()}
-    losses = {path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)}
+    losses = held_out_losses(found)
     best = None if alone else min(losses, key=losses.__getitem__, default=None)
     taken = None
     for path in reversed(found):
         number = path.name.removeprefix("step-")
         facts: Facts = {"step": int(number) if number.isdecimal() else number, "bytes": _bytes(path)}
-        facts |= {"written": _time(path), "held_out": losses.get(path), "fault": find_fault(path)}
-        if facts["fault"] is None and identity not in (None, states[path].get("identity_sha256")):
-            facts["fault"] = "it belongs to another run"
+        facts |= {"written": _time(path), "held_out": losses.get(path), "fault": find_fault(path, identity)}
         if path.exists():  # a run in progress deletes old ones
             taken = taken or (path if facts["fault"] is None and not alone else None)
             yield facts | {"taken": path == taken, "best": path == best}

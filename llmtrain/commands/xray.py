@@ -9,7 +9,7 @@ import itertools
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
 from llmtrain.errors import UserError
-from llmtrain.launching.children import gpus, launcher_of, read_config, run_to_end
+from llmtrain.launching.children import command_of, gpus, read_config, run_to_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--updates {arguments.updates}: write two updates, such as 6:8.")
     forced = {"xray_steps": arguments.updates, "max_steps": last, "report_to": "none"}
     forced |= {"resume_from_checkpoint": "never", "output_dir": str(folder)}
-    words = [word for name, value in forced.items() for word in (f"--{name}", value)]
-    command = [*launcher_of(processes, arguments.config_file), arguments.recipe, *arguments.flags, *words]
+    command = command_of([arguments.recipe, *arguments.flags], forced, processes, arguments.config_file)
     run_to_end(command, on_cpu=not arguments.config_file and processes > gpus())
     found = folder / "xray"
     if arguments.json:

@@ -27,6 +27,12 @@ def launcher_of(processes: int, config_file: str | None) -> list[str]:
     return [sys.executable, *words]
 
 
+def command_of(recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None) -> list[str]:
+    """Return the command that starts so many processes of a recipe, with its flags and then those that are forced."""
+    words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
+    return [*launcher_of(processes, config_file), *recipe, *words]
+
+
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
     env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables

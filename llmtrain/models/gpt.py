@@ -16,24 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, hub_said
+from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
-from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm
 from llmtrain.parallel.mesh import fill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _INIT_STD = 0.02
-# The values of a plain GPT-2, where there are variants.
-_PLAIN = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclass
@@ -274,28 +266,6 @@ class GPT(nn.Module):
         sizes = {"n_positions": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head}
         drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
         ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        kind = {"architectures": ["GPT2LMHeadModel"], "initializer_range": _INIT_STD, "dtype": "float32"}
-        return {**_PLAIN, **kind, "vocab_size": self.vocab_size, **sizes, **drops, **ends}
-
-    @classmethod
-    def from_pretrained(cls, name: str) -> "GPT":
-        """Load the weights of a ``gpt2`` checkpoint, a folder or a hub name.
-
-        Raises :class:`UserError` for another architecture, or for a variant of GPT-2 that computes something else.
-        """
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(name, **DATA_ONLY)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{name} is no model folder or hub name: {hub_said(error)}") from None
-        plain = {**_PLAIN, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-        plain |= {"add_cross_attention": False, "n_inner": getattr(config, "n_inner", None) and 4 * config.n_embd}
-        for key, value in plain.items():
-            if getattr(config, key, value) != value:
-                raise UserError(f"{name} is not a plain GPT-2: its {key} is {getattr(config, key)!r}, not {value!r}.")
-        sizes = config.n_layer, config.n_head, config.n_embd, config.n_positions, config.resid_pdrop
-        model = cls(GPTConfig(*sizes), config.vocab_size)
-        weights = load_causal_lm(name).state_dict()
-        model.load_state_dict({key: weights[key] for key in model.state_dict()})
-        return model
+        kind: Facts = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
+        kind |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": _INIT_STD}
+        return {**kind, "dtype": "float32", "vocab_size": self.vocab_size, **sizes, **drops, **ends}

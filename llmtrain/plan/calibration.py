@@ -8,7 +8,8 @@ import math
 import tempfile
 from pathlib import Path
 
-from llmtrain.launching.children import gpus, launcher_of, run_to_end
+from llmtrain.contract import Facts
+from llmtrain.launching.children import command_of, gpus, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
@@ -21,7 +22,7 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
 
     ``numbers`` of the model are trained. Raises :class:`UserError` with what the recipe said, where it failed.
     """
-    common: dict[str, object] = {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
+    common: Facts = {"global_batch_size": rows * processes, "per_device_train_batch_size": rows}
     common |= {"pipeline_stages": 1} if "--pipeline_stages" in flags else {}
     alone = {"sync_every": 10**6, "ddp_comm_hook": "none"} if processes > 1 else {}
     phases = _updates(recipe, flags, processes, precision, common | alone)
@@ -42,17 +43,17 @@ def _slowest(phases: dict[str, list[float]], *names: str) -> float:
     return max(map(math.fsum, zip(*(phases[name] for name in names), strict=True)))
 
 
-def _updates(
-    recipe: str, flags: list[str], processes: int, precision: str, forced: dict[str, object]
-) -> dict[str, list[float]]:
+def _updates(recipe: str, flags: list[str], processes: int, precision: str, forced: Facts) -> dict[str, list[float]]:
     """Return the mean seconds of an update in each phase, by rank."""
-    forced = {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"} | forced
-    forced |= {"report_to": "none", "eval_steps": 0}
+    forced = forced | {"max_steps": _UPDATES, "logging_steps": _UPDATES, "resume_from_checkpoint": "never"}
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
         run = Path(folder) / "run"
-        words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
-        command = [*launcher_of(processes, None), recipe, *flags, *words, "--output_dir", str(run)]
-        run_to_end(command, on_cpu=processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
+        forced |= {"report_to": "none", "eval_steps": 0, "output_dir": run}
+        run_to_end(
+            command_of([recipe, *flags], forced, processes),
+            on_cpu=processes > gpus(),
+            ACCELERATE_MIXED_PRECISION=precision,
+        )
         lines = read_lines(run / "metrics.jsonl")
     found: dict[str, list[float]] = next(line["phases"] for line in reversed(lines) if "phases" in line)
     return found

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -166,14 +166,19 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     one with the lowest held-out loss.
     """
     every = checkpoints(folder)
-    losses = {path: read_object(path / "state.json").get("eval_loss") for path in every}
-    known = {path: loss for path, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
-    best = min(known, key=known.__getitem__, default=None)
+    losses = held_out_losses(every)
+    best = min(losses, key=losses.__getitem__, default=None)
     staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], best}
     for path in every:
         if path not in staying:
             doomed = path.rename(path.with_name(f".tmp-doomed-{path.name}"))  # a half-deleted one is not committed
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
+    """Return the loss of each checkpoint that was evaluated when it was made."""
+    said = {path: read_object(path / "state.json").get("eval_loss") for path in paths}
+    return {path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
 def digest_of(path: Path) -> str:

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import platform
 import shutil
 import tempfile
 import time
@@ -14,7 +16,6 @@ from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, forget_after, sync_file, write_json
 from llmtrain.record.resume import lock
-from llmtrain.record.status import Status
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 
@@ -37,7 +38,7 @@ class RunFolder:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             for name in _LEDGERS:
                 forget_after(self.path / name, step)
-            Status(self.path, "running", step, "", self.incarnation).write()
+            self._write_status("running", step)
             yield
 
     def append(self, name: str, line: Facts) -> None:
@@ -64,9 +65,15 @@ class RunFolder:
     def status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, unless another start has taken over."""
         if self.is_main and not self.taken_over():
-            Status(self.path, state, step, reason, self.incarnation).write()
+            self._write_status(state, step, reason)
             if state not in ("finished", "running"):
                 self.incident(step, state, reason)
+
+    def _write_status(self, state: str, step: int, reason: str = "") -> None:
+        """Say how the run stands, for whoever looks at its folder: launchers hide exit statuses."""
+        content = {"state": state, "step": step, "reason": reason, "incarnation": self.incarnation, "pid": os.getpid()}
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_json(self.path / "status.json", {**content, "host": platform.node(), "time": now})
 
     def taken_over(self) -> bool:
         """Return whether another start writes here: seen where a file system does not keep locks."""

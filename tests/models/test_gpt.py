@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import count_targets, summed_nll
 from llmtrain.parallel.mesh import Spread
@@ -54,35 +53,15 @@ def test_the_loss_is_hugging_faces_loss(tmp_path: Path) -> None:
     assert abs(shifted_twice - mean) > 1e-3
 
 
-def test_a_gpt2_checkpoint_is_read_back_exactly(tmp_path: Path) -> None:
+def test_weights_of_a_gpt2_checkpoint_fit() -> None:
     config = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=12, vocab_size=50, resid_pdrop=0.0)
     theirs = jolted(GPT2LMHeadModel(config))
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(str(tmp_path)).eval()
+    ours = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12), vocab_size=50).eval()
+    missing, unknown = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert (missing, unknown) == ([], ["lm_head.weight"])
     ids = torch.randint(50, (2, 12))
     with torch.no_grad():
         assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
-    assert ours.config.block_size == 12
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"activation_function": "relu"}, "activation_function"),
-        ({"n_inner": 48}, "n_inner"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ],
-)
-def test_a_variant_of_gpt2_is_refused_by_name(change: dict, named: str, tmp_path: Path) -> None:
-    GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=20, **change).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=named):
-        GPT.from_pretrained(str(tmp_path))
-
-
-def test_no_checkpoint_at_all_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no model folder") as error:
-        GPT.from_pretrained(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

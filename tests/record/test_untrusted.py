@@ -18,6 +18,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.untrusted import load_causal_lm
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
@@ -185,7 +186,7 @@ def test_no_payload_in_a_file_that_is_read_is_run(
             lambda: dict(read_tensors(run / "checkpoints/step-00000010/optimizer")),
             lambda: checkpoint.read_state(run / "checkpoints/step-00000010"),
             lambda: TextModel(str(model_folder)),
-            lambda: GPT.from_pretrained(str(model_folder)),
+            lambda: load_causal_lm(str(model_folder)),
             lambda: load_tokenizer(str(model_folder)),
         ):
             with contextlib.suppress(Exception):  # how it refuses is other tests' matter
@@ -220,6 +221,6 @@ def test_no_payload_in_a_file_that_is_read_is_run(
 def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> None:
     (model_folder / "model.safetensors").unlink()
     torch.save({}, model_folder / "pytorch_model.bin")
-    for load in (TextModel, GPT.from_pretrained):
+    for load in (TextModel, load_causal_lm):
         with pytest.raises(UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"):
             load(str(model_folder))
