@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -16,7 +16,7 @@ IGNORED = -100  # a label that is not trained on (cross_entropy's default); in a
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Facts: TypeAlias = dict[str, Any]  # a JSON object of a run's record, whose shape its reader knows
-Batch: TypeAlias = dict[str, torch.Tensor]  # a micro-batch by column
+Batch: TypeAlias = dict[str, Any]  # a micro-batch by column: tensors, and what a model has prepared
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]  # names and full tensors, one at a time
 
 # A metric of one's own, of a held-out batch and the plain model: by name a sum, and what it is divided by.
@@ -29,25 +29,48 @@ BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's grad
 Forward: TypeAlias = Callable[..., torch.Tensor]  # the summed nll of a batch, with or without a gradient
 
 
-class Window(NamedTuple):
-    """One rank's share of one global batch."""
+@dataclass(frozen=True)
+class Window:
+    """One rank's share of one global batch: columns, which go to the device, and what the host knows of them."""
 
-    batches: list[Batch]  # micro-batches
+    columns: dict[str, torch.Tensor]  # of all its rows, one micro-batch after the other
+    micro_batch: int  # rows
     rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
     targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
     content: torch.Tensor  # int64 [2]: fingerprints of tokens and of labels; those of ranks add up to the batch's
+    prepared: tuple[Batch, ...] = ()  # what a model that prepares batches has made of each micro-batch
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The micro-batches."""
+        starts = range(0, len(self.columns["labels"]), self.micro_batch)
+        slices = [{name: one[i : i + self.micro_batch] for name, one in self.columns.items()} for i in starts]
+        more = self.prepared or ({},) * len(slices)
+        return [batch | made for batch, made in zip(slices, more, strict=True)]
 
     @property
     def positions(self) -> int:
         """Positions for which the model computes something, trained on or not."""
-        return sum(batch["labels"][:, 1:].numel() for batch in self.batches)
+        return self.columns["labels"][:, 1:].numel()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Window":
+        """Return it with its columns on a device; Accelerate calls this."""
+        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Window":
+        """Return it in memory from which a device copies by itself; torch calls this."""
+        return self._with(lambda one: one.pin_memory())
+
+    def _with(self, moved: Callable[[Any], Any]) -> "Window":
+        columns, *prepared = ({key: moved(one) for key, one in part.items()} for part in (self.columns, *self.prepared))
+        return replace(self, columns=columns, prepared=tuple(prepared))
 
 
 class Update(NamedTuple):
     """One update that was made."""
 
     nll: torch.Tensor  # this rank's sum over the window, in nats; float32 scalar
-    tokens: torch.Tensor  # trained tokens of the global batch; int64 scalar
+    tokens: int  # trained tokens of the global batch
     grad_norm: float  # of the global batch's mean loss, before clipping; under sync_every the mean over the ranks
     stop: bool  # whether any rank was asked to stop
 
@@ -59,6 +82,14 @@ class TakesColumns(Protocol):
     @property
     def columns(self) -> frozenset[str]:
         """Their names, such as ``dropout_keys``."""
+
+
+@runtime_checkable
+class PreparesBatches(Protocol):
+    """A model that computes something of a micro-batch on the host, before it is sent to the device."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Return what its ``forward`` takes beside the columns: tensors, or objects that can be moved like them."""
 
 
 class ModelWriter(Protocol):

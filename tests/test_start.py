@@ -53,8 +53,15 @@ def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
 )
 def test_bf16_is_the_default_of_a_gpu_that_has_it(words, config, gpu, expected, monkeypatch) -> None:
     monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda: gpu)
-    assert start._precision(Launcher(words, config, {}), cpu=not gpu) == expected
+    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation: gpu)
+    assert start._precision(Launcher(words, config, {}), cpu=not gpu, sharded=False) == expected
+
+
+@pytest.mark.parametrize(("sharded", "expected"), [(False, "fp16"), (True, "no")])
+def test_a_gpu_that_emulates_bf16_does_not_use_it(sharded: bool, expected: str, monkeypatch) -> None:
+    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert start._precision(Launcher([], {}, {}), cpu=False, sharded=sharded) == expected
 
 
 def test_the_cpu_can_be_asked_for_in_every_place() -> None:

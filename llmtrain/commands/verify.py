@@ -97,5 +97,9 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
     began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
-    compared = straight.compare(resumed, same_bits=straight.has("bitwise") or len(set(starts)) == 1)
+    repeats = straight.has("bitwise") or straight.record["starts"][0]["device"] == "cpu"
+    if not repeats:
+        history.append("bits are not compared: on a GPU updates repeat to the last bit with --bitwise alone")
+    same_bits = straight.has("bitwise") or (repeats and len(set(starts)) == 1)
+    compared = straight.compare(resumed, same_bits)
     return _Found(straight, [compared], lost, history)

@@ -6,14 +6,15 @@ the process's window. So the layout decides who computes a row, never which rows
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmtrain.contract import IGNORED, Window
+from llmtrain.contract import IGNORED, Batch, Window
 from llmtrain.data.order import Mixture, key_of, mix, permute
 from llmtrain.data.table import Rows, as_matrices
 
@@ -103,25 +104,28 @@ class Collate:
 
     Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. Packed rows
     also have ``position_ids`` of that shape, which restart at each document. With ``dropout_seed`` each row carries its
-    ``dropout_keys`` (int64 [micro_batch]).
+    ``dropout_keys`` (int64 [micro_batch]). ``prepare`` is called with each, on the host.
     """
 
-    def __init__(self, micro_batch: int, dropout_seed: int | None = None) -> None:
-        self.micro_batch, self.dropout_seed = micro_batch, dropout_seed
+    def __init__(
+        self, micro_batch: int, dropout_seed: int | None = None, prepare: Callable[[Batch], Batch] | None = None
+    ) -> None:
+        self.micro_batch, self.dropout_seed, self.prepare = micro_batch, dropout_seed, prepare
 
     def __call__(self, items: list[Item]) -> Window:
-        columns = {
-            name: torch.from_numpy(np.stack([row[name] for _, row in items]).astype(np.int64)) for name in items[0][1]
-        }
-        columns["input_ids"] = columns["input_ids"].clamp(min=0)
+        found = {name: np.stack([row[name] for _, row in items]).astype(np.int64) for name in items[0][1]}
+        rows = np.array([-1 if slot.row is None else slot.row for slot, _ in items])
+        found["input_ids"] = np.maximum(found["input_ids"], 0)
+        content = [fingerprint(found[name][rows >= 0]) for name in ("input_ids", "labels")]
+        targets = (found["labels"][:, 1:] != IGNORED).sum(axis=1)
+        columns = {name: torch.from_numpy(column) for name, column in found.items()}
         if self.dropout_seed is not None:
             keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot, _ in items]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
-        starts = range(0, len(items), self.micro_batch)
-        batches = [{name: column[i : i + self.micro_batch] for name, column in columns.items()} for i in starts]
-        rows = torch.tensor([-1 if slot.row is None else slot.row for slot, _ in items])
-        content = [fingerprint(columns[name][rows >= 0].numpy()) for name in ("input_ids", "labels")]
-        return Window(batches, rows, (columns["labels"][:, 1:] != IGNORED).sum(dim=1), torch.tensor(content))
+        about = torch.from_numpy(rows), torch.from_numpy(targets), torch.tensor(content)
+        window = Window(columns, self.micro_batch, *about)
+        prepare = self.prepare
+        return window if prepare is None else replace(window, prepared=tuple(map(prepare, window.batches)))
 
 
 def fingerprint(rows: np.ndarray) -> int:
@@ -143,17 +147,25 @@ def train_loader(
     seed: int | None,
     dropout_seed: int | None = None,
     mixture: Mixture | None = None,
+    prepare: Callable[[Batch], Batch] | None = None,
 ) -> DataLoader[Item]:
     """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
 
     To start at any step costs nothing.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
-    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch, dropout_seed))
+    return _loader(rows, sampler, Collate(micro_batch, dropout_seed, prepare))
 
 
-def eval_loader(rows: Rows, processes: int, micro_batch: int) -> DataLoader[Item]:
+def eval_loader(
+    rows: Rows, processes: int, micro_batch: int, prepare: Callable[[Batch], Batch] | None = None
+) -> DataLoader[Item]:
     """Return every row once, in the stored order; the last batch is filled up with rows of weight zero."""
     batch = processes * micro_batch
     sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)
-    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=Collate(micro_batch))
+    return _loader(rows, sampler, Collate(micro_batch, prepare=prepare))
+
+
+def _loader(rows: Rows, sampler: GlobalBatchSampler, collate: Collate) -> DataLoader[Item]:
+    pinned = torch.cuda.is_available()  # from such memory a GPU copies while it computes
+    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

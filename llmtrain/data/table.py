@@ -40,17 +40,16 @@ class Written(NamedTuple):
 @contextlib.contextmanager
 def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callable[..., None]]:
     """Open a new file, and yield a function that appends rows to it: of each column an int32 [rows, width]."""
-    import datasets
     import pyarrow
 
-    column = datasets.Sequence(datasets.Value("int32"), length=width)
-    schema = datasets.Features(dict.fromkeys(columns, column)).arrow_schema
+    kind = pyarrow.list_(pyarrow.int32(), width)
+    schema = pyarrow.schema([(name, kind) for name in columns])
 
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write(*values: np.ndarray) -> None:
             flat = [np.ascontiguousarray(value, np.int32).ravel() for value in values]
-            arrays = [pyarrow.FixedSizeListArray.from_arrays(value, type=schema.types[0]) for value in flat]
+            arrays = [pyarrow.FixedSizeListArray.from_arrays(value, type=kind) for value in flat]
             writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
 
         yield write

@@ -115,8 +115,8 @@ def _gpus(cores: str) -> Iterator[Finding]:
         if free / total < 0.9:
             said = f"of GPU {i} {free / total:.0%} of the memory is free"
             yield Finding(DOUBTFUL, "devices", said, "another process holds the rest: see nvidia-smi")
-    half = Finding(DOUBTFUL, "precision", "float16 and float32: no bfloat16", "--mixed_precision fp16 or no")
-    yield Finding(GOOD, "precision", "bfloat16 and float32") if torch.cuda.is_bf16_supported() else half
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    yield Finding(GOOD, "precision", f"{'bfloat16' if has_bfloat16 else 'float16, no bfloat16,'} and float32")
 
 
 def _memory() -> Iterator[Finding]:

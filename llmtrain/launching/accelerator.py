@@ -24,9 +24,9 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
 
     Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
-    GPU that has bfloat16 uses it. ``bitwise`` gives a CPU process one thread, on every layout, unless another number
-    was asked for: sums over more threads round differently. A collective that is not joined within
-    ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
+    GPU uses bfloat16, or float16 where it has no other. ``bitwise`` gives a CPU process one thread, on every layout,
+    unless another number was asked for: sums over more threads round differently. A collective that is not joined
+    within ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
     """
     if "WORLD_SIZE" not in os.environ:  # an earlier run of this process, in a notebook say, is over
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -35,12 +35,14 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     check_launch()
     launcher, world = Launcher.find(), int(os.environ.get("WORLD_SIZE", "1"))
     cpu, timeout = use_cpu(launcher), timedelta(seconds=parallel.ddp_timeout + 60)
+    if not cpu:
+        torch.set_float32_matmul_precision("highest" if bitwise else "high")
     if bitwise and not cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
-    precision = _precision(launcher, cpu)
     sharding = asked_sharding(world, parallel.pipeline_stages)
+    precision = _precision(launcher, cpu, sharding is not None)
     _check_precision(precision, cpu, sharding, bitwise)
     _check_exchange(parallel, sharding, bitwise, precision)
     if sharding_is_asked() and sharding is None:
@@ -48,7 +50,7 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
     _meet_after_restart(backend, timeout)
     accelerator = _make_accelerator(cpu, precision, timeout, sharding)
-    accelerator.ddp_handler = DDPHandler(parallel)  # which it does not take as an argument
+    accelerator.ddp_handler = DDPHandler(parallel, bitwise)  # which it does not take as an argument
     require(
         accelerator.num_processes == world,
         f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; each would "
@@ -64,8 +66,9 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     several = ("MULTI_GPU", "FSDP")
     asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
     over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
-    how = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == "float32" else " (default)"
+    plain = "float32" if accelerator.device.type != "cuda" or bitwise else "float32 (products in TF32)"
+    how = {"no": plain}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == plain else " (default)"
     if cpu and how == "bf16" and not cpu_has_bfloat16():
         said = ", which this CPU emulates: --mixed_precision no is many times as fast"
     say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
@@ -118,11 +121,13 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
 _SHARED = "LLMTRAIN_SHARED_THREADS"  # what an earlier run of this process wrote, where nobody asked for a number
 
 
-def _precision(launcher: Launcher, cpu: bool) -> str:
+def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
     said = launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
     if said is not None:
         return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
-    return "bf16" if not cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    if cpu or not torch.cuda.is_available():
+        return "no"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no" if sharded else "fp16"
 
 
 def _meet_after_restart(backend: str, timeout: timedelta) -> None:
@@ -178,7 +183,11 @@ def _make_accelerator(cpu: bool, precision: str, timeout: timedelta, sharding: S
         mixed_precision=precision,
         gradient_accumulation_steps=1,
         dataloader_config=DataLoaderConfiguration(
-            split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False
+            split_batches=True,
+            even_batches=False,
+            dispatch_batches=False,
+            use_seedable_sampler=False,
+            non_blocking=not cpu,
         ),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator

@@ -181,8 +181,8 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
         if not unused and name in said and not re.fullmatch(fine, said[name], re.IGNORECASE):
             key = name.lower().removeprefix("parallelism_config_").replace("transformer_cls", "transformer_layer_cls")
             raise _refused(f"has {key} {said[name]}{why}")
-    if processes == 1:
-        return None
+    if processes == 1:  # a test of sharding on one device asks by this variable
+        return Sharding(1, 1, fsdp and _is_on("FSDP_OFFLOAD_PARAMS")) if _is_on("LLMTRAIN_SHARD_ALONE") else None
     replicas, shards, tensor = _size("DP_REPLICATE"), _size("DP_SHARD"), _size("TP")
     if replicas == shards == 1 and processes % tensor == 0:
         replicas, shards = (1, processes // tensor) if fsdp else (processes // tensor, 1)

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.shipped import shipped
 from llmtrain.training.optim import OptimConfig, make_optimizer
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import train_step
 
 VOCABULARY, BLOCK = 64, 32
 LEARNING_RATE = 3e-3
@@ -102,18 +102,10 @@ def updates(
 
     Yields the number of updates made, after each.
     """
-    accumulation = Accumulation(accelerator, model)
-
-    def forward_backward(batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        nll = accumulation(batches, tokens)
-        phases.at("optimizer")
-        return nll
-
     for step in range(steps):
-        phases.at("data")
+        phases.at("data", step)
         window = [batch(load(step))]
-        phases.at("count", step)
-        train_step(accelerator, model, optimizer, window, 1.0, forward_backward)
+        train_step(accelerator, model, optimizer, window, 1.0, enter=phases.at)
         phases.at("other", step + 1)
         if step == 0:
             phases.read()  # the first update takes longer for many reasons

@@ -1,20 +1,77 @@
 """Causal attention: PyTorch's own, and on a CPU, for rows of moderate length, one in plain matrix products."""
 
 import functools
+import inspect
 import itertools
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from llmtrain.models.loss import padded_size
+
+NAME = "llmtrain"  # of :func:`register`'s attention, as transformers' configurations have it
 LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
 _SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
 
 Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys that they meet
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of packed rows [B, T], which do not see each other. Made on the host, before rows are sent."""
+
+    starts: Tensor | None = None  # int64 [B, T]: where in its row the document of each position begins; None: at 0
+    borders: Tensor | None = None  # int32 [N]: where each begins, rows laid end to end, and the end, maybe repeated
+    blocks: Blocks | None = None  # of a CPU
+
+    @classmethod
+    def of(cls, position_ids: Tensor, on_gpu: bool = False) -> "Documents":
+        """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur."""
+        begins = position_ids.diff(prepend=position_ids[:, :1] - 2) != 1
+        starts = torch.where(begins, torch.arange(position_ids.shape[1]), 0).cummax(1).values
+        borders = begins.flatten().nonzero().flatten()
+        count = padded_size(len(borders) + 1) if on_gpu else len(borders) + 1
+        borders = F.pad(borders, (0, count - len(borders)), value=begins.numel()).int()
+        return cls(starts, borders, None if on_gpu else _blocks_of(starts))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
+        """Return them on a device."""
+        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Documents":
+        """Return them in memory from which a device copies by itself."""
+        return self._with(lambda one: one.pin_memory())
+
+    def _with(self, moved: Callable[[Tensor], Tensor]) -> "Documents":
+        starts, borders = (one if one is None else moved(one) for one in (self.starts, self.borders))
+        return replace(self, starts=starts, borders=borders)
+
+    def mask(self) -> Tensor | None:
+        """Return which positions see which, bool [B, 1, T, T]; ``None`` where rows are one document."""
+        if self.starts is None:
+            return None
+        places = torch.arange(self.starts.shape[1], device=self.starts.device)
+        return ((places >= self.starts[..., None]) & (places <= places[:, None]))[:, None]
+
+    @functools.cached_property
+    def flex_mask(self) -> Any:  # of torch, which compares types of its own
+        """Blocks of flex attention that hide the same."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        assert self.starts is not None
+        starts, (rows, length) = self.starts, self.starts.shape
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key >= starts[row, query]) & (key <= query)
+
+        device = starts.device
+        return create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -25,68 +82,95 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @functools.cache  # it is done once in a process
-def hasten_transformers() -> None:
-    """Have models of transformers compute their ``sdpa`` attention in blocks, from here on.
+def register() -> None:
+    """Make an attention known to transformers that takes ``documents``, for rows of which nothing is masked else.
 
-    They do so on a CPU, for whole rows that are not too long, without dropout.
+    A model is given it by ``config._attn_implementation``. Without ``documents`` it is transformers' own ``sdpa``.
     """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    known = WeakTensorKeyDictionary()  # the blocks of masks, each of which all layers of a model share
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        documents: Documents | None = None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        q, k, v, mask = query, key, value, attention_mask
-        if mask is not None and len(mask) < len(q):
-            mask = mask.expand(len(q), -1, -1, -1)
         special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
-        whole = q.shape[2] == k.shape[2] and 1 < q.shape[2] <= LONGEST  # else a cache holds earlier keys
-        scale, causal = options.get("scaling"), options.get("is_causal")
-        blocks = None
-        if q.device.type == "cpu" and whole and q.shape[-1] == v.shape[-1] and not special:
-            if mask is not None:
-                blocks = _blocks_of(mask, known)
-            elif getattr(module, "is_causal", True) if causal is None else causal:
-                blocks = _blocks(len(q), q.shape[2])
-        if blocks is None:
-            result: tuple[Tensor, None] = theirs(module, q, k, v, mask, **options)
-            return result
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = _in_blocks(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mask, blocks)
-        return out.transpose(1, 2).contiguous(), None
+        if documents is not None and not special and query.shape[-1] == value.shape[-1]:
+            scale = options.get("scaling")
+            out = _attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, documents)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        mask = attention_mask if documents is None else documents.mask()
+        result: tuple[Tensor, None] = theirs(module, query, key, value, mask, **options)
+        return result
 
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def _blocks_of(mask: Tensor, known: WeakTensorKeyDictionary) -> Blocks | None:
-    """Return the blocks of a mask [B, 1, T, T], true where a position sees another.
-
-    ``None`` where a position does not see itself, or sees a later one. What is found is kept in ``known``.
-    """
-    if torch.compiler.is_compiling():  # each other beginning of a span would be compiled again
-        return _blocks(len(mask), mask.shape[-1]) if _is_causal(mask) else None
-    if mask not in known:
-        known[mask] = _blocks_of_documents(mask) if _is_causal(mask) else None
-    blocks: Blocks | None = known[mask]
-    return blocks
-
-
-def _is_causal(mask: Tensor) -> bool:
-    if mask.dtype != torch.bool or mask.shape[1] != 1:
-        return False
-    return bool(mask.diagonal(0, -2, -1).all()) and not bool(mask.triu(1).any())
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor | None:
+    """Return attention [B, H, T, D]; ``None`` where there is no better way than with a mask, or none is needed."""
+    if q.is_cuda and documents.starts is not None:
+        return _varlen(q, k, v, scale, documents) if _has_varlen(q) else _flex(q, k, v, scale, documents)
+    if q.device.type != "cpu" or q.shape[2] > LONGEST:
+        return None
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    blocks = documents.blocks
+    if blocks is None or torch.compiler.is_compiling():  # else each other beginning of a document would be compiled
+        blocks = _blocks(len(q), q.shape[2])
+    return _in_blocks(q, k, v, scale, documents.starts, blocks)
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, blocks: Blocks) -> Tensor:
+def _has_varlen(q: Tensor) -> bool:
+    """Return whether torch's kernel for sequences of many lengths computes this: on GPUs since A100, in 16 bits."""
+    return q.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, heads, length, _ = q.shape
+    how: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
+    groups = heads // k.shape[1]
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13
+        how["enable_gqa"] = groups > 1
+    elif groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    flat_q, flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # [B * T, H, D]
+    borders = documents.borders
+    assert borders is not None
+    out: Tensor = varlen_attn(flat_q, flat_k, flat_v, borders, borders, length, length, **how)  # type: ignore[assignment]
+    return out.view(rows, length, heads, -1).transpose(1, 2)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = _flex_kernel(q.is_cuda)(q, k, v, block_mask=documents.flex_mask, scale=scale, enable_gqa=grouped)
+    return out
+
+
+@functools.cache
+def _flex_kernel(compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return cast("Callable[..., Any]", torch.compile(flex_attention) if compiled else flex_attention)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, blocks: Blocks) -> Tensor:
     if torch.is_autocast_enabled("cpu"):  # with which PyTorch's own attention does the same
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (each if each.dtype == torch.float64 else each.to(dtype) for each in (q, k, v))
     with torch.autocast("cpu", enabled=False):  # or it would round the scores
-        out: Tensor = _Blockwise.apply(q, k, v, scale, mask, blocks)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blockwise.apply(q, k, v, scale, starts, blocks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -101,7 +185,9 @@ class _Blockwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, blocks: Blocks) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, blocks: Blocks
+    ) -> Tensor:
         shape = q.shape
         heads, length, size = shape[1:]
         q, k, v = (each.reshape(-1, length, size) for each in (q, k, v))
@@ -109,15 +195,16 @@ class _Blockwise(torch.autograd.Function):
         out = torch.empty_like(q)
         probabilities: list[Tensor] = []
         later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
+        places = torch.arange(length, device=q.device)
         exact_q, exact_k = (q * scale, k) if q.dtype == torch.float64 else (q.float() * scale, k.float())
         for rows, block, seen in blocks:
             at = slice(rows.start * heads, rows.stop * heads)
             scores = torch.bmm(exact_q[at, block], exact_k[at, seen].transpose(1, 2))  # bfloat16 would round them
-            if mask is None:
-                span = block.stop - block.start
-                scores[:, :, block].masked_fill_(later[:span, :span], float("-inf"))
-            else:
-                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(~mask[rows, :, block, seen], float("-inf"))
+            span = block.stop - block.start
+            scores[:, :, -span:].masked_fill_(later[:span, :span], float("-inf"))
+            if starts is not None:
+                others = places[seen] < starts[rows, None, block, None]  # in earlier documents; [rows, 1, block, seen]
+                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(others, float("-inf"))
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[at, block] = torch.bmm(probabilities[-1], v[at, seen])
         ctx.save_for_backward(q, k, v, *probabilities)
@@ -128,7 +215,8 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *probabilities = ctx.saved_tensors
         shape, grad = grad.shape, grad.reshape(q.shape)
-        grad_q, summed = torch.empty_like(q), list[Tensor]()
+        grad_q = torch.empty_like(q)
+        summed: list[Tensor] = []
         for (rows, block, seen), p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
             at = slice(rows.start * ctx.heads, rows.stop * ctx.heads)
             for_p = torch.bmm(grad[at, block], v[at, seen].transpose(1, 2))
@@ -151,15 +239,15 @@ def _blocks(rows: int, length: int) -> Blocks:
     return [(slice(0, rows), slice(start, end), slice(0, end)) for start, end in ends]
 
 
-def _blocks_of_documents(mask: Tensor) -> Blocks:
+def _blocks_of(starts: Tensor) -> Blocks:
     """Return blocks of queries, each with the keys from the first that it may see: in a packed row they are few.
 
     Neighbouring rows for which it is the same go together.
     """
     found = []
-    for _, queries, keys in _blocks(len(mask), mask.shape[-1]):
-        firsts = mask[:, 0, queries].any(1).int().argmax(1)
-        firsts = firsts // _BLOCK * _BLOCK  # so that sizes recur: a product is made ready once for each
+    for _, queries, keys in _blocks(*starts.shape):
+        # so that sizes recur: a product is made ready once for each
+        firsts = starts[:, queries.start] // _BLOCK * _BLOCK
         row = 0
         for first, alike in itertools.groupby(firsts.tolist()):
             end = row + len(list(alike))

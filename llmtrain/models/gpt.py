@@ -71,27 +71,33 @@ class Projection(nn.Module):
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of each row's key, the place in the network and the place in the row.
+    """Dropout whose mask is a function of each row's key and the place in the row.
 
     A row is dropped alike in whatever micro-batch and on whatever process it is computed, and again when activations
-    are recomputed. Without keys it is the identity, as in evaluation.
+    are recomputed. Without keys it is the identity, as in evaluation. Each site of the network has keys of its own
+    (:func:`keys_at`), and no number of its own, for which a compiler would make code of its own.
     """
 
-    def __init__(self, p: float, site: int) -> None:
+    def __init__(self, p: float) -> None:
         super().__init__()
-        self.p, self.site = p, site
+        self.p = p
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # x [B, T, C], keys [B]
         if keys is None or not self.p or not self.training:
             return x
         low, high = keys & _MASK31, (keys >> 31) & _MASK31
         places = torch.arange(x[0].numel(), device=x.device)
-        bits = _mix31(_mix31(places ^ low[:, None]) ^ ((high[:, None] + self.site * 0x9E3779B1) & _MASK31))
+        bits = _mix31(_mix31(places ^ low[:, None]) ^ high[:, None])
         kept = bits >= int(self.p * 2**31)  # [B, T*C]
         return x * kept.view_as(x).to(x.dtype) / (1 - self.p)
 
 
 _MASK31 = 2**31 - 1
+
+
+def keys_at(keys: Tensor | None, site: int) -> Tensor | None:
+    """Return the keys of rows, int64 [B], at one of the sites that come after them in the network."""
+    return None if keys is None else keys + ((site * 0x9E3779B1 & _MASK31) << 31)  # what overflows is not used
 
 
 def _mix31(h: Tensor) -> Tensor:
@@ -132,18 +138,17 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind its norm and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig, index: int) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
-        self.drop_1 = KeyedDropout(config.dropout, 2 * index + 1)
-        self.drop_2 = KeyedDropout(config.dropout, 2 * index + 2)
+        self.drop = KeyedDropout(config.dropout)
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        x = x + self.drop_1(self.attn(self.ln_1(x)), keys)
-        x = x + self.drop_2(self.mlp(self.ln_2(x)), keys)
+        x = x + self.drop(self.attn(self.ln_1(x)), keys)
+        x = x + self.drop(self.mlp(self.ln_2(x)), keys_at(keys, 1))
         return x
 
 
@@ -154,8 +159,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.drop = KeyedDropout(config.dropout, 0)
-        self.h = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.drop = KeyedDropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.compute_again = config.gradient_checkpointing
         self.layers = range(config.n_layer)  # that are here
@@ -164,11 +169,12 @@ class Transformer(nn.Module):
         if self.layers.start == 0:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.drop(self.wte(x) + self.wpe(positions), keys)
-        for block in (self.h[index] for index in self.layers):
+        for index in self.layers:
+            block, own = self.h[index], keys_at(keys, 2 * index + 1)
             if self.compute_again and self.training:
-                x = checkpoint(block, x, keys, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
+                x = checkpoint(block, x, own, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
             else:
-                x = block(x, keys)
+                x = block(x, own)
         if self.layers.stop == len(self.h):
             x = self.ln_f(x)
         return x

@@ -1,12 +1,13 @@
 """The one place where labels are shifted, and the sum that every model of this package returns."""
 
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,20 @@ from llmtrain.contract import IGNORED
 from llmtrain.parallel.collectives import all_reduce, copy_to, gather_from, shard_range
 from llmtrain.parallel.mesh import to_local
 
-_BLOCK = 1 << 23  # logits at a time, 32 MiB in float32; a constant, for bits must not depend on the machine
 _ROWS = 1024  # rows of the head at a time: a multiple of this, for even matrix products
-_HELD = _BLOCK  # logits that may be held
 _Mesh: TypeAlias = DeviceMesh | None
-_TILE = 1 << 19  # of these, those that are worked on at a time: 2 MiB, which stay in a processor's cache
+
+
+class _Limits(NamedTuple):
+    """Numbers of logits; constants, for bits must not depend on the machine."""
+
+    block: int  # computed at a time
+    held: int  # that may be held
+    tile: int  # of these, those that are worked on at a time
+
+
+# 32 MiB in float32, and 2 MiB, which stay in a processor's cache; a GPU wants few large products: 2 GiB in bfloat16
+_LIMITS = {"cpu": _Limits(1 << 23, 1 << 23, 1 << 19), "cuda": _Limits(1 << 28, 1 << 30, 1 << 26)}
 
 
 def targets_of(labels: Tensor) -> Tensor:
@@ -50,13 +60,34 @@ def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
+    """Return which of the flattened targets of ``labels`` [B, T] are trained: int64 [N], for :func:`linear_nll`.
+
+    Computed on the host, where their number is known. ``padded`` with -1 it is one of eight numbers between two powers
+    of two, so that what is computed has one of few shapes.
+    """
+    found = (targets_of(labels) != IGNORED).flatten().nonzero().flatten()
+    return F.pad(found, (0, padded_size(len(found)) - len(found)), value=-1) if padded else found
+
+
+def padded_size(count: int) -> int:
+    """Return the next of eight numbers between two powers of two; at least 64."""
+    step = max(1 << max(count - 1, 0).bit_length() >> 4, 8)
+    return max(-(-count // step) * step, 64)
+
+
 def linear_nll(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)``, holding no more logits than a block has.
 
-    Positions that are ignored never meet the head. Where the logits of the others are no more than a block's, they are
-    turned into their own gradient in place, a few rows at a time, which on a CPU halves the time in bf16: most of it
+    Where the logits are no more than a block's, they are turned into their own gradient in place, a few rows at a
+    time, which on a CPU halves the time in bf16: most of it
     is memory traffic. Else they meet the head one block of the vocabulary at a time, twice:
     forward keeps log-sum-exps, and backward computes a block's logits again (the idea of Wijmans et al. 2024,
     arXiv:2411.09009, in plain matrix products). To go over blocks of tokens, and take the gradients already in forward
@@ -76,32 +107,40 @@ def linear_nll(
         targets: [B, T], already shifted.
         bias: [V].
         softcap: makes logits softcap * tanh(logits / softcap), as in Gemma 2; in float32, whatever the products are in.
+        positions: of :func:`trained_positions`; the others never meet the head. Without, all do.
 
     Raises:
-        IndexError: a target is neither in the vocabulary nor ignored, or there is not one a position.
+        IndexError: there is not one target a position. (One that is not in the vocabulary makes the result NaN: to
+            raise here would be to wait for the device.)
     """
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     if mesh is not None:
         hidden = copy_to(hidden, mesh)
-    if isinstance(hidden, FakeTensor):  # which has no values: all are trained on
-        hidden, targets = hidden.flatten(0, 1).clone(), targets.flatten()
-    else:
-        trained = targets != IGNORED
-        hidden, targets = hidden[trained], targets[trained]
-        if ((targets < 0) | (targets >= len(weight))).any():
-            raise IndexError(f"a target is neither {IGNORED} nor below {len(weight)}, the size of the vocabulary")
+    if hidden.shape[:-1] != targets.shape:
+        raise IndexError(f"targets {tuple(targets.shape)} are not one a position of {tuple(hidden.shape[:-1])}")
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    if positions is not None:
+        places = positions.clamp(min=0)
+        hidden, targets = hidden.index_select(0, places), targets[places].where(positions >= 0, IGNORED)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    few = targets.numel() * len(weight) <= _HELD and hidden.dtype != torch.float16  # whose range needs the loss scale
-    if few and mesh is None:
+    few = targets.numel() * len(weight) <= _limits(hidden).held
+    if few and mesh is None and hidden.dtype != torch.float16:  # whose range needs the loss scale
         held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
         return held
+    shares, first = _shares(targets, len(weight)), 0
     if mesh is not None:
-        targets = targets - shard_range(len(weight), mesh).start
+        first = shard_range(len(weight), mesh).start
         weight, bias = to_local(weight), None if bias is None else to_local(bias)
-    nll: Tensor = _BlockwiseNLL.apply(hidden, weight, bias, targets, softcap, mesh)  # type: ignore[no-untyped-call]
+    nll: Tensor = _BlockwiseNLL.apply(hidden, weight, bias, targets - first, shares, softcap, mesh)  # type: ignore[no-untyped-call]
     return nll
+
+
+def _shares(targets: Tensor, vocabulary: int) -> Tensor:
+    """Return what each target counts: 1, or 0 of one that is ignored, or NaN of one that is no token."""
+    trained = targets != IGNORED
+    return trained.float().masked_fill(trained & ((targets < 0) | (targets >= vocabulary)), float("nan"))
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,7 +152,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 class _HeldNLL(torch.autograd.Function):
-    """The summed nll of targets [N], none of them ignored, which are few enough to hold their logits.
+    """The summed nll of targets [N], which are few enough to hold their logits.
 
     Takes hidden [N, C], weight [V, C], and bias [V] or None.
     """
@@ -133,16 +172,10 @@ class _HeldNLL(torch.autograd.Function):
         logits = F.linear(hidden, weight_used, None if bias is None else bias.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)
         wanted, nll = learning and any(ctx.needs_input_grad), list[Tensor]()
-        size = max(_TILE // max(len(weight), 1), 1)
+        into_gradient = _fused() if hidden.is_cuda else None
+        size = max(_limits(hidden).tile // max(len(weight), 1), 1) if into_gradient is None else max(len(logits), 1)
         for tile, target in zip(torch.split(logits, size), torch.split(targets[:, None], size), strict=True):
-            capped = tile if cap is None else cap * torch.tanh(tile.to(wide) / cap)
-            log_p = torch.log_softmax(capped, 1, dtype=wide)
-            nll.append(-log_p.gather(1, target).sum())
-            if wanted:
-                grad = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-                if cap is not None:
-                    grad.mul_(1 - (capped / cap).square())
-                tile.copy_(grad)
+            nll.append((into_gradient or _into_gradient)(tile, target, cap, wanted))
         if wanted:
             ctx.save_for_backward(hidden, weight_used, logits)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -160,19 +193,63 @@ class _HeldNLL(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-class _BlockwiseNLL(torch.autograd.Function):
-    """The summed nll of targets [N], none of them ignored, one block of the vocabulary at a time.
+def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool) -> Tensor:
+    """Return the summed nll of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place."""
+    wide, last = torch.promote_types(logits.dtype, torch.float32), logits.shape[1] - 1
+    capped = logits if cap is None else cap * torch.tanh(logits.to(wide) / cap)
+    log_p = torch.log_softmax(capped, 1, dtype=wide)
+    columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
+    nll = -(log_p.gather(1, columns) * shares).sum()
+    if wanted:
+        grad = log_p.exp_().scatter_add_(1, columns, torch.full_like(targets, -1, dtype=wide))
+        if cap is not None:
+            grad.mul_(1 - (capped / cap).square())
+        logits.copy_(grad.mul_(shares))
+    return nll
 
-    Takes hidden [N, C], weight [V, C], and bias [V] or None. Where a mesh is given they are this rank's shard of the
-    vocabulary, and targets are counted from its first.
+
+def _into_gradient_to_fuse(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool) -> Tensor:
+    """Do what :func:`_into_gradient` does in operations that a compiler makes two passes over the logits of."""
+    wide, last = torch.promote_types(logits.dtype, torch.float32), logits.shape[1] - 1
+    capped = logits.to(wide) if cap is None else cap * torch.tanh(logits.to(wide) / cap)
+    columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
+    total = capped.logsumexp(1, keepdim=True)
+    nll = ((total - capped.gather(1, columns)) * shares).sum()
+    if wanted:
+        grad = (capped - total).exp() - (torch.arange(last + 1, device=logits.device) == columns).to(wide)
+        grad = grad if cap is None else grad * (1 - (capped / cap).square())
+        logits.copy_(grad * shares)
+    return nll
+
+
+@functools.cache
+def _fused() -> Callable[..., Tensor] | None:
+    """Return the kernel of :func:`_into_gradient` for a GPU; ``None`` where nothing compiles it."""
+    from torch.utils._triton import has_triton
+
+    return torch.compile(_into_gradient_to_fuse) if has_triton() else None
+
+
+class _BlockwiseNLL(torch.autograd.Function):
+    """The summed nll of targets [N], one block of the vocabulary at a time.
+
+    Takes hidden [N, C], weight [V, C], and bias [V] or None, and what each target counts. Where a mesh is given they
+    are this rank's shard of the vocabulary, and targets are counted from its first.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, mesh: _Mesh
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shares: Tensor,
+        cap: float | None,
+        mesh: _Mesh,
     ) -> Tensor:
         sums, chosen = [], torch.zeros(len(targets), 1, device=hidden.device)
-        for block in _blocks(len(weight), len(targets)):
+        for block in _blocks(len(weight), hidden):
             logits, column, inside = _logits(hidden, weight, bias, targets, cap, block)
             sums.append(logits.logsumexp(1))
             chosen = torch.where(inside, logits.gather(1, column), chosen)
@@ -181,19 +258,20 @@ class _BlockwiseNLL(torch.autograd.Function):
             highest = all_reduce(log_total, mesh, dist.ReduceOp.MAX)
             log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
             chosen = all_reduce(chosen, mesh)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total)
+        ctx.save_for_backward(hidden, weight, bias, targets, shares, log_total)
         ctx.softcap = cap
-        return (log_total - chosen[:, 0]).sum()
+        return ((log_total - chosen[:, 0]) * shares).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_total = ctx.saved_tensors
+        hidden, weight, bias, targets, shares, log_total = ctx.saved_tensors
+        incoming = shares[:, None].to(incoming.dtype) * incoming
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias else None
-        for block in _blocks(len(weight), len(targets)):
+        for block in _blocks(len(weight), hidden):
             logits, column, inside = _logits(hidden, weight, bias, targets, ctx.softcap, block)
             scale = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
             grad = logits.sub_(log_total[:, None]).exp_()  # the probabilities
@@ -206,12 +284,16 @@ class _BlockwiseNLL(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight[block] = grad.T @ hidden
         grad_hidden = grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _blocks(vocabulary: int, tokens: int) -> list[slice]:
-    """Return blocks of the vocabulary whose logits for so many tokens number about ``_BLOCK``."""
-    rows = max(_BLOCK // max(tokens, 1) // _ROWS, 1) * _ROWS
+def _limits(hidden: Tensor) -> _Limits:
+    return _LIMITS.get(hidden.device.type, _LIMITS["cpu"])
+
+
+def _blocks(vocabulary: int, hidden: Tensor) -> list[slice]:
+    """Return blocks of the vocabulary whose logits for ``hidden`` [N, C] are about as many as may be at a time."""
+    rows = max(_limits(hidden).block // max(len(hidden), 1) // _ROWS, 1) * _ROWS
     return [slice(start, min(start + rows, vocabulary)) for start in range(0, vocabulary, rows)]
 
 

@@ -17,7 +17,6 @@ from llmtrain.config import Config, did_you_mean, flag, require, require_at_leas
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.errors import UserError, hub_said
-from llmtrain.models.attention import hasten_transformers
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
 from llmtrain.models.streaming import drawn, load_buffers, stored
@@ -162,7 +161,6 @@ def _build(
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    hasten_transformers()
     name, trust = config.model_name_or_path, {"trust_remote_code": config.trust_remote_code}
     options = {"dtype": dtype, **trust}
     if config.attn_implementation:

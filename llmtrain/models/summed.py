@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
-from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of
+from llmtrain.models.attention import NAME, Documents, register
+from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of, trained_positions
 from llmtrain.parallel.mesh import reshard
 
 if TYPE_CHECKING:
@@ -37,25 +39,39 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
     vocabulary: int = 0
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None, **others: object
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        trained: Tensor | None = None,
+        **others: object,
     ) -> "Tensor | ModelOutput":
         """Return the summed nll in nats of ``input_ids`` [B, T] for ``labels`` [B, T], which are not shifted.
 
-        Documents whose ``position_ids`` [B, T] restart do not see each other. Without labels, return what the model's
-        own class does.
+        Documents whose ``position_ids`` [B, T] restart do not see each other. What :meth:`prepare` has found on the
+        host is not looked for on the device. Without labels, return what the model's own class does.
         """
         own, head = super().forward, _head_of(self)
         if labels is None:
+            others |= {} if documents is None else {"documents": documents}
             output: ModelOutput = own(input_ids=input_ids, position_ids=position_ids, **others)
             return output
         positions = None if position_ids is None else inputs_of(position_ids)
-        # a cache, or a mask, would keep transformers from seeing where documents end
-        arguments = {"input_ids": inputs_of(input_ids), "position_ids": positions, "use_cache": False}
+        arguments, targets = _arguments(self, inputs_of(input_ids), positions, documents), targets_of(labels)
         if self.head_is_linear and head is not None:
             hidden = self.base_model(**arguments).last_hidden_state
-            nll: Tensor = head(hidden, targets_of(labels), softcap_of(self))
+            nll: Tensor = head(hidden.view(*targets.shape, -1), targets, softcap_of(self), trained)
             return nll
-        return summed_nll(own(**arguments).logits, targets_of(labels))
+        return summed_nll(own(**arguments).logits.view(*targets.shape, -1), targets)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Return where documents begin in a micro-batch on the host, and which of its targets are trained."""
+        on_gpu, found = self.device.type == "cuda", Batch()
+        if "position_ids" in batch:
+            found["documents"] = Documents.of(inputs_of(batch["position_ids"]), on_gpu)
+            found["trained"] = trained_positions(batch["labels"], on_gpu)
+        return found
 
     def flops_per_token(self) -> int:
         """Return the operations of forward and backward: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
@@ -80,12 +96,18 @@ class SummedHead(Module):
 
     own_class: ClassVar[type]
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        softcap: float | None = None,
+        trained: Tensor | None = None,
+    ) -> Tensor:
         """Return the summed nll of ``hidden`` [B, T, C] for ``targets`` [B, T] (shifted); without them, logits."""
         weight, bias = linear_parts(self)
         assert weight is not None
         if targets is not None:
-            return linear_nll(hidden, weight, targets, bias, softcap)
+            return linear_nll(hidden, weight, targets, bias, softcap, trained)
         logits: Tensor = linear_logits(hidden, weight, bias) if isinstance(weight, DTensor) else super().forward(hidden)
         return logits
 
@@ -104,6 +126,26 @@ def summed(model: "PreTrainedModel", row_length: int) -> SummedLoss:
     return model
 
 
+def _arguments(
+    model: SummedLoss, ids: Tensor, positions: Tensor | None, documents: Documents | None
+) -> dict[str, object]:
+    """Return what a model's own ``forward`` is called with, on whole rows: without a cache."""
+    if documents is None and positions is not None:
+        documents = Documents.of(positions.cpu(), ids.is_cuda).to(ids.device)
+    arguments: dict[str, object] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    kind = model.config._attn_implementation or ""
+    if kind == NAME:  # a mask of four dimensions, without memory, keeps transformers from looking for documents
+        sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
+        arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
+        arguments["documents"] = documents or Documents()
+    elif kind.startswith("flash") and documents is not None:  # which wants rows laid end to end
+        assert positions is not None
+        borders = {f"cu_seq_lens_{one}": documents.borders for one in "qk"}
+        longest = {f"max_length_{one}": ids.shape[1] for one in "qk"}
+        arguments |= {"input_ids": ids.reshape(1, -1), "position_ids": positions.reshape(1, -1), **borders, **longest}
+    return arguments
+
+
 def _in_front(mixin: type, module: nn.Module) -> type:
     kind = type(module)
     return type(kind.__name__, (mixin, kind), {"own_class": kind})
@@ -120,12 +162,32 @@ def probe(model: SummedLoss) -> None:
     Raises :class:`UserError` where earlier tokens see later ones: it is no causal LM.
     """
     with _trying(model):
+        _choose_attention(model)
         model.head_is_linear = _head_is_linear(model)
         ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
         other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
         if _differ(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
             kind = model.own_class.__name__
             raise UserError(f"{kind} lets tokens see the ones that follow: it is no causal language model.")
+
+
+def _choose_attention(model: SummedLoss) -> None:
+    """Give a model the attention of this package, where that computes what transformers' own does."""
+    config, own = model.config, model.config._attn_implementation
+    windows = [getattr(config.get_text_config(), name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if own != "sdpa" or any(window and window < model.row_length for window in windows):
+        return
+    register()
+    ids, _, positions, _ = _packed(model)
+    try:
+        expected = [_logits(model, ids), _logits(model, ids, positions)]
+        config._attn_implementation = NAME
+        found = [_logits(model, ids), _logits(model, ids, positions)]
+        if not any(map(_differ, found, expected)):
+            return
+    except (TypeError, ValueError, RuntimeError):  # it takes no position_ids, or does not hand on what it is given
+        pass
+    config._attn_implementation = own
 
 
 def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
@@ -159,16 +221,10 @@ def leaks(model: SummedLoss) -> bool:
 
     It is tried on rows with their border at different places, which some attention looks for in a single row only.
     """
-    length = max(_probe_length(model) // 2, 1)
     with _trying(model):
-        ids, other = _tokens(model, 4, 2 * length).chunk(2)
-        borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
-        places = torch.arange(2 * length, device=ids.device)[None]
-        second = places >= borders
-        positions = torch.where(second, places - borders, places)
-        changed = torch.where(second, ids, other)
+        ids, changed, positions, second = _packed(model)
         try:
-            one, two = (_logits(model, rows, position_ids=positions)[second] for rows in (ids, changed))
+            one, two = (_logits(model, rows, positions)[second] for rows in (ids, changed))
         except TypeError:  # it takes no position_ids
             return True
         unpacked = (_logits(model, ids)[second] - _logits(model, changed)[second]).abs().max()
@@ -212,7 +268,8 @@ def _trying(model: SummedLoss) -> Iterator[None]:
     """Without dropout, gradients or autocast, whose rounding would hide what is looked for."""
     training, _ = model.training, model.train(False)
     try:
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        flash = (model.config._attn_implementation or "").startswith("flash")  # which refuses float32
+        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=flash):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
         raise UserError(f"{model.own_class.__name__} cannot be trained here: {first_line(error)}") from None
@@ -221,9 +278,20 @@ def _trying(model: SummedLoss) -> Iterator[None]:
         model.train(training)
 
 
-def _logits(model: SummedLoss, ids: Tensor, **arguments: Tensor) -> Tensor:
-    logits: Tensor = model(ids, use_cache=False, **arguments).logits
-    return logits
+def _logits(model: SummedLoss, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Return logits [B, T, V] as training computes them."""
+    logits: Tensor = model(**_arguments(model, ids, positions, None)).logits
+    return logits.view(*ids.shape, -1)
+
+
+def _packed(model: SummedLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows of two documents, the same with others for the first, their positions, and where the second is."""
+    length = max(_probe_length(model) // 2, 1)
+    ids, other = _tokens(model, 4, 2 * length).chunk(2)
+    borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
+    places = torch.arange(2 * length, device=ids.device)[None]
+    second = places >= borders
+    return ids, torch.where(second, ids, other), torch.where(second, places - borders, places), second
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The time of each process by phase, and who keeps the others waiting. Cheap, and always on.
 
-Processes meet twice in an update: to count its tokens, and to add their gradients. Whoever is late there makes the
-others wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.
+Processes meet in an update: to count its tokens, and to add their gradients. Whoever is late there makes the others
+wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.
 """
 
 import statistics
@@ -22,10 +22,11 @@ PHASES = {  # of an update, in their order, as a person calls them
     "forward": "forward",
     "backward": "backward",
     "exchange": "the sum of gradients",
+    "norm": "the norm of the gradient",  # to read it the host waits for its device, and that for the others
     "optimizer": "optimizer",
     "other": "other",
 }
-MEETINGS = ("count", "exchange")
+MEETINGS = ("count", "exchange", "norm")
 OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
 _INSIDE = ("count", "forward", "backward", "exchange")  # of an update; a model's passes elsewhere are not its
 _WORTH_SAYING = 0.2  # of an update's time
@@ -123,7 +124,7 @@ class Phases:
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Begin ``phase`` on the main thread, after ``step`` updates."""
-        if phase == "optimizer" and self._last is not None:
+        if phase == "norm" and self._last is not None:
             for hook in self._hooks:
                 hook.remove()
             _when_accumulated(self._last, self._all_gradients_are_here)

@@ -7,6 +7,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import local_shard, sharding_of, shards_over
 
+_AT_ONCE = 1 << 22  # numbers, for each of which 24 bytes are needed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -16,17 +17,20 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
     It also changes when two values change places. The values' bits, as integers, are summed with odd
     weights that grow along the tensor, modulo 2**64.
     """
-    sums = []
-    for parameter in model.parameters():
-        if parameter.is_meta:  # another process holds it
-            sums.append(torch.zeros((), dtype=torch.int64))
-            continue
-        value = local_shard(parameter).contiguous()
-        bits = value.view(_INTEGERS[value.element_size()]).flatten().to(torch.int64)
-        bits = bits ^ (bits >> 32)  # or two flipped signs of float64 would cancel out
-        weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # none of an empty shard
-        sums.append((bits * weights).sum())
-    return torch.stack(sums)
+    found = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    sums = {parameter: _weighted_sum(local_shard(parameter)) for parameter in found}
+    absent = torch.zeros_like(next(iter(sums.values())))  # of what another process holds
+    return torch.stack([sums.get(parameter, absent) for parameter in model.parameters()])
+
+
+def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_ONCE):
+        some = bits[start : start + _AT_ONCE].to(torch.int64)
+        some = some ^ (some >> 32)  # or two flipped signs of float64 would cancel out
+        total += (some * (2 * torch.arange(start, start + len(some), device=bits.device) + 1)).sum()
+    return total
 
 
 def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:

@@ -164,7 +164,7 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     """
     if meshes.model_parallel_size(accelerator) == 1:
         before: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
-        return before
+        return before.full_tensor() if isinstance(before, DTensor) else before
     shards = {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     norm = _norm_of_shards(accelerator, model, shards)
     scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula

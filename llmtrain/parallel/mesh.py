@@ -41,7 +41,7 @@ class Sharding:
         """The name of the method, for a person."""
         matrices = f"tensor parallelism ({self.tensor})" if self.tensor > 1 else ""
         stages = f"{self.stages} stages" if self.stages > 1 else ""
-        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 else "", matrices, stages]))
+        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 or self.together == 1 else "", matrices, stages]))
 
     @property
     def layout(self) -> str:
@@ -109,7 +109,7 @@ def data_parallel_rank(accelerator: Accelerator) -> int:
 
 def gather_rows(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
     """Gather what all ranks have of their rows, in rank order, the same rows once. All ranks call this."""
-    everyone: torch.Tensor = accelerator.gather(tensor[None])
+    everyone: torch.Tensor = accelerator.gather(tensor[None].to(accelerator.device))
     return everyone[:: model_parallel_size(accelerator)].flatten(0, 1)
 
 
@@ -135,8 +135,8 @@ def shards_over(tensor: torch.Tensor) -> dict[str, int]:
     """Return the dimensions of the mesh that ``tensor`` is sharded over, and into how many shards."""
     if not isinstance(tensor, DTensor):
         return {}
-    names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements
-    sizes = zip(names, tensor.device_mesh.shape, placements, strict=True)
+    mesh = tensor.device_mesh
+    sizes = zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, tensor.placements, strict=True)
     return {name: size for name, size, placement in sizes if not placement.is_replicate()}
 
 
@@ -284,7 +284,8 @@ class Spread(NamedTuple):
             dist.send(full.contiguous(), rank)
             return None
         if here == rank != holder:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype)
+            device = next((one.device for one in self.tensors.values() if not one.is_meta), None)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             dist.recv(full, holder)
         return full
 

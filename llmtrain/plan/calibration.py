@@ -29,7 +29,7 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
     found = Compute(
         _slowest(phases, "forward") / rows,
         _slowest(phases, "backward") / rows,
-        optimizer=_slowest(phases, "optimizer"),
+        optimizer=_slowest(phases, "norm", "optimizer"),
         other=_slowest(phases, "data", "other"),
     )
     if processes == 1 or gpus() >= processes:

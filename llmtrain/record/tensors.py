@@ -23,6 +23,8 @@ from llmtrain.record.team import ALONE, Team
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
 _READ = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
 
+_STAGE_BYTES = 1 << 26  # of each of two buffers between a GPU and the disk
+
 _DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}  # torch need not have all of them
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Header = tuple[str, torch.Size, torch.dtype]
@@ -106,11 +108,37 @@ def _blocks(share: Share) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for name, whole in share.wholes():
-        for tensor in share.published(name, whole.cpu()).values():
-            flat = tensor.contiguous().flatten()
-            if flat.numel():
-                yield flat.view(torch.uint8).numpy().data
+    written = (tensor for name, whole in share.wholes() for tensor in share.published(name, whole).values())
+    flat = (tensor.detach().contiguous().flatten() for tensor in written if tensor.numel())
+    yield from _bytes_of(tensor.view(torch.uint8) for tensor in flat)
+
+
+def _bytes_of(tensors: Iterator[torch.Tensor], staged: bool | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of tensors [N] of bytes; ``staged``, by default those on a GPU, go through pinned memory.
+
+    What is next is on its way into one of two buffers while the other is hashed and written.
+    """
+    buffers: list[torch.Tensor] = []
+    coming: tuple[torch.Tensor, torch.Event | None] | None = None
+
+    def arrived() -> Iterator[memoryview]:
+        if coming is not None:
+            buffer, copied = coming
+            if copied is not None:
+                copied.synchronize()
+            yield buffer.numpy().data
+
+    for tensor in tensors:
+        if not (tensor.is_cuda if staged is None else staged):
+            yield tensor.cpu().numpy().data
+            continue
+        buffers = buffers or [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
+        for piece in torch.split(tensor, _STAGE_BYTES):
+            buffer = buffers[0][: len(piece)].copy_(piece, non_blocking=True)
+            event = torch.cuda.current_stream().record_event() if piece.is_cuda else None
+            yield from arrived()
+            coming, buffers = (buffer, event), buffers[::-1]
+    yield from arrived()
 
 
 def headers(folder: Path) -> list[Header]:

@@ -10,7 +10,6 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
-from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import block_classes
 
 _WORTH_SECONDS = 300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
@@ -39,7 +38,7 @@ def choose(
         if failure:
             raise UserError(f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.")
         return True
-    if is_sharded(accelerator) or accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
+    if accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
         return False
     eager = _seconds(accelerator, model, batch)
     if eager * passes < _WORTH_SECONDS:
@@ -66,14 +65,15 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _compile(model: nn.Module) -> None:
-    for block in _blocks(model):
-        block.compile(dynamic=False)
+def _compile(model: nn.Module, backend: str = "inductor") -> None:
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks where a bucket of gradients ends
+    for block in _blocks(model):  # without the hooks around it, which are FSDP's
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
 
 
 def _uncompile(model: nn.Module) -> None:
     for block in _blocks(model):
-        block._compiled_call_impl = None
+        vars(block).pop("forward", None)
 
 
 def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
@@ -99,7 +99,8 @@ def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """Run a forward and a backward pass, and undo what they leave behind."""
-    with torch.random.fork_rng(), accelerator.no_sync(model):
+    own = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(own), accelerator.no_sync(model):
         nll = model(**batch)
         accelerator.backward(nll * 0.0)
     nll.item()

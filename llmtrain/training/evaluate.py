@@ -29,6 +29,7 @@ def evaluate(
     """
     model.eval()
     plain = accelerator.unwrap_model(model)
+    device = "cpu" if accelerator.device.type == "mps" else accelerator.device  # which has no float64
     sums: dict[str, torch.Tensor] = {}  # by name [2]: a sum, and what it is divided by
     for window in windows:
         for batch in window.batches:
@@ -38,15 +39,15 @@ def evaluate(
                 raise UserError(
                     f"a metric must have the same names for every batch, not {sorted(sums)} and {sorted(found)}."
                 )
-            for name, pair in found.items():
-                values = torch.tensor([float(number) for number in pair], dtype=torch.float64)
+            for name, pair in found.items():  # added up where they are: to read each would wait for the device
+                values = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in pair])
                 sums[name] = sums[name] + values if name in sums else values
     reshard(model)
     model.train()
     names = sorted(sums)  # the first of which is the loss's, ""
     total = torch.stack([sums[name] for name in names])
-    if accelerator.num_processes > 1:  # not on a lone MPS device, which has no float64
-        total = accelerator.reduce(total.to(accelerator.device), reduction="sum") / model_parallel_size(accelerator)
+    if accelerator.num_processes > 1:
+        total = accelerator.reduce(total, reduction="sum") / model_parallel_size(accelerator)
     (nll, tokens), *others = total.tolist()
     loss = nll / max(tokens, 1)
     more = zip(names[1:], others, strict=True)

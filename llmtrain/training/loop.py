@@ -4,7 +4,8 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from llmtrain.config import require
 from llmtrain.console import say
-from llmtrain.contract import Batch, Due, Facts, Forward, ForwardBackward, Metric, Observer, Update, Window
+from llmtrain.contract import Due, Facts, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
 from llmtrain.observe.preview import preview
@@ -60,27 +61,27 @@ def train(
     forward_backward, forward = _passes(run, model, enter)
     timing = Timing(run, model)
     observers += observers_of(Training(run, model, optimizer, held_out, forward, metric, enter, timing))
-    agree = functools.partial(_mean_norm, run, enter) if alone > 1 else None
+    # each rank has a gradient of its own: what is not finite on one is not finite on all
+    agree = functools.partial(accelerator.reduce, reduction="mean") if alone > 1 else None
     with contextlib.ExitStack() as around:
         for observer in observers:
             around.enter_context(observer.around())
         for observer in observers:
             observer.begin()
         model.train()
-        for window in _windows(batches, enter):
+        for window in _windows(accelerator, batches, enter):
             for observer in observers:
                 observer.before_update(window)
             share = run.step * data_parallel_size(accelerator) + rank
             torch.manual_seed(key_of(s.loop.seed, share) >> 1)  # for the dropout of models that take no keys
-            enter("count")
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(run.step, s.optim)
             stop = any([run.wants_to_stop(), *(observer.wants_to_stop() for observer in observers)])
-            limit = s.optim.max_grad_norm
-            update = train_step(accelerator, model, optimizer, window.batches, limit, forward_backward, stop, agree)
+            how = s.optim.max_grad_norm, forward_backward, stop, agree, enter
+            update = train_step(accelerator, model, optimizer, window.batches, *how)
             _count_skipped(run, window, update)
             run.step += 1
-            run.tokens += int(update.tokens)
+            run.tokens += update.tokens
             enter("other")
             due = Due(run.step, run.step == s.optim.max_steps, alone, update.stop)
             for observer in observers:
@@ -92,15 +93,20 @@ def train(
         run.end(model)
 
 
-def _windows(batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator[Window]:
-    """Yield the windows; waiting for each is a phase."""
+def _windows(accelerator: Accelerator, batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator[Window]:
+    """Yield the windows; waiting for each is a phase. The next is made, and sent to the device, on another thread."""
+    device = accelerator.device
+    on_it = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     iterator = iter(batches)
-    while True:
-        enter("data")
-        window = next(iterator, None)
-        if window is None:
-            return
-        yield window
+    with ThreadPoolExecutor(1, "windows", on_it) as ahead:
+        coming = ahead.submit(next, iterator, None)
+        while True:
+            enter("data")
+            window = coming.result()
+            if window is None:
+                return
+            coming = ahead.submit(next, iterator, None)
+            yield window
 
 
 def _count_skipped(run: Run, window: Window, update: Update) -> None:
@@ -135,21 +141,7 @@ def _passes(run: Run, model: nn.Module, enter: Callable[[str], None]) -> tuple[F
         say("gradients", f"{held}; --sync_each_batch holds this process's shard")
     reduce: Literal["never", "each", "once"] = "each" if parallel.sync_each_batch else "once"
     compute = method or Accumulation(accelerator, model, "never" if parallel.sync_every > 1 else reduce)
-
-    def forward_backward(batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        nll = compute(batches, tokens)
-        enter("optimizer")
-        return nll
-
-    return forward_backward, method.forward if method is not None else None
-
-
-def _mean_norm(run: Run, enter: Callable[[str], None], norm: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the ranks, each with a gradient of its own: not finite on one is not finite on all."""
-    enter("exchange")
-    mean: torch.Tensor = run.accelerator.reduce(norm, reduction="mean")
-    enter("optimizer")
-    return mean
+    return compute, method.forward if method is not None else None
 
 
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:

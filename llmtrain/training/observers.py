@@ -58,7 +58,7 @@ class Timing(Observer):
         self.phases.at(phase, self.run.step)
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        self.throughput.add(int(update.tokens), window.positions)
+        self.throughput.add(update.tokens, window.positions)
         self.progress.advance()
 
     def end(self) -> None:
@@ -129,8 +129,9 @@ class GettingReady(_Watching):
             return
         self.ready = True
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
+        wanted = loop.torch_compile or ("auto" if run.accelerator.device.type == "cuda" else "never")
         # times differ between layouts, so with --bitwise they choose nothing
-        wanted = "never" if loop.bitwise and loop.torch_compile == "auto" else loop.torch_compile
+        wanted = "never" if loop.bitwise and wanted == "auto" else wanted
         passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
@@ -216,9 +217,9 @@ class Readings(_Watching):
         accelerator = self.accelerator
         same = model_parallel_size(accelerator)
         nll = accelerator.reduce(update.nll, reduction="sum") / same
-        content = accelerator.reduce(window.content, reduction="sum") // same
+        content = accelerator.reduce(window.content.to(accelerator.device), reduction="sum") // same
         return {
-            "train/loss": float(nll / update.tokens.clamp(min=1)),
+            "train/loss": float(nll / max(update.tokens, 1)),
             "train/grad_norm": update.grad_norm,
             "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
             "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],

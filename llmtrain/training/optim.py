@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.config import Config, flag, require, require_at_least
+from llmtrain.parallel.ddp import DDPHandler
+from llmtrain.parallel.mesh import sharding_of
 from llmtrain.training.muon import Muon
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
@@ -77,8 +79,15 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
     if not hidden:
         return adamw
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    muon = Muon(hidden, config.learning_rate, config.weight_decay, config.adam_beta1, dtype)
+    muon = Muon(hidden, config.learning_rate, config.weight_decay, config.adam_beta1, dtype, _may_share(accelerator))
     return MuonBesideAdamW(muon, adamw)
+
+
+def _may_share(accelerator: Accelerator) -> bool:
+    """Return whether all ranks have the same gradients, and may compute updates in other groups on other layouts."""
+    handler, sharding = accelerator.ddp_handler, sharding_of(accelerator)
+    alone = not isinstance(handler, DDPHandler) or handler.bitwise or handler.config.sync_every > 1
+    return not alone and (sharding is None or sharding.stages == 1)
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:

@@ -26,11 +26,10 @@ def row_losses(
     compute = forward or accelerator.unwrap_model(model, keep_torch_compile=False)
     with torch.random.fork_rng(devices):
         mine = [
-            compute(**{name: column[place : place + 1] for name, column in batch.items()})
-            for batch in window.batches
-            for place in range(len(batch["labels"]))
+            compute(**{name: column[place : place + 1] for name, column in window.columns.items()})
+            for place in range(len(window.rows))
         ]
-    ids = torch.cat([batch["input_ids"] for batch in window.batches])[:, :_TOKENS].contiguous()
+    ids = window.columns["input_ids"][:, :_TOKENS].contiguous()
     sums = torch.stack([nll.float().reshape(()) for nll in mine])
     columns = [gather_rows(accelerator, column).tolist() for column in (window.rows, window.targets, sums, ids)]
     return [

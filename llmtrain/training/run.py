@@ -312,11 +312,11 @@ def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built
 
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    here = [torch.zeros(()) if p.is_meta else local_shard(p) for p in parameters.values()]
-    bad = torch.stack([(~torch.isfinite(values)).any() for values in here])
+    parameters, device = dict(model.named_parameters()), accelerator.device  # of those of other stages there is nothing
+    here = [torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()]
+    bad = torch.stack([(~torch.isfinite(values)).any().to(device) for values in here])
     if accelerator.is_fsdp2:  # each rank has seen its shard
-        bad = accelerator.reduce(bad.to(accelerator.device, torch.int32), reduction="sum")
+        bad = accelerator.reduce(bad.int(), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):
         if found:
             raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")

@@ -38,9 +38,10 @@ class LoopConfig(Config):
     bitwise: bool = flag(
         False, "add gradients in one fixed order: 1, 2, 4, ... processes give the same bits, slower", acts="layout"
     )
-    torch_compile: Literal["auto", "always", "never"] = flag(
-        "never",
-        "compile the model's blocks; auto: where the run is long enough and gains by it, and not with --bitwise",
+    torch_compile: Literal["auto", "always", "never"] | None = flag(
+        None,
+        "compile the model's blocks; auto, the default on a GPU: where the run is long enough and gains by it, and not "
+        "with --bitwise",
         acts="layout",
     )
     dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")

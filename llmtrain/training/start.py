@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from llmtrain.console import say
-from llmtrain.contract import Built, TakesColumns
+from llmtrain.contract import Built, PreparesBatches, TakesColumns
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.rows import Tokenized
 from llmtrain.launching.accelerator import start_accelerator
@@ -57,6 +57,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
     """Return the windows to train on, from the run's step on, and those held out, for ``accelerator.prepare``."""
     s, rows, model = run.settings, run.rows, run.built.model
     keyed = isinstance(model, TakesColumns) and "dropout_keys" in model.columns
+    prepare = model.prepare if isinstance(model, PreparesBatches) else None
     batches = train_loader(
         rows.train,
         s.data.global_batch_size,
@@ -65,7 +66,10 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         None if rows.in_order else s.loop.seed,
         s.loop.seed if keyed else None,
         rows.mixture,
+        prepare,
     )
     if rows.eval is None and s.loop.eval_steps:
         say("held out", "no rows, so that nothing is evaluated")
-    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch) if rows.eval else None
+    if rows.eval is None:
+        return batches, None
+    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare)

@@ -25,32 +25,42 @@ def train_step(
     forward_backward: ForwardBackward | None = None,
     stop: bool = False,
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> Update:
     """Make one update with the gradient of the mean loss over all trained tokens of the global batch.
 
     Where that gradient is not finite, no rank makes one. Each backward pass adds the gradient of a micro-batch's *sum*,
-    divided by the token count of the whole batch.
+    divided by the token count of the whole batch. The host waits for the device once, to read the norm.
 
     Args:
         forward_backward: of a parallel method that owns the passes; else gradients are accumulated, reduced once.
         stop: whether this rank was asked to stop; the ranks tell each other with the token count.
         agree: where each rank has a gradient of its own: turns its norm into one that is finite only if all are.
+        enter: is called with the name of each phase that begins.
     """
+    enter("count")
     tokens, stops = count_tokens(accelerator, batches, stop)
     nll = (forward_backward or Accumulation(accelerator, model))(batches, tokens)
+    enter("norm")
     norm = clip_grad_norm(accelerator, model, max_grad_norm)
-    grad_norm = float(agree(norm) if agree is not None else norm)
+    norm = agree(norm) if agree is not None else norm
+    wide = torch.float32 if norm.device.type == "mps" else torch.float64  # which holds any count
+    grad_norm, counted, stopped = torch.stack([one.to(tokens.device, wide) for one in (norm, tokens, stops)]).tolist()
+    enter("optimizer")
     if math.isfinite(grad_norm) or accelerator.scaler is not None:  # fp16's scaler skips, and lowers its scale
         optimizer.step()
     optimizer.zero_grad()
-    return Update(nll, tokens, grad_norm, stops)
+    return Update(nll, int(counted), grad_norm, stopped > 0)
 
 
-def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, bool]:
-    """Count the trained tokens of the global batch, after the shift; and, in the same all-reduce, the votes to stop."""
+def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count the trained tokens of the global batch, after the shift; and, in the same all-reduce, the votes to stop.
+
+    Both are int64 scalars on the device.
+    """
     mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
-    tokens, stops = accelerator.reduce(torch.stack([mine, mine.new_tensor(int(stop))]), reduction="sum")
-    return tokens // model_parallel_size(accelerator), bool(stops)
+    tokens, stops = accelerator.reduce(torch.stack([mine, torch.full_like(mine, stop)]), reduction="sum")
+    return tokens // model_parallel_size(accelerator), stops
 
 
 class Accumulation:

@@ -248,3 +248,15 @@ def test_a_fingerprint_is_that_of_the_rows_in_any_order_and_of_no_others() -> No
     shifted = np.concatenate([rows[:, 1:], rows[:, :1]], axis=1)
     assert fingerprint(shifted) != whole
     assert fingerprint(rows[:0]) == 0
+
+
+def test_a_window_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stays() -> None:
+    def prepare(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"odd": batch["input_ids"][:, 0] % 2}
+
+    window = Collate(2, dropout_seed=1, prepare=prepare)(items(5))
+    sent = window.to(torch.device("meta"))
+    for batch, same in zip(sent.batches, window.batches, strict=True):
+        assert batch.keys() == same.keys() == {"input_ids", "labels", "dropout_keys", "odd"}
+        assert all(column.is_meta and column.shape == same[name].shape for name, column in batch.items())
+    assert not any(one.is_meta for one in (sent.rows, sent.targets, sent.content))

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from llmtrain.models import attention
-from llmtrain.models.attention import causal_attention, hasten_transformers
+from llmtrain.models.attention import Documents, causal_attention, register
 
 LENGTHS = [1, 63, 64, 65, 200]  # a block has 64 queries
 
@@ -86,12 +85,13 @@ class Module:
     is_causal = True
 
 
-def packed(length: int, *borders: int) -> torch.Tensor:
-    """Documents that begin at ``borders`` in the first row, and a little later in the second; [B, 1, T, T]."""
-    places = torch.arange(length)
-    rows = [sum((places >= border + shift).int() for border in borders or [length // 3]) for shift in (0, 5)]
-    document = torch.stack([row * torch.ones(length) for row in rows])
-    return ((document[:, :, None] == document[:, None]) & torch.ones(length, length).tril().bool())[:, None]
+def positions_of(length: int, *borders: int) -> torch.Tensor:
+    """Of documents that begin at ``borders`` in the first row, and a little later in the second; [B, T]."""
+    places, rows = torch.arange(length), []
+    for shift in (0, 5):
+        begins = torch.tensor([0, *(border + shift for border in borders)])
+        rows.append(places - begins[torch.searchsorted(begins, places, right=True) - 1])
+    return torch.stack(rows)
 
 
 @pytest.fixture
@@ -99,69 +99,79 @@ def theirs_and_ours() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    hasten_transformers()
-    hasten_transformers()
-    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
+    register()
+    register()
+    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS[attention.NAME]
 
 
-MASKS = {"text": None, "packed": packed(130), "many": packed(200, 60, 128, 140), "alike": packed(130)[:1]}
+PACKED = {"text": None, "packed": positions_of(130, 43), "many": positions_of(200, 60, 128, 140)}
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("positions", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_transformers_models_compute_what_they_computed(theirs_and_ours, mask, heads: int, rows: int) -> None:
-    length = 130 if mask is None else mask.shape[-1]
-    module = Module()
+def test_transformers_models_compute_what_they_computed(
+    theirs_and_ours, positions: torch.Tensor | None, heads: int, rows: int
+) -> None:
+    length = 130 if positions is None else positions.shape[-1]
+    module, documents = Module(), Documents() if positions is None else Documents.of(positions[:rows])
     module.num_key_value_groups = 3 // heads
 
-    def attend(function: Callable[..., Any]) -> Attention:
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            seen = None if mask is None else mask[:rows]
-            return function(module, q[:rows], k[:rows, :heads], v[:rows, :heads], seen, scaling=0.2)[0]
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        some = q[:rows], k[:rows, :heads], v[:rows, :heads]
+        return theirs_and_ours[1](module, *some, None, documents=documents, scaling=0.2)[0]
 
-        return run
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        some = q[:rows], k[:rows, :heads], v[:rows, :heads]
+        return theirs_and_ours[0](module, *some, documents.mask(), scaling=0.2)[0]
 
-    graph = attend(theirs_and_ours[1])(*(part.requires_grad_() for part in inputs(length))).grad_fn
+    graph = ours(*(part.requires_grad_() for part in inputs(length))).grad_fn
     while type(graph).__name__ != "_BlockwiseBackward":
         graph = graph.next_functions[0][0]  # to the end, if transformers' own has computed it
-    found, expected = (outcome(attend(function), inputs(length)) for function in reversed(theirs_and_ours))
+    found, expected = (outcome(function, inputs(length)) for function in (ours, theirs))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 3])
+def test_flex_attention_computes_the_same(heads: int) -> None:  # its reference: a CPU has no backward
+    q, k, v = (part[:, : heads if i else 3] for i, part in enumerate(inputs(200, torch.float32)))
+    documents = Documents.of(PACKED["many"])
+    found = attention._flex(q, k, v, 0.2, documents)
+    mask = documents.mask()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
-    mask = packed(200, 60, 128, 140)
-    known = WeakTensorKeyDictionary()
-    blocks = attention._blocks_of(mask, known)
+    blocks = Documents.of(positions_of(200, 60, 128, 140)).blocks
     assert blocks[0] == (slice(0, 2), slice(0, 64), slice(0, 64))  # alike in both rows
     seen = {(row, queries.start): keys for rows, queries, keys in blocks for row in range(rows.start, rows.stop)}
     assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
     assert [seen[1, start].start for start in (0, 64, 128, 192)] == [0, 0, 64, 128]  # documents begin 5 later
     assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]
-    assert attention._blocks_of(mask, known) is blocks
-    del mask
-    assert not known
+
+
+def test_borders_have_shapes_that_recur_on_a_gpu() -> None:
+    positions = positions_of(200, 60, 128, 140)
+    expected = [0, 60, 128, 140, 200, 265, 333, 345, 400]
+    assert Documents.of(positions).borders.tolist() == expected
+    recurring = Documents.of(positions, on_gpu=True).borders
+    assert recurring.dtype == torch.int32
+    assert recurring.tolist() == expected + [400] * (64 - len(expected))
 
 
 def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
     q, k, v = (part.requires_grad_() for part in inputs(20))
-    sees_all = torch.ones(2, 1, 20, 20, dtype=torch.bool)
-    blind = packed(20).clone()
-    blind[:, :, 3] = False
-    for others in (
-        {"dropout": 0.1},
-        {"is_causal": False},
-        {"attention_mask": sees_all},
-        {"attention_mask": blind},
-        {"attention_mask": torch.zeros(2, 1, 20, 20, dtype=torch.float64)},
-        {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)},
-    ):
+    packed = Documents.of(positions_of(20, 7))
+    for more in ({"dropout": 0.1}, {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)}):
         torch.manual_seed(0)
-        one = theirs_and_ours[0](Module(), q, k, v, **{"attention_mask": None, **others})[0]
+        one = theirs_and_ours[0](Module(), q, k, v, packed.mask(), **more)[0]
         torch.manual_seed(0)
-        other = theirs_and_ours[1](Module(), q, k, v, **{"attention_mask": None, **others})[0]
-        assert torch.equal(one, other), others
+        other = theirs_and_ours[1](Module(), q, k, v, None, documents=packed, **more)[0]
+        assert torch.equal(one, other), more
+    for mask in (None, packed.mask()):  # that somebody else has made
+        assert torch.equal(*(function(Module(), q, k, v, mask)[0] for function in theirs_and_ours))
     last = q[:, :, -1:]  # with the earlier keys from a cache
-    one, other = (function(Module(), last, k, v, None)[0] for function in theirs_and_ours)
-    assert torch.equal(one, other)
+    assert torch.equal(*(function(Module(), last, k, v, None)[0] for function in theirs_and_ours))

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.gpt import GPT, GPTConfig, KeyedDropout, keys_at
 from llmtrain.models.loss import count_targets, summed_nll
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
@@ -103,11 +103,9 @@ def test_dropout_drops_a_row_alike_in_any_batch() -> None:
 
 
 def test_dropout_keeps_its_share_and_its_mean_and_draws_anew_in_every_place() -> None:
-    from llmtrain.models.gpt import KeyedDropout
-
     ones = torch.ones(64, 32, 48)
     keys = torch.arange(64) * 7919
-    first, second = KeyedDropout(0.25, site=0).train()(ones, keys), KeyedDropout(0.25, site=1).train()(ones, keys)
+    first, second = (KeyedDropout(0.25).train()(ones, keys_at(keys, site)) for site in (0, 1))
     for dropped in (first, second):
         assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.005)
         assert float(dropped.mean()) == pytest.approx(1, abs=0.01)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.models import loss
-from llmtrain.models.loss import IGNORED, linear_nll, summed_nll
+from llmtrain.models.loss import IGNORED, linear_nll, padded_size, summed_nll, trained_positions
 
 ROWS = 16  # of the head in a block, in these tests
 WIDTH = 6
@@ -19,14 +19,19 @@ VOCABULARIES = [ROWS - 3, ROWS, ROWS + 1, 5 * ROWS - 2]  # fewer than a block, o
 INCOMING = 0.37
 
 
-@pytest.fixture(autouse=True, params=["held", "blockwise"])
+def limit(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    monkeypatch.setitem(loss._LIMITS, "cpu", loss._LIMITS["cpu"]._replace(**changed))
+
+
+@pytest.fixture(autouse=True, params=["held", "held, a GPU's", "blockwise"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the two ways to compute the loss, the one that the test takes."""
-    monkeypatch.setattr(loss, "_HELD", 10**9 if request.param == "held" else -1)
-    monkeypatch.setattr(loss, "_TILE", 7)
+    """Of the ways to compute the loss, the one that the test takes."""
+    limit(monkeypatch, block=1, held=-1 if request.param == "blockwise" else 10**9, tile=7)
+    if request.param == "held, a GPU's":
+        limit(monkeypatch, tile=10**9)
+        monkeypatch.setattr(loss, "_into_gradient", loss._into_gradient_to_fuse)
     monkeypatch.setattr(loss, "_ROWS", ROWS)
-    monkeypatch.setattr(loss, "_BLOCK", 1)
-    return request.param
+    return str(request.param).partition(",")[0]
 
 
 class Case(NamedTuple):
@@ -140,15 +145,16 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(vocabulary: int, bias:
 @pytest.mark.parametrize("way", ["held", "blockwise"], indirect=True)
 def test_only_few_logits_are_held(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     some = case()
-    monkeypatch.setattr(loss, "_HELD", int((some.targets != IGNORED).sum()) * len(some.weight) - (way == "blockwise"))
+    limit(monkeypatch, held=some.targets.numel() * len(some.weight) - (way == "blockwise"))
     with Operations() as operations:
         linear_nll(*some)
     assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
 
 
 def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "_BLOCK", 10 * 4 * ROWS)
-    sizes = {tokens: [s.stop - s.start for s in loss._blocks(6 * ROWS + 1, tokens)] for tokens in (0, 1, 10, 17, 10**6)}
+    limit(monkeypatch, block=10 * 4 * ROWS)
+    tokens = {count: torch.empty(count, 1, dtype=torch.int8) for count in (0, 1, 10, 17, 10**6)}
+    sizes = {count: [s.stop - s.start for s in loss._blocks(6 * ROWS + 1, some)] for count, some in tokens.items()}
     assert sizes[0] == sizes[1] == [6 * ROWS + 1]
     assert sizes[10] == [4 * ROWS, 2 * ROWS + 1]
     assert sizes[17] == [2 * ROWS] * 3 + [1]  # never more than a block
@@ -163,7 +169,8 @@ def test_what_is_ignored_never_meets_the_head() -> None:
     expected = outcome(whole_logits, some)
     with torch.no_grad():
         some.hidden[ignored] = torch.nan
-    found = outcome(linear_nll, some)
+    positions = trained_positions(F.pad(some.targets, (1, 0)))
+    found = outcome(lambda *arguments: linear_nll(*arguments, positions=positions), some)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert float(found[1][ignored].abs().max()) == 0
 
@@ -296,10 +303,31 @@ def test_all_logits_never_exist(wrapper: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 5 * ROWS - 2])
-def test_a_target_that_is_no_token_is_refused(wrong: int) -> None:
+def test_a_target_that_is_no_token_shows(wrong: int) -> None:
     hidden, weight, targets, _ = case()
-    with pytest.raises(IndexError, match=f"below {len(weight)}"):
-        linear_nll(hidden, weight, targets.index_fill(1, torch.tensor([3]), wrong))
+    assert linear_nll(hidden, weight, targets.index_fill(1, torch.tensor([3]), wrong)).isnan()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_positions_that_are_not_trained_need_not_meet_the_head(softcap: float | None, padded: bool) -> None:
+    some = case(bias=True)
+    labels = F.pad(some.targets, (1, 0))
+    positions = trained_positions(labels, padded)
+    trained = int((some.targets != IGNORED).sum())
+    assert len(positions) == (padded_size(trained) if padded else trained) < some.targets.numel()
+
+    def there(*arguments: Any) -> torch.Tensor:
+        return linear_nll(*arguments, positions=positions)
+
+    for found, expected in zip(outcome(there, some, softcap), outcome(linear_nll, some, softcap), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_of_positions_recur() -> None:
+    sizes = [padded_size(count) for count in range(5000)]
+    assert all(count <= size <= max(64, 1.13 * count) for count, size in enumerate(sizes))
+    assert len(set(sizes)) < 60
 
 
 def test_targets_must_be_one_a_position() -> None:

@@ -28,7 +28,8 @@ def one_update(watched: Phases, model: nn.Module, clock: list[float], seconds: d
     loss.backward()
     watched.at("optimizer")
     clock[0] += seconds["optimizer"] / 2
-    watched.at("exchange")  # of norms, where processes make updates alone
+    watched.at("norm")
+    clock[0] += seconds["norm"]
     watched.at("optimizer")
     clock[0] += seconds["optimizer"] / 2
     watched.at("other", watched.step + 1)
@@ -48,7 +49,7 @@ class Slow(nn.Linear):
 def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(clock: list[float]) -> None:
     model = Slow(clock)
     watched = Phases(Accelerator(cpu=True), model)
-    seconds = {"data": 1.0, "count": 2.0, "backward": 8.0, "optimizer": 16.0, "other": 32.0}
+    seconds = {"data": 1.0, "count": 2.0, "backward": 8.0, "norm": 64.0, "optimizer": 16.0, "other": 32.0}
     for factor in (1, 3):
         one_update(watched, model, clock, {name: value * factor for name, value in seconds.items()})
     watched.at("a save")
@@ -98,9 +99,9 @@ def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float
             model.require_backward_grad_sync = sync
             watched.at("count", step)
             model(torch.ones(1, 2)).sum().backward()
-            watched.at("optimizer")
+            watched.at("norm")
     passes = ["count", "forward", "backward"]
-    assert seen == [*passes, "optimizer", *passes, "exchange", "optimizer"] * 2
+    assert seen == [*passes, "norm", *passes, "exchange", "norm"] * 2
 
 
 def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) -> None:

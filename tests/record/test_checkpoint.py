@@ -9,7 +9,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import Spread
-from llmtrain.record import checkpoint
+from llmtrain.record import checkpoint, tensors
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
 from llmtrain.record.tensors import Share, read_tensors
 from llmtrain.training.optim import OptimConfig, make_optimizer
@@ -166,3 +166,12 @@ def test_too_little_space_is_noticed_before_anything_is_written(
     ):
         save(tmp_path, 20)
     assert checkpoints(tmp_path) == [kept]
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])
+def test_bytes_that_are_staged_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
+    given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size)]
+    parts = [bytes(part) for part in tensors._bytes_of(iter(given), staged=True)]  # before the next
+    assert b"".join(parts) == b"".join(tensor.numpy().tobytes() for tensor in given)
+    assert max(map(len, parts)) <= 64

@@ -113,7 +113,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda"))
     monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 4)
     for name, value in {"device_count": 4, "get_device_name": "H100", "is_bf16_supported": True}.items():
-        monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(here.torch.cuda, "mem_get_info", memory)
     return asked
 

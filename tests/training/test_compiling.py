@@ -1,16 +1,23 @@
 """Whether a model's blocks are compiled, and that nothing else changes by it."""
 
+import functools
 import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.parallel.fsdp import place
 from llmtrain.training import compiling
 from llmtrain.training.compiling import choose, eager_code
 from tests.launching import long_form
+from tests.models.some_rows import SomeRows
 
 IDS = torch.randint(50, (3, 17), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -22,18 +29,14 @@ def gpt() -> GPT:
 
 
 def is_compiled(model: GPT) -> bool:
-    return all(block._compiled_call_impl is not None for block in model.transformer.h)
+    return all("forward" in vars(block) for block in model.transformer.h)
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes no time."""
 
-    def compile_quickly(model: GPT) -> None:
-        for block in model.transformer.h:
-            block.compile(backend="eager")
-
-    monkeypatch.setattr(compiling, "_compile", compile_quickly)
+    monkeypatch.setattr(compiling, "_compile", functools.partial(compiling._compile, backend="eager"))
 
 
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -68,7 +71,7 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
             raise RuntimeError("no C++ compiler\nand more")
 
         for block in model.transformer.h:
-            block._compiled_call_impl = fail
+            block.forward = fail
 
     monkeypatch.setattr(compiling, "_compile", break_blocks)
     monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
@@ -102,12 +105,7 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
 def test_compiled_blocks_compute_what_they_computed(backend: str, accelerator: Accelerator, monkeypatch) -> None:
     eager, model = gpt(), gpt()
     if backend != "inductor":  # which alone takes most of a minute
-
-        def compile_without_code(model: GPT) -> None:
-            for block in model.transformer.h:
-                block.compile(backend=backend, dynamic=False)
-
-        monkeypatch.setattr(compiling, "_compile", compile_without_code)
+        monkeypatch.setattr(compiling, "_compile", functools.partial(compiling._compile, backend=backend))
     assert choose(accelerator, model, BATCH, 1, "always", None)
     for network in (eager, model):
         network(**BATCH).backward()
@@ -116,3 +114,54 @@ def test_compiled_blocks_compute_what_they_computed(backend: str, accelerator: A
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in eager.named_parameters()]
     with torch.no_grad(), eager_code(True):
         assert torch.equal(model(**BATCH), eager(**BATCH))
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[Any]]:
+    """The graphs that are compiled."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+def counting(graphs: list[Any]) -> Callable[..., Any]:
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+def test_all_blocks_are_one_graph_and_stay_it(graphs: list[Any]) -> None:
+    model = GPT(GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=16, dropout=0.2), vocab_size=50).train()
+    compiling._compile(model, counting(graphs))
+    for update in range(20):
+        for key in range(2):
+            model(**BATCH, dropout_keys=torch.arange(3) * 2**40 + update * 2 + key).backward()
+    assert len(graphs) == 1
+
+
+def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -> None:
+    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
+    rows = SomeRows(tokenizer, packed=True)
+    config = ModelConfig(from_config="llama", block_size=64)
+    accelerator = Accelerator(cpu=True)
+    model = place(accelerator, load_model(config, None, rows, 0, "no")).model.train()
+    compiling._compile(model, counting(graphs))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        border = int(torch.randint(2, 60, (), generator=generator))
+        positions = torch.cat([torch.arange(border), torch.arange(65 - border)]).expand(2, -1)
+        ids = torch.randint(200, (2, 65), generator=generator)
+        labels = torch.where(torch.rand(2, 65, generator=generator) < 0.5, ids, -100)
+        batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        model(**batch, **model.prepare(batch)).backward()
+    assert len(graphs) == 1
+
+
+def test_trying_it_leaves_other_devices_alone(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked: list[Any] = []
+    honest = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *devices: forked.append(devices) or honest(*devices))
+    compiling._try(accelerator, gpt(), BATCH)
+    assert forked == [([],)]  # without a list it is every GPU of the machine

@@ -19,7 +19,7 @@ class Constant(nn.Module):
 
 def window(rows: int) -> Window:
     labels, none = torch.ones(rows, 3, dtype=torch.int64), torch.zeros(0)
-    return Window([{"labels": labels}], none, none, none)
+    return Window({"labels": labels}, rows, none, none, none)
 
 
 def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:

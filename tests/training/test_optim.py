@@ -17,7 +17,7 @@ from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
 from llmtrain.training.settings import LoopConfig
 
-ALONE: Any = SimpleNamespace(mixed_precision="no")
+ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
 
@@ -190,7 +190,7 @@ def test_muons_updates_are_orthogonal_whatever_goes_together(monkeypatch: pytest
     together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
     before = [matrix.detach().clone() for matrix in together]
     Muon(together, lr=0.1, weight_decay=0.0).step()
-    monkeypatch.setattr(muon_module, "_TOGETHER", 1)
+    monkeypatch.setitem(muon_module._TOGETHER, "cpu", 1)
     Muon(alone, lr=0.1, weight_decay=0.0).step()
     for matrix, other, old in zip(together, alone, before, strict=True):
         torch.testing.assert_close(matrix, other)
@@ -218,7 +218,8 @@ def _direction(matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)])
 def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.dtype | None) -> None:
     config = OptimConfig(optim="muon", adam_beta1=0.7)
-    muon, _ = make_optimizer(SimpleNamespace(mixed_precision=precision), GPT(GPTConfig(n_embd=16), 30), config).parts
+    accelerator = SimpleNamespace(mixed_precision=precision, ddp_handler=None, state=None)
+    muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
 
 

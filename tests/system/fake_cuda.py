@@ -1,0 +1,184 @@
+"""Run by test_devices.py under a torch for GPUs, on a machine without one: what a GPU computes, on tensors that have a
+device and a shape and no values. Two devices in one operation raise, and so does reading a value. A fault can be named.
+
+Left out is what wants a real device: autocast, backward passes, pinned memory, kernels, NCCL.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmtrain.contract import Window
+from llmtrain.models.attention import NAME, Documents, register
+from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.loss import linear_nll, trained_positions
+from llmtrain.models.summed import summed
+from llmtrain.observe import replicas
+from llmtrain.training import run
+from llmtrain.training.muon import Muon
+from llmtrain.training.step import count_tokens
+
+CUDA = torch.device("cuda")
+ACCELERATOR: Any = SimpleNamespace(
+    device=CUDA,
+    num_processes=1,
+    is_fsdp2=False,
+    state=None,
+    reduce=lambda tensor, reduction: tensor.clone(),
+    gather=lambda tensor: tensor,
+    unwrap_model=lambda model, **_: model,
+)
+
+
+def gpt(stage: bool = False) -> GPT:
+    with CUDA:
+        model = GPT(GPTConfig(2, 2, 16, 8), vocab_size=50)
+    if stage:  # of a pipeline: what another holds is on the meta device
+        model.transformer.ln_f = nn.LayerNorm(16, device="meta")
+    return model
+
+
+def window() -> Window:
+    """A window as the loader makes it, on the host."""
+    ids = torch.zeros(4, 9, dtype=torch.int64)
+    positions = (torch.arange(9) % 5).expand(4, -1)
+    about = torch.zeros(4), torch.zeros(4), torch.zeros(2)
+    return Window({"input_ids": ids, "labels": ids, "position_ids": positions}, 2, *about)
+
+
+def made_on_the_host() -> Window:
+    made = window()
+    positions, labels = [batch["position_ids"] for batch in made.batches], [batch["labels"] for batch in made.batches]
+    found = zip(positions, labels, strict=True)
+    prepared = [
+        {"documents": Documents.of(p[:, :-1], True), "trained": trained_positions(own, True)} for p, own in found
+    ]
+    return replace(made, prepared=tuple(prepared))
+
+
+def forward_of_gpt(sent: Window) -> None:
+    batch = sent.batches[0]
+    nll = gpt()(batch["input_ids"], batch["labels"], torch.zeros(2, dtype=torch.int64, device=CUDA))
+    assert nll.device.type == "cuda"
+
+
+def forward_of_llama(sent: Window) -> None:
+    """Packed rows, through the kernel for sequences of many lengths."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    with CUDA:
+        model = summed(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 8)
+    register()
+    model.config._attn_implementation, model.head_is_linear = NAME, True
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        assert model(**sent.batches[0]).device.type == "cuda"
+
+
+def losses(sent: Window) -> None:
+    with CUDA:
+        weight, hidden = torch.zeros(50, 16), torch.zeros(2, 8, 16)
+    batch = sent.batches[0]
+    for positions in (None, batch["trained"]):
+        assert linear_nll(hidden, weight, batch["labels"][:, 1:], positions=positions).device.type == "cuda"
+
+
+def counts(sent: Window) -> None:
+    tokens, stops = count_tokens(ACCELERATOR, sent.batches, False)
+    assert tokens.device.type == stops.device.type == "cuda"
+
+
+def optimizers(sent: Window) -> None:
+    model = gpt()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    Muon([p for p in model.parameters() if p.ndim == 2], 0.1, 0.1).step()
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made in 64 bits."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = [one.numel() * one.element_size() for one in _tensors(made) if one.dtype == torch.int64]
+        self.bytes = max([self.bytes, *sizes])
+        return made
+
+
+def _tensors(made: object) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+
+
+def fingerprints(sent: Window) -> None:
+    replicas.fingerprint(gpt(stage=True))
+    with CUDA:
+        large = nn.Linear(1 << 14, 1 << 12, bias=False)
+    with Largest() as largest:
+        replicas.fingerprint(large)
+    assert largest.bytes <= 2 * large.weight.numel(), f"{largest.bytes} bytes for {large.weight.numel()} numbers"
+
+
+def finite(sent: Window) -> None:
+    seen: list[torch.Tensor] = []
+    sharded = {"is_fsdp2": True, "reduce": lambda bad, reduction: seen.append(bad)}
+    accelerator = SimpleNamespace(**{**vars(ACCELERATOR), **sharded})
+    try:
+        run._check_finite(accelerator, gpt(stage=True))
+    except AttributeError:  # a list of values, which there are none of
+        assert seen[0].device.type == "cuda"
+
+
+def all_at_once(values: torch.Tensor) -> torch.Tensor:
+    bits = values.contiguous().view(torch.int32).flatten().to(torch.int64)
+    return (bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)).sum()
+
+
+def on_the_host(accelerator: Any, model: nn.Module) -> None:
+    torch.stack([torch.zeros(()) if p.is_meta else p.sum() for p in model.parameters()])
+
+
+FAULTS: dict[str, Any] = {
+    "3": mock.patch.object(run, "_check_finite", on_the_host),
+    "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
+}
+PATHS: list[Callable[[Window], None]] = [
+    *(forward_of_gpt, forward_of_llama, losses, counts, optimizers, fingerprints, finite)
+]
+
+
+def stack_on_one_device(tensors: list[torch.Tensor], *dimension: int) -> torch.Tensor:
+    """As a GPU has it; fake tensors let scalars of a CPU pass."""
+    assert len({tensor.device for tensor in tensors}) == 1, "Expected all tensors to be on the same device"
+    return honest_stack(tensors, *dimension)
+
+
+honest_stack = torch.stack
+
+
+def main() -> None:
+    assert not torch.cuda.is_available()
+    sent = made_on_the_host()
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("torch.stack", stack_on_one_device):
+        sent = sent.to(CUDA)
+        for path in PATHS:
+            path(sent)
+            print(path.__name__)
+
+
+if __name__ == "__main__":
+    with FAULTS[sys.argv[1]] if len(sys.argv) > 1 else mock.patch.dict({}):
+        main()
