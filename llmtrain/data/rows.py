@@ -185,10 +185,13 @@ def tokenize(
 def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
     """Hash the content of rows of one's own, and count their targets."""
     digest, targets, size = hashlib.sha256(), 0, 0
+    known = max(tokenizer.get_vocab().values()) + 1
     for name in rows.column_names:
         digest.update(name.encode())
         for matrix in as_matrices(rows.data.column(name)):
             digest.update(matrix.astype("<i4").tobytes())
+            if name != "position_ids" and len(matrix) and matrix.max() >= known:
+                raise UserError(f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {known} tokens.")
     for matrix in as_matrices(rows.data.column("labels" if "labels" in rows.column_names else "input_ids")):
         labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
         targets += len(labels)

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
 from llmtrain.models.loss import padded_size
 
 NAME = "llmtrain"  # of :func:`register`'s attention, as transformers' configurations have it
 LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
 _SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
 
 Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys that they meet
@@ -29,6 +31,7 @@ class Documents:
     starts: Tensor | None = None  # int64 [B, T]: where in its row the document of each position begins; None: at 0
     borders: Tensor | None = None  # int32 [N]: where each begins, rows laid end to end, and the end, maybe repeated
     blocks: Blocks | None = None  # of a CPU
+    flex: Any = None  # blocks of flex attention, where that computes it: :meth:`ready_for`
 
     @classmethod
     def of(cls, position_ids: Tensor, on_gpu: bool = False) -> "Documents":
@@ -59,19 +62,19 @@ class Documents:
         places = torch.arange(self.starts.shape[1], device=self.starts.device)
         return ((places >= self.starts[..., None]) & (places <= places[:, None]))[:, None]
 
-    @functools.cached_property
-    def flex_mask(self) -> Any:  # of torch, which compares types of its own
-        """Blocks of flex attention that hide the same."""
+    def ready_for(self, dtype: torch.dtype, flex: bool = False) -> "Documents":
+        """Return them with all that a GPU's attention in ``dtype`` needs. To be called outside of compiled code."""
+        if self.starts is None or not (flex or (self.starts.is_cuda and not _takes_many_lengths(dtype))):
+            return self
         from torch.nn.attention.flex_attention import create_block_mask
 
-        assert self.starts is not None
-        starts, (rows, length) = self.starts, self.starts.shape
+        starts, (rows, length), device = self.starts, self.starts.shape, self.starts.device
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= starts[row, query]) & (key <= query)
 
-        device = starts.device
-        return create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
+        made = create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
+        return replace(self, flex=made)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,8 +120,10 @@ def register() -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor | None:
     """Return attention [B, H, T, D]; ``None`` where there is no better way than with a mask, or none is needed."""
-    if q.is_cuda and documents.starts is not None:
-        return _varlen(q, k, v, scale, documents) if _has_varlen(q) else _flex(q, k, v, scale, documents)
+    if documents.flex is not None:
+        return _flex(q, k, v, scale, documents)
+    if q.is_cuda and documents.borders is not None:
+        return _varlen(q, k, v, scale, documents.borders)
     if q.device.type != "cpu" or q.shape[2] > LONGEST:
         return None
     groups = q.shape[1] // k.shape[1]
@@ -130,31 +135,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
     return _in_blocks(q, k, v, scale, documents.starts, blocks)
 
 
-def _has_varlen(q: Tensor) -> bool:
+@functools.cache
+def _takes_many_lengths(dtype: torch.dtype) -> bool:
     """Return whether torch's kernel for sequences of many lengths computes this: on GPUs since A100, in 16 bits."""
-    return q.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, borders: Tensor) -> Tensor:
     rows, heads, length, _ = q.shape
     how: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
     groups = heads // k.shape[1]
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13
+    if _TAKES_GROUPS:
         how["enable_gqa"] = groups > 1
     elif groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     flat_q, flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # [B * T, H, D]
-    borders = documents.borders
-    assert borders is not None
     out: Tensor = varlen_attn(flat_q, flat_k, flat_v, borders, borders, length, length, **how)  # type: ignore[assignment]
     return out.view(rows, length, heads, -1).transpose(1, 2)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = _flex_kernel(q.is_cuda)(q, k, v, block_mask=documents.flex_mask, scale=scale, enable_gqa=grouped)
+    out: Tensor = _flex_kernel(q.is_cuda)(q, k, v, block_mask=documents.flex, scale=scale, enable_gqa=grouped)
     return out
 
 

@@ -70,7 +70,9 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         on_gpu, found = self.device.type == "cuda", Batch()
         if "position_ids" in batch:
             found["documents"] = Documents.of(inputs_of(batch["position_ids"]), on_gpu)
-            found["trained"] = trained_positions(batch["labels"], on_gpu)
+        trained = trained_positions(batch["labels"], on_gpu)
+        if len(trained) < targets_of(batch["labels"]).numel():
+            found["trained"] = trained
         return found
 
     def flops_per_token(self) -> int:
@@ -137,7 +139,9 @@ def _arguments(
     if kind == NAME:  # a mask of four dimensions, without memory, keeps transformers from looking for documents
         sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
-        arguments["documents"] = documents or Documents()
+        device = ids.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+        arguments["documents"] = (documents or Documents()).ready_for(dtype)
     elif kind.startswith("flash") and documents is not None:  # which wants rows laid end to end
         assert positions is not None
         borders = {f"cu_seq_lens_{one}": documents.borders for one in "qk"}

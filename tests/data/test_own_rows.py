@@ -109,3 +109,10 @@ def test_columns_that_are_no_rows_are_an_error_of_one_line(columns) -> None:
 def test_held_out_rows_of_another_length_are_an_error() -> None:
     with pytest.raises(UserError, match="all of one length"):
         Tokenized.of(dataset(input_ids=IDS), TOKENIZER, dataset(input_ids=[[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_a_token_that_the_tokenizer_does_not_have_is_an_error(name: str) -> None:
+    columns = {"input_ids": IDS, "labels": LABELS} | {name: [[0, 1, 257, 2]] * 3}
+    with pytest.raises(UserError, match=f"{name} holds 257; the tokenizer has 257 tokens"):
+        Tokenized.of(dataset(**columns), TOKENIZER)

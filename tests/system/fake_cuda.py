@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.contract import Window
+from llmtrain.models import attention
 from llmtrain.models.attention import NAME, Documents, register
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import linear_nll, trained_positions
@@ -81,7 +82,8 @@ def forward_of_llama(sent: Window) -> None:
         model = summed(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 8)
     register()
     model.config._attn_implementation, model.head_is_linear = NAME, True
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+    newest = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
+    with newest, mock.patch.object(attention, "_flex", None):
         assert model(**sent.batches[0]).device.type == "cuda"
 
 
