@@ -9,6 +9,7 @@ With --rehearse all of it runs at a tiny size on the CPU, and the figures mean n
 
 import argparse
 import collections
+import importlib.util
 import json
 import os
 import runpy
@@ -511,6 +512,8 @@ def lora(call: Call) -> Figures:
 
 def trl(call: Call) -> Figures:
     """TRL on the same base and conversations, with wrapped packing and Liger's kernels."""
+    if importlib.util.find_spec("trl") is None:
+        return {"skipped": "trl is not installed"}
     base, length = call.folder / "eight", call.sizes.lengths[0]
     settings: dict[str, object] = {"packing": True, "packing_strategy": "wrapped", "gradient_checkpointing": True}
     settings |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "use_liger_kernel": not call.cpu}

@@ -21,7 +21,9 @@ _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 posit
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
 _SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
 
-Blocks = list[tuple[slice, slice, slice]]  # of rows; of queries; of the keys that they meet
+# Of rows; of queries; of the keys that they meet; and which of these are hidden, bool [rows, queries, keys], where that
+# is more than those that come later.
+Blocks = list[tuple[slice, slice, slice, Tensor | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,14 +201,16 @@ class _Blockwise(torch.autograd.Function):
         later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
         places = torch.arange(length, device=q.device)
         exact_q, exact_k = (q * scale, k) if q.dtype == torch.float64 else (q.float() * scale, k.float())
-        for rows, block, seen in blocks:
+        for rows, block, seen, known in blocks:
             at = slice(rows.start * heads, rows.stop * heads)
             scores = torch.bmm(exact_q[at, block], exact_k[at, seen].transpose(1, 2))  # bfloat16 would round them
             span = block.stop - block.start
-            scores[:, :, -span:].masked_fill_(later[:span, :span], float("-inf"))
-            if starts is not None:
-                others = places[seen] < starts[rows, None, block, None]  # in earlier documents; [rows, 1, block, seen]
-                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(others, float("-inf"))
+            hidden = known
+            if known is None:
+                scores[:, :, -span:].masked_fill_(later[:span, :span], float("-inf"))
+                hidden = None if starts is None else places[seen] < starts[rows, block, None]  # in earlier documents
+            if hidden is not None:
+                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(hidden[:, None], float("-inf"))
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[at, block] = torch.bmm(probabilities[-1], v[at, seen])
         ctx.save_for_backward(q, k, v, *probabilities)
@@ -219,7 +223,7 @@ class _Blockwise(torch.autograd.Function):
         shape, grad = grad.shape, grad.reshape(q.shape)
         grad_q = torch.empty_like(q)
         summed: list[Tensor] = []
-        for (rows, block, seen), p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
+        for (rows, block, seen, _), p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
             at = slice(rows.start * ctx.heads, rows.stop * ctx.heads)
             for_p = torch.bmm(grad[at, block], v[at, seen].transpose(1, 2))
             for_scores = torch._softmax_backward_data(for_p, p, -1, p.dtype).mul_(ctx.scale)
@@ -238,7 +242,7 @@ class _Blockwise(torch.autograd.Function):
 def _blocks(rows: int, length: int) -> Blocks:
     """Return blocks of queries, each with all keys up to its last."""
     ends = [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
-    return [(slice(0, rows), slice(start, end), slice(0, end)) for start, end in ends]
+    return [(slice(0, rows), slice(start, end), slice(0, end), None) for start, end in ends]
 
 
 def _blocks_of(starts: Tensor) -> Blocks:
@@ -246,13 +250,15 @@ def _blocks_of(starts: Tensor) -> Blocks:
 
     Neighbouring rows for which it is the same go together.
     """
-    found = []
-    for _, queries, keys in _blocks(*starts.shape):
+    found, places = Blocks(), torch.arange(starts.shape[1])
+    for _, queries, keys, _ in _blocks(*starts.shape):
         # so that sizes recur: a product is made ready once for each
         firsts = starts[:, queries.start] // _BLOCK * _BLOCK
         row = 0
         for first, alike in itertools.groupby(firsts.tolist()):
             end = row + len(list(alike))
-            found.append((slice(row, end), queries, slice(first, keys.stop)))
+            here, seen = places[queries, None], places[first : keys.stop]
+            hidden = (seen > here) | (seen < starts[row:end, queries, None])
+            found.append((slice(row, end), queries, slice(first, keys.stop), hidden))
             row = end
     return found

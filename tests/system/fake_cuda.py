@@ -24,6 +24,7 @@ from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.models.loss import linear_nll, trained_positions
 from llmtrain.models.summed import summed
 from llmtrain.observe import replicas
+from llmtrain.parallel import mesh
 from llmtrain.training import run
 from llmtrain.training.muon import Muon
 from llmtrain.training.step import count_tokens
@@ -109,6 +110,24 @@ def optimizers(sent: Window) -> None:
     Muon([p for p in model.parameters() if p.ndim == 2], 0.1, 0.1).step()
 
 
+def restores(sent: Window) -> None:
+    """Weights that come as a stream, on the host, into those of a device."""
+    model = gpt()
+    mesh.fill(dict(model.named_parameters()), ((name, torch.zeros(p.shape)) for name, p in model.named_parameters()))
+
+
+def messages(sent: Window) -> None:
+    """A tensor that another stage of a pipeline holds, and this one writes: it is received on the device."""
+    with CUDA:
+        tensors = {"here": torch.zeros(2), "there": torch.empty(3, device="meta")}
+    received: list[torch.Tensor] = []
+    spread = mesh.Spread(tensors, {"here": 0, "there": 1}, 2)
+    recv = mock.patch.object(mesh.dist, "recv", lambda tensor, rank: received.append(tensor))
+    with recv, mock.patch.object(mesh.dist, "get_rank", return_value=0):
+        spread.gather_to("there", 0)
+    assert [tensor.device.type for tensor in received] == ["cuda"]
+
+
 class Largest(TorchDispatchMode):
     """The bytes of the largest tensor that is made in 64 bits."""
 
@@ -158,7 +177,7 @@ FAULTS: dict[str, Any] = {
     "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
 }
 PATHS: list[Callable[[Window], None]] = [
-    *(forward_of_gpt, forward_of_llama, losses, counts, optimizers, fingerprints, finite)
+    *(forward_of_gpt, forward_of_llama, losses, counts, optimizers, restores, messages, fingerprints, finite)
 ]
 
 
