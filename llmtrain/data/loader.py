@@ -148,24 +148,26 @@ def train_loader(
     dropout_seed: int | None = None,
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
+    pinned: bool = False,
 ) -> DataLoader[Item]:
     """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
 
-    To start at any step costs nothing.
+    To start at any step costs nothing. From ``pinned`` memory a GPU copies while it computes.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
-    return _loader(rows, sampler, Collate(micro_batch, dropout_seed, prepare))
+    collate = Collate(micro_batch, dropout_seed, prepare)
+    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 
 def eval_loader(
-    rows: Rows, processes: int, micro_batch: int, prepare: Callable[[Batch], Batch] | None = None
+    rows: Rows,
+    processes: int,
+    micro_batch: int,
+    prepare: Callable[[Batch], Batch] | None = None,
+    pinned: bool = False,
 ) -> DataLoader[Item]:
     """Return every row once, in the stored order; the last batch is filled up with rows of weight zero."""
     batch = processes * micro_batch
     sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)
-    return _loader(rows, sampler, Collate(micro_batch, prepare=prepare))
-
-
-def _loader(rows: Rows, sampler: GlobalBatchSampler, collate: Collate) -> DataLoader[Item]:
-    pinned = torch.cuda.is_available()  # from such memory a GPU copies while it computes
+    collate = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

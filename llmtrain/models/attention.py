@@ -17,6 +17,7 @@ from llmtrain.models.loss import padded_size
 
 NAME = "llmtrain"  # of :func:`register`'s attention, as transformers' configurations have it
 LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
+_WIDEST = 256  # head of torch's kernel for sequences of many lengths
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
 _SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
@@ -66,6 +67,8 @@ class Documents:
 
     def ready_for(self, dtype: torch.dtype, flex: bool = False) -> "Documents":
         """Return them with all that a GPU's attention in ``dtype`` needs. To be called outside of compiled code."""
+        if self.borders is not None and self.borders.is_cuda:  # whose number differs from one micro-batch to the next
+            torch._dynamo.maybe_mark_dynamic(self.borders, 0)
         if self.starts is None or not (flex or (self.starts.is_cuda and not _takes_many_lengths(dtype))):
             return self
         from torch.nn.attention.flex_attention import create_block_mask
@@ -122,9 +125,13 @@ def register() -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor | None:
     """Return attention [B, H, T, D]; ``None`` where there is no better way than with a mask, or none is needed."""
-    if documents.flex is not None:
-        return _flex(q, k, v, scale, documents)
-    if q.is_cuda and documents.borders is not None:
+    if q.is_cuda and documents.starts is not None:  # rotary positions make float32 of q and k under autocast
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else v.dtype
+        q, k, v = (each.to(dtype) for each in (q, k, v))
+        if documents.flex is not None:
+            return _flex(q, k, v, scale, documents)
+        if documents.borders is None or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
+            return None
         return _varlen(q, k, v, scale, documents.borders)
     if q.device.type != "cpu" or q.shape[2] > LONGEST:
         return None

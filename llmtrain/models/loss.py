@@ -224,10 +224,17 @@ def _into_gradient_to_fuse(logits: Tensor, targets: Tensor, cap: float | None, w
 
 @functools.cache
 def _fused() -> Callable[..., Tensor] | None:
-    """Return the kernel of :func:`_into_gradient` for a GPU; ``None`` where nothing compiles it."""
-    from torch.utils._triton import has_triton
+    """Return the kernel of :func:`_into_gradient` for a GPU.
 
-    return torch.compile(_into_gradient_to_fuse) if has_triton() else None
+    It is ``None`` where nothing compiles it, and where bits must not depend on which shapes came first.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    try:
+        torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
+    except Exception:  # of compilers there are many
+        return None
+    return torch.compile(_into_gradient_to_fuse)
 
 
 class _BlockwiseNLL(torch.autograd.Function):

@@ -54,7 +54,8 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         """
         own, head = super().forward, _head_of(self)
         if labels is None:
-            others |= {} if documents is None else {"documents": documents}
+            if documents is not None and (documents.starts is None or documents.starts.shape == input_ids.shape):
+                others |= {"documents": documents}  # else they are of the rows that are trained on, a position shorter
             output: ModelOutput = own(input_ids=input_ids, position_ids=position_ids, **others)
             return output
         positions = None if position_ids is None else inputs_of(position_ids)
@@ -270,14 +271,17 @@ def _head_is_linear(model: SummedLoss) -> bool:
 @contextlib.contextmanager
 def _trying(model: SummedLoss) -> Iterator[None]:
     """Without dropout, gradients or autocast, whose rounding would hide what is looked for."""
-    training, _ = model.training, model.train(False)
+    training, precision = model.training, torch.get_float32_matmul_precision()
+    model.train(False)
     try:
         flash = (model.config._attn_implementation or "").startswith("flash")  # which refuses float32
+        torch.set_float32_matmul_precision("highest")
         with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=flash):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
         raise UserError(f"{model.own_class.__name__} cannot be trained here: {first_line(error)}") from None
     finally:
+        torch.set_float32_matmul_precision(precision)
         reshard(model)
         model.train(training)
 

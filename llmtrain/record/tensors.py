@@ -130,6 +130,8 @@ def _bytes_of(tensors: Iterator[torch.Tensor], staged: bool | None = None) -> It
 
     for tensor in tensors:
         if not (tensor.is_cuda if staged is None else staged):
+            yield from arrived()
+            coming = None
             yield tensor.cpu().numpy().data
             continue
         buffers = buffers or [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
+from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import block_classes
 
 _WORTH_SECONDS = 300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
@@ -55,9 +57,16 @@ def choose(
     return gains
 
 
-def eager_code(compiled: bool | None) -> contextlib.AbstractContextManager[object]:
-    """Run no compiled code inside: an evaluation has other shapes, for which it would be compiled again."""
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+@contextlib.contextmanager
+def eager_code(model: nn.Module) -> Iterator[None]:
+    """Run no compiled blocks inside: an evaluation has other shapes, for which they would be compiled again."""
+    owners = [vars(block) for block in _blocks(model) if "forward" in vars(block)]
+    held = [own.pop("forward") for own in owners]
+    try:
+        yield
+    finally:
+        for own, forward in zip(owners, held, strict=True):
+            own["forward"] = forward
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -100,7 +109,9 @@ def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """Run a forward and a backward pass, and undo what they leave behind."""
     own = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(own), accelerator.no_sync(model):
+    # a sharded model would keep whole gradients that were not reduced
+    alone = contextlib.nullcontext() if is_sharded(accelerator) else accelerator.no_sync(model)
+    with torch.random.fork_rng(own), alone:
         nll = model(**batch)
         accelerator.backward(nll * 0.0)
     nll.item()

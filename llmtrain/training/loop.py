@@ -95,8 +95,8 @@ def train(
 
 def _windows(accelerator: Accelerator, batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator[Window]:
     """Yield the windows; waiting for each is a phase. The next is made, and sent to the device, on another thread."""
-    device = accelerator.device
-    on_it = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    on_gpu = accelerator.device.type == "cuda"  # whose threads each choose their device anew
+    on_it = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
     iterator = iter(batches)
     with ThreadPoolExecutor(1, "windows", on_it) as ahead:
         coming = ahead.submit(next, iterator, None)
@@ -116,10 +116,9 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     """
     loop, scaler, number = run.settings.loop, run.accelerator.scaler, run.step + 1
     allowed = loop.skip_nonfinite
-    searching = (
-        scaler is not None and scaler.get_scale() >= 1
-    )  # fp16 finds its scale by such updates, but never below 1
-    if math.isfinite(update.grad_norm) or number == loop.replay_step or searching:
+    if math.isfinite(update.grad_norm) or number == loop.replay_step:
+        return
+    if scaler is not None and scaler.get_scale() >= 1:  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
     told = f"update {number} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
@@ -165,6 +164,8 @@ def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
     inside = wanted is None or wanted[-1] <= last
     require(inside, f"--xray_steps {s.loop.xray_steps}: the last update is --max_steps {last}.")
     whole = is_whole(accelerator)
+    compiles = s.loop.torch_compile == "always"
+    require(whole or not compiles, "--torch_compile always: stages of a pipeline are not compiled; leave it out.")
     require(whole or not s.loop.sample_prompts, "--sample_prompts: no process can run the whole model; leave it out.")
     require(whole or metric is None, "a metric of one's own needs the whole model, which no process can run here.")
     labels = inspect.signature(accelerator.unwrap_model(model).forward).parameters.get("labels")

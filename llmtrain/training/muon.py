@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Return :func:`orthogonal` of [N, m, n], which the ranks may share, and what to wait for."""
-        if self.ranks == 1:
+        if len(momenta) < self.ranks or self.ranks == 1:  # with fewer, more would be sent than is saved
             return orthogonal(momenta), None
         each = -(-len(momenta) // self.ranks)
         mine = momenta[dist.get_rank() * each :][:each]

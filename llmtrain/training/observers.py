@@ -23,6 +23,7 @@ from llmtrain.parallel.ddp import GradientSyncs, handler_of, settle_buckets
 from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import is_sharded, weight_norm
 from llmtrain.parallel.mesh import gather_rows, model_parallel_size
+from llmtrain.parallel.method import is_whole
 from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate
 from llmtrain.training.replay import row_losses
@@ -130,8 +131,8 @@ class GettingReady(_Watching):
         self.ready = True
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
         wanted = loop.torch_compile or ("auto" if run.accelerator.device.type == "cuda" else "never")
-        # times differ between layouts, so with --bitwise they choose nothing
-        wanted = "never" if loop.bitwise and wanted == "auto" else wanted
+        # times differ between layouts, so with --bitwise they choose nothing; and no stage of a pipeline is tried alone
+        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(run.accelerator)) else wanted
         passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
@@ -259,7 +260,7 @@ class Evaluation(_Watching):
     def _evaluate(self) -> None:
         t, run, began = self.t, self.run, time.monotonic()
         assert t.held_out is not None
-        with eager_code(bool(run.compiled)):
+        with eager_code(t.model):
             windows = self.t.timing.heartbeat.through(t.held_out, "an evaluation")
             results = evaluate(run.accelerator, t.model, windows, run.rows.facts.eval_bytes, t.forward, t.metric)
         run.deadline.reserve("evaluation", time.monotonic() - began)
@@ -276,7 +277,7 @@ class Samples(_Watching):
             return
         self.t.enter("a sample")
         how = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=loop.seed)
-        with self.t.timing.throughput.paused(), eager_code(bool(run.compiled)):
+        with self.t.timing.throughput.paused(), eager_code(self.t.model):
             texts = sample(run.accelerator, self.t.model, run.rows.tokenizer, loop.sample_prompts, how)
         for prompt, text in zip(loop.sample_prompts, texts, strict=True):
             run.folder.append("samples.jsonl", {"step": due.step, "prompt": prompt, "text": text})
@@ -288,7 +289,7 @@ class Replay(_Watching):
     def before_update(self, window: Window) -> None:
         run = self.run
         if self.wants_to_stop():
-            with eager_code(bool(run.compiled)):
+            with eager_code(self.t.model):
                 rows = row_losses(run.accelerator, self.t.model, window, self.t.forward)
             run.folder.write("replay.json", {"step": run.step + 1, "rows": rows})
 

@@ -58,6 +58,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
     s, rows, model = run.settings, run.rows, run.built.model
     keyed = isinstance(model, TakesColumns) and "dropout_keys" in model.columns
     prepare = model.prepare if isinstance(model, PreparesBatches) else None
+    pinned = run.accelerator.device.type == "cuda"
     batches = train_loader(
         rows.train,
         s.data.global_batch_size,
@@ -67,9 +68,10 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         s.loop.seed if keyed else None,
         rows.mixture,
         prepare,
+        pinned,
     )
     if rows.eval is None and s.loop.eval_steps:
         say("held out", "no rows, so that nothing is evaluated")
     if rows.eval is None:
         return batches, None
-    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare)
+    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned)

@@ -112,7 +112,7 @@ def test_compiled_blocks_compute_what_they_computed(backend: str, accelerator: A
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in eager.named_parameters()]
-    with torch.no_grad(), eager_code(True):
+    with torch.no_grad(), eager_code(model):
         assert torch.equal(model(**BATCH), eager(**BATCH))
 
 
