@@ -151,6 +151,31 @@ def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_chang
     assert moved.abs().max() > 1e-4, "without restarts it must leak, or nothing was tested"
 
 
+def test_flash_attention_gets_rows_laid_end_to_end(load, monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def flash(module, q, k, v, mask, cu_seq_lens_q, scaling, max_length_q, **_):
+        """As it is called: one row of many documents; each is computed alone."""
+        seen.append((len(q), mask, max_length_q))
+        spans = zip(cu_seq_lens_q[:-1].tolist(), cu_seq_lens_q[1:].tolist(), strict=True)
+        parts = [[one[:, :, first:end] for one in (q, k, v)] for first, end in spans]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outs = [attend(*part, is_causal=True, scale=scaling, enable_gqa=True) for part in parts]
+        return torch.cat(outs, 2).transpose(1, 2), None
+
+    model, batch = load("llama", packed=True).model.double().eval(), Batch.make()
+    columns = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+    with torch.no_grad():
+        expected = model(**columns)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
+        monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
+        for found in (model(**columns), model(**columns, **model.prepare(columns))):
+            assert float(found) == pytest.approx(float(expected), rel=1e-12)
+    assert set(seen) == {(1, None, batch.input_ids.shape[1] - 1)}
+
+
 def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monkeypatch):
     """As transformers' flash attention does: of several rows it takes each for one document."""
     model = load("llama").model
