@@ -46,10 +46,11 @@ class Muon(torch.optim.Optimizer):
         under_way: list[Callable[[], None]] = []
         for group in self.param_groups:
             for matrices in batches_of([p for p in group["params"] if p.grad is not None]):
-                momenta = [_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices]
-                results, work = self._orthogonal(torch.stack(momenta).to(group["dtype"] or momenta[0].dtype))
+                momenta = torch.stack([_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices])
+                results, work = self._orthogonal(momenta.to(group["dtype"] or momenta.dtype))
+                del momenta
                 under_way.append(functools.partial(self._update, matrices, group, results, work))
-                if len(under_way) > 1:  # while the results of these are sent, those before are put to use
+                if len(under_way) > 1 or work is None:  # while results are sent, those before are put to use
                     under_way.pop(0)()
         for update in under_way:
             update()

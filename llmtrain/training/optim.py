@@ -87,7 +87,7 @@ def _may_share(accelerator: Accelerator) -> bool:
     """Return whether all ranks have the same gradients, and may compute updates in other groups on other layouts."""
     handler, sharding = accelerator.ddp_handler, sharding_of(accelerator)
     alone = not isinstance(handler, DDPHandler) or handler.bitwise or handler.config.sync_every > 1
-    return not alone and (sharding is None or sharding.stages == 1)
+    return not alone and (sharding is None or sharding.together == 1)
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:
