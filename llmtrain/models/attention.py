@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,12 +40,17 @@ class Documents:
     @classmethod
     def of(cls, position_ids: Tensor, on_gpu: bool = False) -> "Documents":
         """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur."""
-        begins = position_ids.diff(prepend=position_ids[:, :1] - 2) != 1
-        starts = torch.where(begins, torch.arange(position_ids.shape[1]), 0).cummax(1).values
-        borders = begins.flatten().nonzero().flatten()
+        positions, length = (
+            position_ids.numpy(),
+            position_ids.shape[1],
+        )  # numpy keeps to the thread that it is called on
+        begins = np.diff(positions, prepend=positions[:, :1] - 2) != 1
+        starts = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
+        borders = np.flatnonzero(begins)
         count = padded_size(len(borders) + 1) if on_gpu else len(borders) + 1
-        borders = F.pad(borders, (0, count - len(borders)), value=begins.numel()).int()
-        return cls(starts, borders, None if on_gpu else _blocks_of(starts))
+        borders = np.pad(borders, (0, count - len(borders)), constant_values=begins.size).astype(np.int32)
+        blocks = None if on_gpu else _blocks_of(starts)
+        return cls(torch.from_numpy(starts), torch.from_numpy(borders), blocks)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """Return them on a device."""
@@ -252,12 +258,12 @@ def _blocks(rows: int, length: int) -> Blocks:
     return [(slice(0, rows), slice(start, end), slice(0, end), None) for start, end in ends]
 
 
-def _blocks_of(starts: Tensor) -> Blocks:
+def _blocks_of(starts: np.ndarray) -> Blocks:
     """Return blocks of queries, each with the keys from the first that it may see: in a packed row they are few.
 
     Neighbouring rows for which it is the same go together.
     """
-    found, places = Blocks(), torch.arange(starts.shape[1])
+    found, places = Blocks(), np.arange(starts.shape[1])
     for _, queries, keys, _ in _blocks(*starts.shape):
         # so that sizes recur: a product is made ready once for each
         firsts = starts[:, queries.start] // _BLOCK * _BLOCK
@@ -266,6 +272,6 @@ def _blocks_of(starts: Tensor) -> Blocks:
             end = row + len(list(alike))
             here, seen = places[queries, None], places[first : keys.stop]
             hidden = (seen > here) | (seen < starts[row:end, queries, None])
-            found.append((slice(row, end), queries, slice(first, keys.stop), hidden))
+            found.append((slice(row, end), queries, slice(first, keys.stop), torch.from_numpy(hidden)))
             row = end
     return found

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
     Computed on the host, where their number is known. ``padded`` with -1 it is one of eight numbers between two powers
     of two, so that what is computed has one of few shapes.
     """
-    found = (targets_of(labels) != IGNORED).flatten().nonzero().flatten()
+    found = torch.from_numpy(np.flatnonzero(targets_of(labels).numpy() != IGNORED))
     return F.pad(found, (0, padded_size(len(found)) - len(found)), value=-1) if padded else found
 
 
