@@ -40,12 +40,9 @@ class Documents:
     @classmethod
     def of(cls, position_ids: Tensor, on_gpu: bool = False) -> "Documents":
         """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur."""
-        positions, length = (
-            position_ids.numpy(),
-            position_ids.shape[1],
-        )  # numpy keeps to the thread that it is called on
+        positions = position_ids.numpy()  # which keeps to the thread that it is called on; torch starts others
         begins = np.diff(positions, prepend=positions[:, :1] - 2) != 1
-        starts = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
+        starts = np.maximum.accumulate(np.where(begins, np.arange(positions.shape[1]), 0), axis=1)
         borders = np.flatnonzero(begins)
         count = padded_size(len(borders) + 1) if on_gpu else len(borders) + 1
         borders = np.pad(borders, (0, count - len(borders)), constant_values=begins.size).astype(np.int32)
