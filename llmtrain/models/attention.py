@@ -68,21 +68,13 @@ class Documents:
         places = torch.arange(self.starts.shape[1], device=self.starts.device)
         return ((places >= self.starts[..., None]) & (places <= places[:, None]))[:, None]
 
-    def ready_for(self, dtype: torch.dtype, flex: bool = False) -> "Documents":
+    def ready_for(self, dtype: torch.dtype) -> "Documents":
         """Return them with all that a GPU's attention in ``dtype`` needs. To be called outside of compiled code."""
         if self.borders is not None and self.borders.is_cuda:  # whose number differs from one micro-batch to the next
             torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-        if self.starts is None or not (flex or (self.starts.is_cuda and not _takes_many_lengths(dtype))):
+        if self.starts is None or not self.starts.is_cuda or _takes_many_lengths(dtype):
             return self
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        starts, (rows, length), device = self.starts, self.starts.shape, self.starts.device
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key >= starts[row, query]) & (key <= query)
-
-        made = create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
-        return replace(self, flex=made)
+        return replace(self, flex=_flex_blocks(self.starts))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -164,6 +156,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, borders: Tensor) -> T
     flat_q, flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # [B * T, H, D]
     out: Tensor = varlen_attn(flat_q, flat_k, flat_v, borders, borders, length, length, **how)  # type: ignore[assignment]
     return out.view(rows, length, heads, -1).transpose(1, 2)
+
+
+def _flex_blocks(starts: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= starts[row, query]) & (key <= query)
+
+    (rows, length), device = starts.shape, starts.device
+    return create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:

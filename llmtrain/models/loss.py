@@ -87,14 +87,14 @@ def linear_nll(
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)``, holding no more logits than a block has.
 
-    Where the logits are no more than a block's, they are turned into their own gradient in place, a few rows at a
-    time, which on a CPU halves the time in bf16: most of it
-    is memory traffic. Else they meet the head one block of the vocabulary at a time, twice:
-    forward keeps log-sum-exps, and backward computes a block's logits again (the idea of Wijmans et al. 2024,
-    arXiv:2411.09009, in plain matrix products). To go over blocks of tokens, and take the gradients already in forward
-    (Hsu et al. 2024, arXiv:2410.10989), saves the second time, but every block then reads and writes the whole gradient
-    of the head: with as little memory it took as long on a CPU in float32, and 1.7 times as long in bf16; with twice as
-    much, 0.8 and 1.1 times. And a loss scale, of which forward knows nothing, could not keep fp16 in its range there.
+    Where the logits are no more than may be held, they are turned into their own gradient in place, a few rows at a
+    time, which on a CPU halves the time in bf16: most of it is memory traffic. Else they meet the head one block of the
+    vocabulary at a time, twice: forward keeps log-sum-exps, and backward computes a block's logits again (the idea of
+    Wijmans et al. 2024, arXiv:2411.09009, in plain matrix products). To go over blocks of tokens, and take the
+    gradients already in forward (Hsu et al. 2024, arXiv:2410.10989), saves the second time, but every block then reads
+    and writes the whole gradient of the head: with as little memory it took as long on a CPU in float32, and 1.7 times
+    as long in bf16; with twice as much, 0.8 and 1.1 times. And a loss scale, of which forward knows nothing, could not
+    keep fp16 in its range there.
 
     The products are in the dtype of ``hidden``, or autocast's. Logits, their sums and the gradient of ``hidden`` are
     added up in float32, or float64. The bits are the same each time; there is no second derivative.
@@ -194,32 +194,24 @@ class _HeldNLL(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool) -> Tensor:
-    """Return the summed nll of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place."""
+def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool, fused: bool = False) -> Tensor:
+    """Return the summed nll of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place.
+
+    ``fused`` subtracts the targets in an operation that a compiler merges with the others.
+    """
     wide, last = torch.promote_types(logits.dtype, torch.float32), logits.shape[1] - 1
     capped = logits if cap is None else cap * torch.tanh(logits.to(wide) / cap)
     log_p = torch.log_softmax(capped, 1, dtype=wide)
     columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
     nll = -(log_p.gather(1, columns) * shares).sum()
     if wanted:
-        grad = log_p.exp_().scatter_add_(1, columns, torch.full_like(targets, -1, dtype=wide))
+        if fused:
+            grad = log_p.exp() - (torch.arange(last + 1, device=logits.device) == columns).to(wide)
+        else:
+            grad = log_p.exp_().scatter_add_(1, columns, torch.full_like(targets, -1, dtype=wide))
         if cap is not None:
             grad.mul_(1 - (capped / cap).square())
         logits.copy_(grad.mul_(shares))
-    return nll
-
-
-def _into_gradient_to_fuse(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool) -> Tensor:
-    """Do what :func:`_into_gradient` does in operations that a compiler makes two passes over the logits of."""
-    wide, last = torch.promote_types(logits.dtype, torch.float32), logits.shape[1] - 1
-    capped = logits.to(wide) if cap is None else cap * torch.tanh(logits.to(wide) / cap)
-    columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
-    total = capped.logsumexp(1, keepdim=True)
-    nll = ((total - capped.gather(1, columns)) * shares).sum()
-    if wanted:
-        grad = (capped - total).exp() - (torch.arange(last + 1, device=logits.device) == columns).to(wide)
-        grad = grad if cap is None else grad * (1 - (capped / cap).square())
-        logits.copy_(grad * shares)
     return nll
 
 
@@ -235,7 +227,7 @@ def _fused() -> Callable[..., Tensor] | None:
         torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
     except Exception:  # of compilers there are many
         return None
-    return torch.compile(_into_gradient_to_fuse)
+    return torch.compile(functools.partial(_into_gradient, fused=True))
 
 
 class _BlockwiseNLL(torch.autograd.Function):

@@ -6,7 +6,7 @@ The format: 8 bytes with the header's length, the header as JSON (name -> dtype,
 import inspect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,14 @@ def _blocks(share: Share) -> Iterator[bytes | memoryview]:
     yield from _bytes_of(tensor.view(torch.uint8) for tensor in flat)
 
 
-def _bytes_of(tensors: Iterator[torch.Tensor], staged: bool | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of tensors [N] of bytes; ``staged``, by default those on a GPU, go through pinned memory.
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _bytes_of(
+    tensors: Iterator[torch.Tensor], staged: Callable[[torch.Tensor], bool] = _is_on_gpu
+) -> Iterator[memoryview]:
+    """Yield the bytes of tensors [N] of bytes; those that are ``staged`` go through pinned memory.
 
     What is next is on its way into one of two buffers while the other is hashed and written.
     """
@@ -129,7 +135,7 @@ def _bytes_of(tensors: Iterator[torch.Tensor], staged: bool | None = None) -> It
             yield buffer.numpy().data
 
     for tensor in tensors:
-        if not (tensor.is_cuda if staged is None else staged):
+        if not staged(tensor):
             yield from arrived()
             coming = None
             yield tensor.cpu().numpy().data

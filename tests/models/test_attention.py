@@ -1,6 +1,7 @@
 """Attention in blocks, beside PyTorch's own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,7 +138,8 @@ def test_transformers_models_compute_what_they_computed(
 @pytest.mark.parametrize("heads", [1, 3])
 def test_flex_attention_computes_the_same(heads: int) -> None:  # its reference: a CPU has no backward
     q, k, v = (part[:, : heads if i else 3] for i, part in enumerate(inputs(200, torch.float32)))
-    documents = Documents.of(PACKED["many"]).ready_for(q.dtype, flex=True)
+    documents = Documents.of(PACKED["many"])
+    documents = replace(documents, flex=attention._flex_blocks(documents.starts))
     found = attention._flex(q, k, v, 0.2, documents)
     mask = documents.mask()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2, enable_gqa=True)

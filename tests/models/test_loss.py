@@ -1,5 +1,6 @@
 """The loss that never holds all logits, beside the one that does."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     limit(monkeypatch, block=1, held=-1 if request.param == "blockwise" else 10**9, tile=7)
     if request.param == "held, a GPU's":
         limit(monkeypatch, tile=10**9)
-        monkeypatch.setattr(loss, "_into_gradient", loss._into_gradient_to_fuse)
+        monkeypatch.setattr(loss, "_into_gradient", functools.partial(loss._into_gradient, fused=True))
     monkeypatch.setattr(loss, "_ROWS", ROWS)
     return str(request.param).partition(",")[0]
 

@@ -169,9 +169,10 @@ def test_too_little_space_is_noticed_before_anything_is_written(
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])
-def test_bytes_that_are_staged_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_host", [(), (3,), (0, 2)])
+def test_bytes_that_are_staged_are_the_same(size: int, on_host: tuple[int, ...], monkeypatch) -> None:
     monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
-    given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size)]
-    parts = [bytes(part) for part in tensors._bytes_of(iter(given), staged=True)]  # before the next
-    assert b"".join(parts) == b"".join(tensor.numpy().tobytes() for tensor in given)
-    assert max(map(len, parts)) <= 64
+    given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size, 5)]
+    staged = {id(tensor) for i, tensor in enumerate(given) if i not in on_host}
+    found = tensors._bytes_of(iter(given), staged=lambda tensor: id(tensor) in staged)
+    assert b"".join(map(bytes, found)) == b"".join(tensor.numpy().tobytes() for tensor in given)
