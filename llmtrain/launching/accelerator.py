@@ -127,7 +127,9 @@ def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
         return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
     if cpu or not torch.cuda.is_available():
         return "no"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no" if sharded else "fp16"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "no" if sharded else "fp16"  # which is not supported where models are sharded
 
 
 def _meet_after_restart(backend: str, timeout: timedelta) -> None:
