@@ -73,6 +73,7 @@ class Update(NamedTuple):
     tokens: int  # trained tokens of the global batch
     grad_norm: float  # of the global batch's mean loss, before clipping; under sync_every the mean over the ranks
     stop: bool  # whether any rank was asked to stop
+    balance: torch.Tensor | None = None  # the balancing loss of the global batch, of a mixture of experts
 
 
 @runtime_checkable
@@ -90,6 +91,21 @@ class PreparesBatches(Protocol):
 
     def prepare(self, batch: Batch) -> Batch:
         """Return what its ``forward`` takes beside the columns: tensors, or objects that can be moved like them."""
+
+
+@runtime_checkable
+class SurveysBatches(Protocol):
+    """A model with a part of its loss that depends on sums over the global batch.
+
+    Called with ``survey=True`` beside a micro-batch, it returns what is to be summed.
+    """
+
+    @property
+    def balance(self) -> float:
+        """The weight of that part; 0: there is none."""
+
+    def loads(self, counts: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``forward`` takes as ``load``, and that part of the loss, given the sums and the tokens."""
 
 
 class ModelWriter(Protocol):

@@ -26,8 +26,9 @@ class ToldElsewhereError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of another library's error, without its essay."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the message of another library's error, without its essay; a line that ends in a colon has a second."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,6 +14,9 @@ from llmtrain.console import note
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "--no_thinking", action="store_true", help="ask for answers without reasoning, where the chat template can"
+    )
     parser.add_argument("--json", action="store_true", help="print each answer as a line for a program")
     add_sampling_arguments(parser)
 
@@ -28,7 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
     messages = list(told)
     while line := _next_line(len(messages) > len(told), silently=arguments.json):
         messages.append({"role": "user", "content": line})
-        dropped, prompt = model.fitting_prompt(messages, len(told), sampling.max_new_tokens)
+        length, thinking = sampling.max_new_tokens, not arguments.no_thinking
+        dropped, prompt = model.fitting_prompt(messages, len(told), length, thinking)
         if dropped:
             note(f"the first {dropped} messages no longer fit into what the model can look at")
             del messages[len(told) : len(told) + dropped]

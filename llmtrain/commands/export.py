@@ -5,10 +5,13 @@ import json
 import shutil
 from pathlib import Path
 
+_ROUNDING = 1e-4  # of the largest logit, in float32
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
     parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32")
+    parser.add_argument("--check", action="store_true", help="load it with transformers, and compare its logits")
     parser.add_argument("--json", action="store_true", help="print where it is for a program")
     parser.add_argument("--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)")
 
@@ -16,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
-    from llmtrain.models.generation import model_folder
+    from llmtrain.models.generation import logits_apart, model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
     if not Path(arguments.model).is_dir():
@@ -32,5 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
             write_merged(source, working)
         else:
             shutil.copytree(source, working, dirs_exist_ok=True)
+        apart, size = logits_apart(str(source), str(working)) if arguments.check else (0.0, 1.0)
+        if not apart <= _ROUNDING * size:
+            raise UserError(f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept.")
+    checked = {"logits_differ_by": apart, "largest_logit": size} if arguments.check else {}
     said = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
-    print(json.dumps({"model": str(target)}) if arguments.json else said)
+    said += f"; its logits differ by {apart:.2g} of {size:.2g}" if checked else ""
+    print(json.dumps({"model": str(target), **checked}) if arguments.json else said)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,11 +12,13 @@ import numpy as np
 from tqdm import tqdm
 
 from llmtrain.config import Config, flag
-from llmtrain.data.chat import BadRow, Conversation, Renderer, conversation_of, recognise
+from llmtrain.data.chat import Conversation, conversation_of, recognise
 from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Source
 from llmtrain.data.table import TokenStore, Written, hash_place
+from llmtrain.data.template import BadRow
 from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.data.turns import Renderer
 from llmtrain.errors import UserError
 
 
@@ -31,6 +33,9 @@ class ChatConfig(Config):
         "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"
     )
     chat_template: str | None = flag(None, "chatml or a Jinja file, where the tokenizer has no template or another's")
+    turns: Literal["all", "last"] = flag(
+        "all", "what is trained of a conversation: every turn of the assistant's, or those since the last question"
+    )
     overlong: Literal["drop", "truncate", "error"] = flag("drop", "a conversation that is longer than a row")
     on_bad_row: Literal["error", "skip"] = flag("error", "a conversation that cannot be trained on")
     packing: bool = flag(True, "several conversations a row, which do not see each other")
@@ -42,49 +47,85 @@ class Audit:
 
     conversations: int = 0  # that were read
     bad: int = 0  # of them: left out, with --on_bad_row skip
-    overlong: int = 0  # dropped, or truncated, as --overlong says
-    untrained: int = 0  # left out: without a single trained token
-    kept: int = 0
+    documents: int = 0  # that the others make: one each, if the chat template never changes what came before
+    overlong: int = 0  # documents dropped, or truncated, as --overlong says
+    untrained: int = 0  # left out: conversations without a single trained token, and documents truncated to that
+    kept: int = 0  # documents
     tokens: int = 0  # of those that are kept
     trained: int = 0  # of them
+    repeated: int = 0  # of them: in a longer document of the same conversation too
     rows: int = 0
     places: int = 0  # of all rows, filled or not
-    turns: int = 0  # of assistants, in conversations that are not truncated
+    turns: int = 0  # of assistants that are trained, in documents that are not truncated
     ended: int = 0  # of them: with their end-of-turn token trained
+    left_answers: int = 0  # turns that are left out, since they are shown otherwise than they are prompted for
+    left_calls: int = 0
+    unshown: int = 0  # turns whose reasoning, or words beside a call, the chat template does not show
+    remade: int = 0  # turns trained whole, since {% generation %} marks them in a form that no prompt leads to
 
     def left(self, overlong: str) -> str:
         """Return how many conversations are left, and why the others are not, in one line."""
         word = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}[overlong]
+        several = self.documents > self.conversations - self.bad
+        of = f"{self.documents:,} documents" if several else f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {self.conversations:,} conversations: {self.overlong:,} overlong {word}, "
+            f"{self.kept:,} of {of}: {self.overlong:,} overlong {word}, "
             f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
         """Return lines for the banner."""
-        return [
+        lines = [
             self.left(overlong),
             f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
             f"{self.rows:,} rows are {self.tokens / max(self.places, 1):.1%} full, "
             f"{self.ended:,} of {self.turns:,} turns train their end",
         ]
+        if self.repeated:
+            factor = self.tokens / (self.tokens - self.repeated)
+            advice = "; --turns last trains the last alone" if factor > 3 else ""
+            lines.append(
+                f"{self.conversations - self.bad:,} conversations make {self.documents:,} documents, in which "
+                f"{self.repeated:,} tokens are repeated (x {factor:.2f}): the template changes earlier turns{advice}"
+            )
+        if self.left_answers or self.left_calls:
+            lines.append(
+                f"{self.left_answers:,} answers and {self.left_calls:,} calls are left out: the chat template shows "
+                "them otherwise than it prompts for them"
+            )
+        if self.unshown:
+            lines.append(f"{self.unshown:,} turns lose reasoning, or words beside a call: the chat template shows none")
+        if self.remade:
+            lines.append(f"{self.remade:,} turns are trained whole: {{% generation %}} marks what no prompt leads to")
+        return lines
 
     def check(self, name: str) -> None:
-        """Raise :class:`UserError` where the mask cannot be meant: nothing trained, or everything."""
-        if self.trained in (0, self.tokens - self.kept):  # first tokens are never trained
-            share = "none" if not self.trained else "all"
+        """Raise :class:`UserError` where the mask cannot be meant: nothing is trained, or the end of no turn."""
+        if not self.trained:
+            left = self.left_answers + self.left_calls
+            others = f", {left:,} turns shown otherwise than prompted for" if left else ""
             raise UserError(
-                f"--dataset {name}: {share} of {self.tokens:,} tokens in {self.conversations:,} conversations would be "
-                f"trained ({self.overlong:,} are overlong, {self.bad:,} bad); check --format, --block_size and the "
-                "chat template."
+                f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} conversations would be "
+                f"trained ({self.overlong:,} are overlong, {self.bad:,} bad{others}); check --format, --block_size and "
+                "the chat template."
+            )
+        if self.turns and not self.ended:
+            raise UserError(
+                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, and the model would "
+                "never stop; put that token inside {% generation %} of the chat template, or take those marks out."
             )
 
 
 class Conversations:
-    """The conversations of a source, some of them held out: those whose hash falls lowest."""
+    """The conversations of a source, some of them held out: those whose hash falls lowest.
 
-    def __init__(self, source: Source, format: str, config: DataConfig, chat: ChatConfig) -> None:
-        self.source, self.format, self.chat = source, format, chat
+    ``stops`` are the tokens at which the model's generation ends, as far as it says so.
+    """
+
+    def __init__(
+        self, source: Source, format: str, config: DataConfig, chat: ChatConfig, stops: Collection[int] = ()
+    ) -> None:
+        self.source, self.format, self.chat, self.stops = source, format, chat, stops
         places = [_place_of(conversation) for _, conversation in self._read()]
         if not places:
             raise UserError(f"--dataset {source.name} holds no conversation.")
@@ -105,41 +146,49 @@ class Conversations:
         Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
         flags do not say to go on without it.
         """
-        render, width = Renderer(tokenizer), block_size + 1
+        render, width = Renderer(tokenizer, self.stops, self.chat.turns == "last"), block_size + 1
         store, digest, audit, size = TokenStore(path), hashlib.sha256(), Audit(), 0
         total = self.documents[held_out]
         for place, conversation in tqdm(self._read(held_out), total=total, desc="rendering", leave=False):
             audit.conversations += 1
             try:
-                ids, trained, trained_bytes, turns, ended = render(conversation)
+                rendered = render(conversation)
             except BadRow as error:
                 self._refuse(place, error)
                 audit.bad += 1
                 continue
-            if len(ids) > width:
-                audit.overlong += 1
-                if self.chat.overlong == "error":
-                    raise UserError(
-                        f"{place}: {len(ids):,} tokens are more than --block_size {block_size} has room for; raise it, "
-                        "or set --overlong drop or truncate."
-                    )
-                if self.chat.overlong == "drop":
+            audit.documents += len(rendered.documents)
+            audit.untrained += not rendered.documents
+            audit.left_answers += rendered.left_answers
+            audit.left_calls += rendered.left_calls
+            audit.unshown += rendered.unshown
+            audit.remade += rendered.remade
+            lengths = [0]
+            for document in rendered.documents:
+                kept = document
+                if len(document.ids) > width:
+                    audit.overlong += 1
+                    if self.chat.overlong == "error":
+                        raise UserError(
+                            f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} has room "
+                            "for; raise it, or set --overlong drop or truncate."
+                        )
+                    if self.chat.overlong == "drop":
+                        continue
+                    kept = render.cut(document, width)
+                if not kept.trained.any():
+                    audit.untrained += 1
                     continue
-                ids, trained, turns, ended = ids[:width], trained[:width], 0, 0  # where turns end is lost
-                said = ids[trained & ~np.isin(ids, render.control_ids)].tolist()
-                trained_bytes = len(render.backend.decode(said, skip_special_tokens=False).encode())
-            trained = np.concatenate([[False], trained[1:]])  # nothing comes before a first token
-            if not trained.any():
-                audit.untrained += 1
-                continue
-            audit.kept += 1
-            audit.tokens += len(ids)
-            audit.trained += int(trained.sum())
-            audit.turns += turns
-            audit.ended += ended
-            size += trained_bytes
-            digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
-            store.add(ids, trained)
+                lengths.append(len(kept.ids))
+                audit.kept += 1
+                audit.trained += int(kept.trained.sum())
+                audit.turns += kept.turns
+                audit.ended += kept.ended
+                size += kept.trained_bytes
+                digest.update(kept.ids.astype("<i4").tobytes() + np.packbits(kept.trained).tobytes())
+                store.add(kept.ids, kept.trained)
+            audit.tokens += sum(lengths)
+            audit.repeated += sum(lengths) - max(lengths)
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
         digest.update(f"{width} {self.chat.packing}".encode())

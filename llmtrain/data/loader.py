@@ -6,7 +6,8 @@ the process's window. So the layout decides who computes a row, never which rows
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -71,6 +72,24 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 
     def __iter__(self) -> Iterator[list[Slot]]:
         return (slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps)
+
+
+class HeldOutSampler(Sampler[list[Slot]]):
+    """Yields every row once, in the stored order; no batch has rows of two sources, whose numbers ``parts`` has."""
+
+    drop_last = False  # Accelerate asks
+
+    def __init__(self, parts: Sequence[int], batch_size: int) -> None:
+        self.parts, self.batch_size = parts, batch_size
+
+    def __len__(self) -> int:
+        return sum(-(-rows // self.batch_size) for rows in self.parts)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        for first, rows in zip(itertools.accumulate(self.parts, initial=0), self.parts, strict=False):
+            for start in range(first, first + rows, self.batch_size):
+                places = range(start, start + self.batch_size)
+                yield [Slot(place, place if place < first + rows else None) for place in places]
 
 
 class SlotRows(Dataset[Item]):
@@ -165,9 +184,12 @@ def eval_loader(
     micro_batch: int,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
+    parts: Sequence[int] = (),
 ) -> DataLoader[Item]:
-    """Return every row once, in the stored order; the last batch is filled up with rows of weight zero."""
-    batch = processes * micro_batch
-    sampler = GlobalBatchSampler(len(rows), batch, range(-(-len(rows) // batch)), seed=None)
+    """Return every row once, in the stored order; the last batch of each source is filled up with rows of weight zero.
+
+    ``parts`` are the rows of each source, where there are several.
+    """
+    sampler = HeldOutSampler(parts or [len(rows)], processes * micro_batch)
     collate = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

@@ -14,40 +14,18 @@ from llmtrain.console import say
 from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
-from llmtrain.data.chat import end_of_turn_ids, set_template, template_text
 from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, audit_of, format_of
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, format_of
+from llmtrain.data.facts import Facts, facts_of
 from llmtrain.data.order import Mixture, counts_of
 from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
+from llmtrain.data.template import ChatTemplate, set_template, template_text
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 
-FORMAT = 3  # of a cache entry; a change makes every one anew
-
-
-@dataclass
-class Facts:
-    """Counts and hashes of rows, for ``run.json`` and the banner. Hashes are hex sha256."""
-
-    dataset: str
-    tokenizer: str
-    tokenizer_sha256: str
-    data_sha256: str  # of the tokens, training and held out
-    vocabulary: int
-    block_size: int
-    documents: int
-    eval_documents: int
-    train_tokens: int
-    eval_tokens: int
-    train_rows: int
-    eval_rows: int
-    eval_bytes: int  # UTF-8 bytes of the held-out text, for bits per byte
-    source_rows: list[int]  # rows to train on of each data set, in which they stand one after the other
-    task: str = "text"
-    audit: dict[str, int] | None = None  # of conversations
-    eval_audit: dict[str, int] | None = None  # of those held out
+FORMAT = 4  # of a cache entry; a change makes every one anew
 
 
 @dataclass
@@ -61,6 +39,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
     in_order: bool = False  # drawn in the stored order, not in a permutation of it
+    sources: list[str] = field(default_factory=list)  # the names of the data sets
 
     @property
     def vocabulary(self) -> int:
@@ -75,7 +54,16 @@ class Tokenized:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens at which an answer ends; none of a text."""
-        return tuple(sorted(end_of_turn_ids(self.tokenizer))) if self.facts.task != "text" else ()
+        return tuple(self.facts.ends)
+
+    @property
+    def held_out_sources(self) -> dict[str, int]:
+        """The rows held out of each source, by its name, where there are several."""
+        rows, names = self.facts.eval_source_rows, self.sources
+        short = [Path(name).stem or name for name in names]
+        names = short if len({*short}) == len(short) else names
+        found = {name: count for name, count in zip(names, rows, strict=False) if count}
+        return found if sum(found.values()) == sum(rows) and len(found) > 1 else {}
 
     def unseen_question(self) -> list[int] | None:
         """Return the tokens before the first answer of a held-out conversation."""
@@ -112,7 +100,7 @@ class Tokenized:
             )
         written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
         name = tokenizer.name_or_path
-        facts = _facts("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
+        facts = facts_of("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
         return cls(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
 
 
@@ -147,13 +135,14 @@ def tokenize(
     asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens = set_template(pretrained, chat.chat_template) if pretrained and chat else []
+    stops = tok.stop_ids(spec) if pretrained and chat else []
     if chat and spec == "char":
         raise UserError("--tokenizer char knows no letters but the data's, and a chat template has others; use byte.")
     template = template_text(chat.chat_template) if chat and chat.chat_template else None  # a file's may change
     key = [
         *(FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]),
         tok.digest(pretrained) if pretrained is not None else spec,
-        [formats, asdict(chat), template] if chat else config.text_field,
+        [formats, asdict(chat), template, stops] if chat else config.text_field,
     ]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
@@ -164,10 +153,10 @@ def tokenize(
             with filelock.FileLock(f"{folder}.lock"):
                 if _open(folder) is None:
                     corpora = [
-                        Conversations(source, name, config, chat) if chat else Texts(source, config)
+                        Conversations(source, name, config, chat, stops) if chat else Texts(source, config)
                         for source, name in zip(sources, formats, strict=True)
                     ]
-                    _make(folder, config, block_size, corpora, pretrained, chat)
+                    _make(folder, config, block_size, corpora, pretrained, chat, stops)
         except OSError as error:
             raise UserError(
                 f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
@@ -175,7 +164,7 @@ def tokenize(
         rows = _open(folder)
         assert rows is not None, f"{folder} cannot be read back"
     rows.facts.dataset, rows.facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
-    rows.new_tokens = new_tokens
+    rows.new_tokens, rows.sources = new_tokens, [*config.dataset]
     if config.mixture:
         rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
     _describe(rows.facts, formats, asked, found is not None)
@@ -225,7 +214,7 @@ def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: 
         say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
         for line in Audit(**facts.audit).lines(chat.overlong):
             say("audit", line)
-        if facts.eval_audit and facts.eval_audit["conversations"] > facts.eval_audit["kept"]:
+        if facts.eval_audit and any(facts.eval_audit[why] for why in ("overlong", "untrained", "bad")):
             say("held out", Audit(**facts.eval_audit).left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
@@ -252,6 +241,7 @@ def _make(
     corpora: Sequence[Texts | Conversations],
     tokenizer: "tok.FastTokenizer | None",
     chat: ChatConfig | None,
+    stops: Sequence[int],
 ) -> None:
     name, spec = " ".join(config.dataset), config.tokenizer or ""
     with new_folder(folder) as working:
@@ -276,36 +266,6 @@ def _make(
                 f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of {name}); "
                 f"use at most {max(smallest, 1)} or more text."
             )
-        facts = _facts(name, spec, tokenizer, block_size, train, held_out)
+        facts = facts_of(name, spec, tokenizer, block_size, train, held_out)
+        facts.ends = sorted(ChatTemplate(tokenizer, stops).ends) if chat else []
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
-
-
-def _facts(
-    dataset: str,
-    spec: str,
-    tokenizer: tok.FastTokenizer,
-    block_size: int,
-    train: list[Written],
-    held_out: list[Written],
-) -> Facts:
-    everything = [*train, *held_out]
-    audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
-    return Facts(
-        dataset=dataset,
-        tokenizer=spec,
-        tokenizer_sha256=tok.digest(tokenizer),
-        data_sha256=hashlib.sha256("".join(written.sha256 for written in everything).encode()).hexdigest(),
-        vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
-        block_size=block_size,
-        documents=sum(written.documents for written in everything),
-        eval_documents=sum(written.documents for written in held_out),
-        train_tokens=sum(written.targets for written in train),
-        eval_tokens=sum(written.targets for written in held_out),
-        train_rows=sum(written.rows for written in train),
-        eval_rows=sum(written.rows for written in held_out),
-        eval_bytes=sum(written.bytes for written in held_out),
-        source_rows=[written.rows for written in train],
-        task="conversations" if audits else "text",
-        audit=asdict(audit_of(audits)) if audits else None,
-        eval_audit=asdict(audit_of(eval_audits)) if audits else None,
-    )

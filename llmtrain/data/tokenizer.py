@@ -30,14 +30,14 @@ def vocabulary_size(spec: str) -> int:
 
     Raises :class:`UserError` where N is not a number that a byte-level BPE can have.
     """
-    smallest = len(_BYTES) + 1  # every byte, and the end of text
+    smallest, largest = len(_BYTES) + 1, 10**8  # every byte, and the end of text
     kind, _, size = spec.partition(":")
     if kind != "bpe":
         if size:
             raise UserError(f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
         return 0
-    if not (size.isascii() and size.isdecimal() and len(size) < 9) or int(size) < smallest:
-        raise UserError(f"--tokenizer {spec}: write bpe:N with N at least {smallest}, such as bpe:4096.")
+    if not (size.isascii() and size.isdecimal() and len(size) < 10 and smallest <= int(size) <= largest):
+        raise UserError(f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096.")
     return int(size)
 
 
@@ -81,21 +81,30 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastToken
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> FastTokenizer:
-    """Load a tokenizer's folder or hub name. Raises :class:`UserError` unless it is a fast one that can end a text."""
+    """Load the tokenizer of a folder or hub name. Raises :class:`UserError` unless it is a fast one that ends texts."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    other = "name one with --tokenizer: char, byte, bpe:N, a folder or a hub name"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
-        raise UserError(
-            f"--tokenizer {name}: not {', '.join(TRAINED[:2])} or bpe:N, and loading it as a folder or hub name "
-            f"failed: {hub_said(error)}"
-        ) from None
+        raise UserError(f"{name}: no tokenizer can be loaded ({hub_said(error).rstrip('.')}); {other}.") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"--tokenizer {name} has no tokenizer.json (a fast tokenizer), which is needed.")
+        raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {other}.")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name} has no end-of-text token (eos_token) to join documents with.")
+        raise UserError(f"{name}: its tokenizer has no end-of-text token (eos_token) to join documents with; {other}.")
     return tokenizer
+
+
+def stop_ids(name: str) -> list[int]:
+    """Return the tokens at which generation ends, where a model's folder or hub name says so."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(name).eos_token_id
+    except (OSError, ValueError):  # a tokenizer alone
+        return []
+    return [found] if isinstance(found, int) else [*(found or [])]
 
 
 def digest(tokenizer: FastTokenizer) -> str:

@@ -142,7 +142,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
 @functools.cache
 def _takes_many_lengths(dtype: torch.dtype) -> bool:
     """Return whether torch's kernel for sequences of many lengths computes this: on GPUs since A100, in 16 bits."""
-    return dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability() >= (8, 0)
+    known = dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability() >= (8, 0)
+    return known and _keeps_documents_apart(torch.device("cuda"), dtype)
+
+
+@torch.no_grad()
+def _keeps_documents_apart(device: torch.device, dtype: torch.dtype) -> bool:
+    """Try that kernel on rows of two documents: what it computes differs between versions of torch."""
+    places = torch.arange(48)
+    documents = Documents.of(torch.stack([places % 20, places % 31]), on_gpu=True).to(device)
+    assert documents.borders is not None
+    mask, values = documents.mask(), torch.arange(2.0 * 8 * 48 * 64, device=device).mul(7).sin().to(dtype)
+    values = values.view(2, 8, 48, 64)
+    q, k, v = values[:, :4], values[:, 4:6], values[:, 6:]
+    try:
+        found = _varlen(q, k, v, 0.125, documents.borders)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.125, enable_gqa=True)
+    return torch.allclose(found, expected, rtol=0.02, atol=0.02)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, borders: Tensor) -> Tensor:

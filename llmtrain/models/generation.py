@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -59,16 +59,20 @@ class TextModel:
         absent = "this model has no chat template: it continues text; use llmtrain generate."
         require(self.tokenizer.chat_template is not None, absent)
 
-    def fitting_prompt(self, messages: list[dict[str, str]], kept: int, answer: int) -> tuple[int, list[int]]:
+    def fitting_prompt(
+        self, messages: list[dict[str, str]], kept: int, answer: int, thinking: bool = True
+    ) -> tuple[int, list[int]]:
         """Return the tokens that ask for an answer of up to ``answer`` tokens, after the number of messages dropped.
 
-        Messages after the first ``kept`` go where there is no room, questions together with their answers.
+        It is one without reasoning if not ``thinking``, where the template can ask for that. Messages after the first
+        ``kept`` go where there is no room, questions together with their answers.
         """
         dropped = 0
+        switch: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         while True:
             told = [*messages[:kept], *messages[kept + dropped :]]
             try:
-                text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+                text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **switch)
             except Exception as error:  # a template can raise whatever Python can
                 raise UserError(f"the chat template refuses this: {first_line(error)}") from None
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -107,6 +111,22 @@ class TextModel:
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # wait for the rest of a character
                 yield text[len(shown) :]
                 shown = text
+
+
+def logits_apart(one: str, other: str) -> tuple[float, float]:
+    """Return by how much the logits of two model folders differ at most, and their largest size, in float32."""
+    first, second = (_some_logits(TextModel(name)) for name in (one, other))
+    return float((first - second).abs().max()), float(first.abs().max())
+
+
+@torch.no_grad()
+def _some_logits(model: TextModel) -> torch.Tensor:
+    """Return logits [1, T, V] of tokens from all over the vocabulary, the last of which may be new ones."""
+    model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
+    size = len(model.tokenizer)
+    ids = [*range(size - min(16, size), size), *(7 * i % size for i in range(48))][: model.context]
+    logits: torch.Tensor = model.model(torch.tensor([ids], device=model.model.device), use_cache=False).logits
+    return logits
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -20,7 +20,7 @@ from llmtrain.errors import UserError, hub_said
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
 from llmtrain.models.streaming import drawn, load_buffers, stored
-from llmtrain.models.summed import SummedLoss, is_mixture_of_experts, leaks, probe, summed
+from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import load_causal_lm, local_folder, origin_of, refuse_pickles
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _SMALL = {
     **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 32},
 }
 
 
@@ -53,12 +55,16 @@ class ModelConfig(Config):
         None, "sdpa, eager, flash_attention_2, ... (default: the model's)", acts="pass"
     )
     gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
+    router_aux_loss_coef: float | None = flag(
+        None, "weight of the routers' balancing loss in a mixture of experts (default: the model's); 0: none"
+    )
     freeze: str | None = flag(None, "a regular expression: parameters with a matching name are not trained")
     load_in_4bit: bool = flag(False, "hold the frozen weights of a LoRA run in 4 bits (bitsandbytes, on a GPU)")
     trust_remote_code: bool = flag(False, "run code that comes with a model or a tokenizer")
 
     def __post_init__(self) -> None:
         require_at_least(self, 2, "block_size")
+        require((self.router_aux_loss_coef or 0) >= 0, "--router_aux_loss_coef must be at least 0.")
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -117,6 +123,10 @@ def load_model(
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
     if is_mixture_of_experts(settings):
         settings.output_router_logits = False
+        if config.router_aux_loss_coef is not None:
+            settings.router_aux_loss_coef = config.router_aux_loss_coef
+    elif config.router_aux_loss_coef is not None:
+        raise UserError("--router_aux_loss_coef is for a mixture of experts, and this model is none; leave it out.")
 
     is_meta = model.device.type == "meta"
     plan = copy.deepcopy(model) if is_meta else model  # for it is changed below
@@ -146,7 +156,8 @@ def load_model(
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
     weights = with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
     asked = lora and {**asdict(lora), "use_rslora": False}  # as earlier versions have it in a run's identity
-    start = {"weights": origin, "lora": asked, "freeze": config.freeze}
+    start: Facts = {"weights": origin, "lora": asked, "freeze": config.freeze}
+    start |= {"balance": weight} if (weight := balance_weight(model.config)) else {}
     check = functools.partial(_check, trained, rows.packed, config.block_size)
     return Built(trained, files, weights if is_meta else None, start, check)
 
@@ -224,8 +235,8 @@ def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") ->
     plain = make(name)
     if name in CONFIG_MAPPING:
         sizes = {"max_position_embeddings": config.block_size, **_SMALL, **sizes}
-        if "qk_rope_head_dim" in plain.to_dict():  # heads of two parts, whose sizes depend on each other
-            del sizes["head_dim"]
+        if "qk_rope_head_dim" in plain.to_dict():  # latent attention: keys of two parts, one for each head
+            del sizes["head_dim"], sizes["num_key_value_heads"]
     known = {*plain.to_dict(), *plain.attribute_map}
     try:
         wanted = yaml.safe_load("{" + (config.config_overrides or "").replace("=", ": ") + "}")
@@ -236,6 +247,8 @@ def _configuration(config: ModelConfig, tokenizer: "PreTrainedTokenizerFast") ->
     for key in wanted.keys() - known:
         raise UserError(f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}")
     asked = {key: value for key, value in sizes.items() if key in known} | wanted
+    if "qk_rope_head_dim" in asked and "num_key_value_heads" in known:
+        asked.setdefault("num_key_value_heads", asked["num_attention_heads"])
     return make(name, **{plain.attribute_map.get(key, key): value for key, value in asked.items()})  # gpt2 has its own
 
 
@@ -297,7 +310,8 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
         raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
     settings = model.config.get_text_config()
     if is_mixture_of_experts(settings):
-        say("experts", "the router's balancing loss is left out: it is of a micro-batch, not of the global batch")
+        how = f"times {model.balance:g}, is of the global batch, at the cost of a forward pass more an update"
+        say("experts", f"the routers' balancing loss, {how}" if model.balance else "this class has no balancing loss")
     if not model.head_is_linear:
         say("memory", "this head does more than multiply: its logits are held whole")
     rope: Facts = getattr(settings, "rope_parameters", None) or {}

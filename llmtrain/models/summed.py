@@ -5,6 +5,7 @@ found by trying, on the model at hand.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.attention import NAME, Documents, register
+from llmtrain.models.experts import balancing, count, counted_positions, loads, router_logits_of
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of, trained_positions
 from llmtrain.parallel.mesh import reshard
 
@@ -35,6 +37,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     own_class: ClassVar[type]
     head_is_linear: bool = False  # logits are made of hidden states, head and softcap alone
+    balance: float = 0.0  # weight of the balancing loss of routers
     row_length: int = 0  # tokens that attention spans
     vocabulary: int = 0
 
@@ -45,12 +48,16 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
         trained: Tensor | None = None,
+        load: Tensor | None = None,
+        survey: bool = False,
         **others: object,
     ) -> "Tensor | ModelOutput":
         """Return the summed nll in nats of ``input_ids`` [B, T] for ``labels`` [B, T], which are not shifted.
 
         Documents whose ``position_ids`` [B, T] restart do not see each other. What :meth:`prepare` has found on the
-        host is not looked for on the device. Without labels, return what the model's own class does.
+        host is not looked for on the device. With ``load`` [E] the gradient, but not the value, has the balancing loss
+        of the routers; to ``survey`` is to return the counts that ``load`` is made of. Without labels, return what the
+        model's own class does.
         """
         own, head = super().forward, _head_of(self)
         if labels is None:
@@ -60,11 +67,24 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
             return output
         positions = None if position_ids is None else inputs_of(position_ids)
         arguments, targets = _arguments(self, inputs_of(input_ids), positions, documents), targets_of(labels)
-        if self.head_is_linear and head is not None:
-            hidden = self.base_model(**arguments).last_hidden_state
-            nll: Tensor = head(hidden.view(*targets.shape, -1), targets, softcap_of(self), trained)
+        linear, routed = self.head_is_linear and head is not None, survey or load is not None
+        with router_logits_of(self.base_model, routed) as router_logits:
+            out = self.base_model(**arguments) if linear else own(**arguments)
+        if survey:
+            chosen = int(self.config.get_text_config().num_experts_per_tok)
+            return count(router_logits, counted_positions(targets), chosen)
+        if linear and head is not None:
+            nll: Tensor = head(out.last_hidden_state.view(*targets.shape, -1), targets, softcap_of(self), trained)
+        else:
+            nll = summed_nll(out.logits.view(*targets.shape, -1), targets)
+        if load is None:
             return nll
-        return summed_nll(own(**arguments).logits.view(*targets.shape, -1), targets)
+        more = balancing(router_logits, counted_positions(targets), load)
+        return nll + (more - more.detach())
+
+    def loads(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``load`` for the micro-batches of a global batch with these counts, and its balancing loss."""
+        return loads(counts, tokens, self.balance)
 
     def prepare(self, batch: Batch) -> Batch:
         """Return where documents begin in a micro-batch on the host, and which of its targets are trained."""
@@ -168,6 +188,7 @@ def probe(model: SummedLoss) -> None:
     """
     with _trying(model):
         _choose_attention(model)
+        model.balance = _balance_of(model)
         model.head_is_linear = _head_is_linear(model)
         ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
         other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
@@ -193,6 +214,23 @@ def _choose_attention(model: SummedLoss) -> None:
     except (TypeError, ValueError, RuntimeError):  # it takes no position_ids, or does not hand on what it is given
         pass
     config._attn_implementation = own
+
+
+def _balance_of(model: SummedLoss) -> float:
+    """Return the weight of the balancing loss in the model's configuration; 0 where its class has none."""
+    weight = balance_weight(model.config)
+    its_own = hasattr(sys.modules[model.own_class.__module__], "load_balancing_loss_func")
+    if not weight or not its_own or model.base_model is model:
+        return 0.0
+    with router_logits_of(model.base_model, True) as found:
+        _logits(model, _tokens(model, 1, _probe_length(model)))
+    return weight if found else 0.0
+
+
+def balance_weight(config: "PreTrainedConfig") -> float:
+    """Return the weight of a balancing loss that a configuration names; 0 of a model that has no experts."""
+    settings = config.get_text_config()
+    return float(getattr(settings, "router_aux_loss_coef", None) or 0) if is_mixture_of_experts(settings) else 0.0
 
 
 def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:

@@ -44,7 +44,7 @@ def write_checkpoint(
 
     Raises :class:`UserError` where it cannot be written, and then leaves what was there untouched.
     """
-    team, target = weights.team, folder / f"step-{step:08d}"
+    team, target = weights.team, path_of(folder, step)
 
     def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,16 +159,23 @@ def read_state(path: Path) -> Facts:
     return dict(json.loads((path / "state.json").read_text()))
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
+
+
 def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     """Delete old checkpoints, after a newer one was committed.
 
-    The newest ``keep`` stay, and so do the newest two of those that this process has written or read whole, and the
-    one with the lowest held-out loss.
+    The newest ``keep`` stay, and so do the newest two of those that this process has written or read whole, the one
+    with the lowest held-out loss, and the one that early stopping has found the best.
     """
     every = checkpoints(folder)
     losses = held_out_losses(every)
-    best = min(losses, key=losses.__getitem__, default=None)
-    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], best}
+    best = {min(losses, key=losses.__getitem__, default=None)}
+    if every and (judged := read_object(every[-1] / "state.json").get("best")):
+        best.add(path_of(folder, judged[1]))
+    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], *best}
     for path in every:
         if path not in staying:
             doomed = path.rename(path.with_name(f".tmp-doomed-{path.name}"))  # a half-deleted one is not committed

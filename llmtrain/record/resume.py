@@ -123,7 +123,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
         raise UserError(f"{named}: its state.json is not one of llmtrain's.")
     before: Facts = state["identity"]
     for key, value in json.loads(json.dumps(identity)).items():  # whose keys are words, as those of a file
-        if before.get(key) != value and key not in ("update", "exchange"):
+        if before.get(key) != value and key not in ("update", "exchange", "stopping"):
             raise UserError(f"{named} has another {key}: {difference(before.get(key), value)}.")
     if before.get("exchange") != identity.get("exchange"):
         ways = [ways.get("exchange") or "exactly" for ways in (before, identity)]

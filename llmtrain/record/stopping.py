@@ -1,12 +1,17 @@
-"""Why a run stops before its last update: a signal, its own budget, the end of the batch job that it runs in."""
+"""Why a run stops before its last update: a signal, its own budget, the end of its batch job, or no more progress."""
 
 import contextlib
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from llmtrain.contract import Facts
+from llmtrain.errors import UserError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
@@ -40,6 +45,60 @@ class Deadline:
     def is_near(self) -> bool:
         """Return whether nothing is left but what is reserved."""
         return time.monotonic() > self.at - sum(self.reserved.values())
+
+
+@dataclass
+class Patience:
+    """Early stopping: how many evaluations in a row may be no better than the best, in which ``metric``.
+
+    ``allowed`` 0 never stops. ``best`` is the value, or its negative where higher is better: where the name has no
+    loss, perplexity or bits in it.
+    """
+
+    allowed: int
+    metric: str
+    best: float = math.inf
+    best_step: int = 0  # 0: none yet
+    worse: int = 0  # evaluations since
+
+    @property
+    def over(self) -> bool:
+        """True where the run ends early."""
+        return bool(self.allowed) and self.worse >= self.allowed
+
+    @property
+    def why(self) -> str:
+        """The reason for that."""
+        if not self.best_step:
+            return f"{self.worse} evaluations gave no number for {self.metric}"
+        return f"{self.worse} evaluations were no better in {self.metric} than that after step {self.best_step}"
+
+    @property
+    def state(self) -> list[float | None]:
+        """The part of it that a checkpoint keeps, as JSON has it."""
+        return [self.best if self.best_step else None, self.best_step, self.worse]
+
+    def restore(self, state: list[Any]) -> None:
+        """Take what a checkpoint has kept."""
+        best, self.best_step, self.worse = state
+        self.best = math.inf if best is None else best
+
+    def judge(self, step: int, reading: Facts) -> None:
+        """Take an evaluation; that before the first update is no candidate, but must have the metric.
+
+        Raises :class:`UserError` where it has none of this name.
+        """
+        if self.metric not in reading:
+            known = ", ".join(name for name in reading if name.startswith("eval/"))
+            raise UserError(f"--metric_for_best_model {self.metric}: evaluations have {known}.")
+        if not step:
+            return
+        lower = re.search("loss|perplexity|bits", self.metric) is not None
+        value = float(reading[self.metric]) * (1 if lower else -1)
+        if value < self.best:
+            self.best, self.best_step, self.worse = value, step, 0
+        else:  # also where it is no number
+            self.worse += 1
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """The loss on held-out text, every token counted once whatever the layout."""
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from accelerate import Accelerator
@@ -21,12 +23,16 @@ def evaluate(
     text_bytes: int,
     forward: Forward | None = None,
     metric: Metric | None = None,
+    sources: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Return the mean negative log-likelihood in nats per token over all ranks, and what follows from it.
 
     Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
     different tokenizers can be compared. The sums of a ``metric`` are added up alike: ``eval/NAME`` is sum by count.
+    With the number of rows of each of several ``sources``, of which no window has two, there is ``eval/loss/SOURCE``.
     """
+    sources = sources or {}
+    ends = [*itertools.accumulate(sources.values())]
     model.eval()
     plain = accelerator.unwrap_model(model)
     device = "cpu" if accelerator.device.type == "mps" else accelerator.device  # which has no float64
@@ -34,7 +40,11 @@ def evaluate(
     for window in windows:
         for batch in window.batches:
             found = metric(plain, batch) if metric is not None else {}
-            found = {"": ((forward or model)(**batch), count_targets(batch["labels"])), **found}
+            whole: tuple[torch.Tensor, torch.Tensor] = (forward or model)(**batch), count_targets(batch["labels"])
+            none = whole[1].new_zeros(())
+            here = bisect.bisect_right(ends, int(window.rows.max())) if ends else 0
+            of_sources = {f"loss/{name}": whole if i == here else (none, none) for i, name in enumerate(sources)}
+            found = {"": whole, **of_sources, **found}
             if sums and sums.keys() != found.keys():
                 raise UserError(
                     f"a metric must have the same names for every batch, not {sorted(sums)} and {sorted(found)}."

@@ -69,7 +69,7 @@ def train(
         for observer in observers:
             observer.begin()
         model.train()
-        for window in _windows(accelerator, batches, enter):
+        for window in () if run.patience.over else _windows(accelerator, batches, enter):
             for observer in observers:
                 observer.before_update(window)
             share = run.step * data_parallel_size(accelerator) + rank
@@ -86,7 +86,7 @@ def train(
             due = Due(run.step, run.step == s.optim.max_steps, alone, update.stop)
             for observer in observers:
                 observer.after_update(window, update, due)
-            if due.stop:
+            if due.stop or run.patience.over:
                 break
         for observer in observers:
             observer.end()

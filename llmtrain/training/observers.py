@@ -91,7 +91,8 @@ class Training:
 
     def saves(self, due: Due) -> bool:
         """Return whether a checkpoint is made after this update."""
-        return due.stop or due.at(self.run.settings.run.save_steps)
+        judged = self.run.patience.allowed > 0 and due.at(self.run.settings.loop.eval_steps)
+        return due.stop or due.at(self.run.settings.run.save_steps) or judged
 
 
 class _Watching(Observer):
@@ -221,6 +222,7 @@ class Readings(_Watching):
         content = accelerator.reduce(window.content.to(accelerator.device), reduction="sum") // same
         return {
             "train/loss": float(nll / max(update.tokens, 1)),
+            **({"train/balance_loss": float(update.balance)} if update.balance is not None else {}),
             "train/grad_norm": update.grad_norm,
             "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
             "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],
@@ -253,7 +255,8 @@ class Evaluation(_Watching):
             self._evaluate()
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        if due.finished or (due.at(self.loop.eval_steps) and not due.stop):
+        judged = self.run.patience.allowed > 0  # a resumed run has to know all of them
+        if due.finished or (due.at(self.loop.eval_steps) and (judged or not due.stop)):
             with self.t.timing.throughput.paused():
                 self._evaluate()
 
@@ -262,9 +265,12 @@ class Evaluation(_Watching):
         assert t.held_out is not None
         with eager_code(t.model):
             windows = self.t.timing.heartbeat.through(t.held_out, "an evaluation")
-            results = evaluate(run.accelerator, t.model, windows, run.rows.facts.eval_bytes, t.forward, t.metric)
+            what = run.rows.facts.eval_bytes, t.forward, t.metric, run.rows.held_out_sources
+            results = evaluate(run.accelerator, t.model, windows, *what)
         run.deadline.reserve("evaluation", time.monotonic() - began)
         run.log(results)
+        if run.patience.allowed:
+            run.patience.judge(run.step, results)
         self.t.timing.progress.evaluated(run.step, results)
 
 

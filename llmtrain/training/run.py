@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import nn
 
-from llmtrain.config import resolved
+from llmtrain.config import require, resolved
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
@@ -28,11 +28,12 @@ from llmtrain.record.provenance import check_same_everywhere, digest, run_record
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import Choice, choose_folder
 from llmtrain.record.saver import Saver
-from llmtrain.record.stopping import Deadline, stop_signals
+from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import headers, read_tensors
 from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
+from llmtrain.training.identity import identity_of
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.summary import show_result
@@ -54,6 +55,7 @@ class Run:
     saver: Saver
     metrics: Metrics
     deadline: Deadline
+    patience: Patience
     resumed_from: Path | None = None
     update_before: Facts | None = None  # settings of the update under which a named checkpoint was made
     step: int = 0
@@ -61,7 +63,7 @@ class Run:
     skipped: int = 0
     compiled: bool | None = None  # whether its blocks are; None: not chosen yet
     stop_reason: str = ""
-    evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
+    evaluated: tuple[int, Facts] | None = None  # step and results of the last evaluation
     outcome: tuple[str, str] = ("failed", "ended without a word")  # state and reason, as status.json has them
 
     @property
@@ -77,7 +79,7 @@ class Run:
         now = round(time.time(), 3)
         self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": now})
         if "eval/loss" in reading:
-            self.evaluated = self.step, reading["eval/loss"]
+            self.evaluated = self.step, reading
 
     def incident(self, kind: str, text: str) -> None:
         """Say something now, and keep it for whoever looks at the run later."""
@@ -118,14 +120,15 @@ class Run:
         self.deadline.reserve("save", 2 * self.saver.longest_seconds)
 
     def _state(self) -> Facts:
-        at_step, loss = self.evaluated or (None, None)
-        scaler = self.accelerator.scaler
+        at_step, results = self.evaluated or (None, {})
+        loss, scaler, patience = results.get("eval/loss", math.inf), self.accelerator.scaler, self.patience
         return {
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
             "compiled": self.compiled,
-            "eval_loss": loss if at_step == self.step and loss is not None and math.isfinite(loss) else None,
+            "eval_loss": loss if at_step == self.step and math.isfinite(loss) else None,
+            **({"best": patience.state} if patience.allowed else {}),
             "identity": self.identity,
             "identity_sha256": digest(self.identity),
             "processes": self.accelerator.num_processes,
@@ -148,6 +151,8 @@ class Run:
         checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
         facts = Team.everyone().main(lambda: checkpoint.read_state(path))
         self.skipped, self.compiled = facts.get("skipped", 0), facts.get("compiled")
+        if "best" in facts and path.parent == self.folder.path / "checkpoints":  # else the best is not here
+            self.patience.restore(facts["best"])
         if self.accelerator.scaler is not None and facts["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(facts["loss_scaler"])
 
@@ -156,9 +161,11 @@ class Run:
         loop = self.settings.loop
         if loop.replay_step is not None:
             self.outcome = "preempted", f"made up to update {self.step} again, to look at it"
-        elif self.step == self.settings.optim.max_steps:
+        elif self.patience.over or self.step == self.settings.optim.max_steps:
+            self._on_writers(self.saver.wait)
+            self._take_best(model)
             self._write_model(model)
-            self.outcome = "finished", "all updates were made"
+            self.outcome = "finished", self.patience.why if self.patience.over else "all updates were made"
         else:
             self._on_writers(self.saver.wait)
             why = self.stop_reason or "asked to stop"
@@ -166,6 +173,18 @@ class Run:
             never = self.settings.run.resume_from_checkpoint == "never"
             how = f" with --resume_from_checkpoint auto --output_dir {self.folder.path}" if never else ""
             say("stopped", f"{why}: step {self.step} is saved in {self.folder.path}; the same command{how} goes on")
+
+    def _take_best(self, model: nn.Module) -> None:
+        """Load the weights that early stopping has found the best, where the last ones are others."""
+        best = self.patience.best_step if self.patience.allowed else 0
+        if best in (0, self.step):
+            return
+        path = checkpoint.path_of(self.folder.path / "checkpoints", best)
+        if fault := Team.everyone().main(lambda: checkpoint.find_fault(path)):
+            self.incident("damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights")
+            return
+        fill(self.built.files.tensors(self._plain(model)), self._from_main(path / "model"))
+        say("best", f"model/ has the weights of step {best}" + (f": {self.patience.why}" if self.patience.over else ""))
 
     def show(self) -> None:
         """Show what a finished run has learned."""
@@ -180,7 +199,6 @@ class Run:
     def _write_model(self, model: nn.Module) -> None:
         plain, files, target = self._plain(model), self.built.files, self.folder.path / "model"
         _check_finite(self.accelerator, plain)
-        self._on_writers(self.saver.wait)
 
         def write() -> None:
             if self.saver.team.group is None:
@@ -223,6 +241,8 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     cannot be used.
     """
     layout = Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)
+    judged = rows.eval is not None or not s.loop.early_stopping_patience
+    require(judged, "--early_stopping_patience needs held-out rows to evaluate.")
     identity, team = identity_of(accelerator, s, rows, built, layout), Team.everyone()
     check_same_everywhere(team, what_runs(identity, resolved(s), accelerator.mixed_precision))
     choice = Choice(Path(s.run.output_dir))
@@ -236,6 +256,7 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
     run = Run(
         *(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline),
+        patience=Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model),
         resumed_from=choice.checkpoint,
         update_before=(choice.before or {}).get("update"),
         step=choice.step,
@@ -288,27 +309,6 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
         state, reason = run.outcome
         folder.status(state, run.step, reason)
         run.metrics.close(exit_code=0, model=folder.path / "model" if run.finished else None)
-
-
-def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout) -> Facts:
-    """Return all that the updates depend on, and nothing of how they are computed, but for the bits of ``--bitwise``.
-
-    A checkpoint of another identity is never loaded.
-    """
-    return {
-        "model": built.files.config,
-        **({"start": built.start} if built.start is not None else {}),
-        "data": rows.facts.data_sha256,
-        "mixture": s.data.proportions,
-        "tokenizer": rows.facts.tokenizer_sha256,
-        "block_size": rows.facts.block_size,
-        "global_batch_size": s.data.global_batch_size,
-        "seed": s.loop.seed,
-        "bits": layout.bits(accelerator) if s.loop.bitwise else None,
-        "update": asdict(s.optim),
-        **({"exchange": s.parallel.approximation} if s.parallel.approximation else {}),
-        **({"order": "stored"} if rows.in_order else {}),
-    }
 
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:

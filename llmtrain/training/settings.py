@@ -33,6 +33,17 @@ class LoopConfig(Config):
     eval_steps: int = flag(
         100, "updates between two evaluations, beside one before the first update and one at the end; 0: never"
     )
+    early_stopping_patience: int = flag(
+        0,
+        "stop after so many evaluations in a row that are no better, each of which makes a checkpoint; model/ is the "
+        "best; 0: never",
+        acts="update",
+    )
+    metric_for_best_model: str = flag(
+        "eval/loss",
+        "what --early_stopping_patience looks at; higher is better, except for a loss, perplexity or bits",
+        acts="update",
+    )
     sample_prompts: list[str] = flag([], "texts that the model goes on from, or answers, at every evaluation")
     max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
     bitwise: bool = flag(
@@ -54,7 +65,11 @@ class LoopConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "logging_steps")
-        require_at_least(self, 0, "eval_steps", "skip_nonfinite")
+        require_at_least(self, 0, "eval_steps", "skip_nonfinite", "early_stopping_patience")
+        stops = self.early_stopping_patience > 0
+        require(self.eval_steps > 0 or not stops, "--early_stopping_patience needs evaluations: --eval_steps above 0.")
+        told = stops or self.metric_for_best_model == "eval/loss"
+        require(told, "--metric_for_best_model is what --early_stopping_patience looks at; give that too.")
         require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
         require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")

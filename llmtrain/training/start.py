@@ -74,4 +74,5 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         say("held out", "no rows, so that nothing is evaluated")
     if rows.eval is None:
         return batches, None
-    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned)
+    parts = [*rows.held_out_sources.values()]
+    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned, parts)

@@ -9,8 +9,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.contract import Batch, ForwardBackward, Update
+from llmtrain.contract import Batch, ForwardBackward, SurveysBatches, Update
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.fsdp import clip_grad_norm
 from llmtrain.parallel.mesh import data_parallel_size, model_parallel_size
@@ -40,6 +41,7 @@ def train_step(
     """
     enter("count")
     tokens, stops = count_tokens(accelerator, batches, stop)
+    batches, balance = surveyed(accelerator, model, batches, tokens, enter)
     nll = (forward_backward or Accumulation(accelerator, model))(batches, tokens)
     enter("norm")
     norm = clip_grad_norm(accelerator, model, max_grad_norm)
@@ -50,7 +52,7 @@ def train_step(
     if math.isfinite(grad_norm) or accelerator.scaler is not None:  # fp16's scaler skips, and lowers its scale
         optimizer.step()
     optimizer.zero_grad()
-    return Update(nll, int(counted), grad_norm, stopped > 0)
+    return Update(nll, int(counted), grad_norm, stopped > 0, balance)
 
 
 def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +63,31 @@ def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool)
     mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     tokens, stops = accelerator.reduce(torch.stack([mine, torch.full_like(mine, stop)]), reduction="sum")
     return tokens // model_parallel_size(accelerator), stops
+
+
+@torch.no_grad()
+def surveyed(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    tokens: torch.Tensor,
+    enter: Callable[[str], None],
+) -> tuple[Sequence[Batch], torch.Tensor | None]:
+    """Return the micro-batches with what a part of the loss depends on over the global batch, and that part.
+
+    To count it takes a pass without gradients; of a model that has no such part, nothing is done. The pass draws no
+    random numbers that the update would have drawn.
+    """
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    if not isinstance(plain, SurveysBatches) or not plain.balance:
+        return batches, None
+    enter("forward")
+    with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
+        counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
+    enter("exchange")
+    counts = accelerator.reduce(counts, reduction="sum") / model_parallel_size(accelerator)
+    load, balance = plain.loads(counts, tokens)
+    return [batch | {"load": load} for batch in batches], balance
 
 
 class Accumulation:

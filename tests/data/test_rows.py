@@ -462,7 +462,7 @@ BAD = {
     "a size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe:256"}, 8, "257"),
     "no size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe"}, 8, "bpe:N"),
     "a size of char": ("a.txt", b"words" * 9, {"tokenizer": "char:8"}, 8, "takes no size"),
-    "no such tokenizer": ("a.txt", b"words" * 9, {"tokenizer": "./absent"}, 8, "--tokenizer ./absent"),
+    "no such tokenizer": ("a.txt", b"words" * 9, {"tokenizer": "./absent"}, 8, "./absent: no tokenizer can be loaded"),
 }
 
 

@@ -177,3 +177,37 @@ def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
         assert torch.equal(*(function(Module(), q, k, v, mask)[0] for function in theirs_and_ours))
     last = q[:, :, -1:]  # with the earlier keys from a cache
     assert torch.equal(*(function(Module(), last, k, v, None)[0] for function in theirs_and_ours))
+
+
+def many_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, *_: Any, **how: Any) -> Any:
+    """What torch's kernel does on a GPU; [B * T, H, D]."""
+    places = torch.arange(len(q))
+    documents = torch.searchsorted(borders.long(), places, right=True)
+    mask = (documents[:, None] == documents) & (places <= places[:, None])
+    parts = (part.transpose(0, 1)[None] for part in (q, k, v))
+    out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=how["scale"], enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def as_one_document(*given: Any, **how: Any) -> Any:
+    return many_lengths(*given[:3], given[3][:1], **how)
+
+
+def of_an_older_torch(*given: Any, is_causal: bool) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kernel", [many_lengths, as_one_document, of_an_older_torch])
+def test_a_kernel_for_many_lengths_is_tried_first(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert attention._keeps_documents_apart(torch.device("cpu"), dtype) == (kernel is many_lengths)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_kernel_that_fails_its_trial_is_not_used(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "_keeps_documents_apart", lambda device, dtype: right)
+    takes = attention._takes_many_lengths.__wrapped__  # without what it has kept of this process
+    assert takes(torch.bfloat16) == right
+    assert not takes(torch.float32)

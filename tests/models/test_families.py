@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import set_template
+from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.export import ModelFiles
@@ -374,10 +374,10 @@ def test_activations_computed_again_give_the_same_gradients(load):
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_the_experts_balancing_loss_is_left_out_and_said_so(load, capsys):
+def test_the_experts_balancing_loss_is_ours_and_said_so(load, capsys):
     model = load("mixtral", config_overrides=f"{OVERRIDES},output_router_logits=true").model
     assert not model.config.output_router_logits
-    assert "balancing loss is left out" in capsys.readouterr().out
+    assert "balancing loss, times 0.001, is of the global batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import set_template
+from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import LoraConfig, write_merged

@@ -84,7 +84,8 @@ def forward_of_llama(sent: Window) -> None:
     register()
     model.config._attn_implementation, model.head_is_linear = NAME, True
     newest = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
-    with newest, mock.patch.object(attention, "_flex", None):
+    right = mock.patch.object(attention, "_keeps_documents_apart", return_value=True)  # no values, nothing to compare
+    with newest, right, mock.patch.object(attention, "_flex", None):
         assert model(**sent.batches[0]).device.type == "cuda"
 
 

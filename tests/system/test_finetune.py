@@ -139,7 +139,7 @@ def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path,
 
 
 def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
-    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     flags = ["--model_name_or_path", str(base / "model"), "--lora_r", "4", "--block_size", "64", *SMALL_LLAMA[8:]]
@@ -152,7 +152,9 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
     assert read_json(folder / "run.json")["identity"]["start"]["weights"]["sha256"]
 
     export = ["export", str(folder), "--merge", "--to"]
-    main([*export, str(tmp_path / "merged")])
+    capsys.readouterr()
+    main([*export, str(tmp_path / "merged"), "--check"])
+    assert "; its logits differ by " in capsys.readouterr().out
     ids = torch.arange(1, 40)[None]
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
@@ -160,6 +162,13 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
         plain = AutoModelForCausalLM.from_pretrained(base / "model")(ids).logits
     torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=0)
     assert (plain - merged).abs().max() > 1e-3
+
+    with monkeypatch.context() as planted:  # the base alone
+        planted.setattr("peft.tuners.lora.LoraModel.merge_and_unload", lambda adapted: adapted.unload())
+        with pytest.raises(SystemExit):
+            main([*export, str(tmp_path / "wrong"), "--check"])
+    assert "its export has other logits" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
 
     with pytest.raises(SystemExit):
         main([*export, str(tmp_path / "merged")])
