@@ -17,15 +17,14 @@ pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes wi
 
 PLACES = ["Oslo", "Bonn", "Rome", "Kyiv", "Lima", "Cairo", "Quito", "Delhi", "Paris", "Seoul"]
 SKIES = ["rain", "sun", "fog", "snow", "hail", "wind", "haze", "storm", "clouds", "frost"]
-# Of each template the architecture. Experts learn by heart more slowly: two have dense layers.
+# Of each template the architecture, its layers and flags. Experts learn by heart more slowly: two have dense layers.
 FAMILIES = {
-    "qwen3": ("qwen3", ""),
-    "glm4moe": ("glm4_moe", ",first_k_dense_replace=3"),
-    "gptoss": ("gpt_oss", ""),
-    "deepseekv3": ("deepseek_v3", ",first_k_dense_replace=3"),
-    "lfm2_2_5": ("lfm2", ""),
+    "qwen3": ("qwen3", "num_hidden_layers=2", ""),
+    "glm4moe": ("glm4_moe", "num_hidden_layers=3,first_k_dense_replace=3", "--max_steps 250 --learning_rate 2e-2"),
+    "gptoss": ("gpt_oss", "num_hidden_layers=2", "--max_steps 100 --router_aux_loss_coef 0"),
+    "deepseekv3": ("deepseek_v3", "num_hidden_layers=2,first_k_dense_replace=3", ""),
+    "lfm2_2_5": ("lfm2", "num_hidden_layers=2", ""),
 }
-SLOWER = {"glm4moe": ["--max_steps", "250", "--learning_rate", "2e-2"]}  # half of its heads has no positions
 
 
 def conversations() -> list[dict[str, Any]]:
@@ -79,15 +78,15 @@ def answered(folder: Path, tokenizer: PreTrainedTokenizerFast, as_text: bool) ->
 @long_form
 @pytest.mark.parametrize("template", FAMILIES)
 def test_a_model_that_learnt_conversations_by_heart_says_them_and_stops(template: str, tmp_path: Path) -> None:
-    (kind, more), layers = FAMILIES[template], 3 if template in SLOWER else 2
+    kind, layers, more = FAMILIES[template]
     base = base_of(template, tmp_path / "base")
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, conversations())))
     flags = ["--from_config", kind, "--tokenizer", str(base), "--dataset", str(tmp_path / "chats.jsonl")]
-    flags += ["--config_overrides", f"hidden_size=96,num_hidden_layers={layers},intermediate_size=192{more}"]
-    flags += ["--block_size", "640", "--max_steps", "80", "--eval_fraction", "0", "--no_packing"]
+    flags += ["--config_overrides", f"hidden_size=96,intermediate_size=192,{layers}"]
+    flags += ["--block_size", "640", "--max_steps", "160", "--eval_fraction", "0", "--no_packing"]
     flags += ["--global_batch_size", "10", "--per_device_train_batch_size", "10", "--save_steps", "1000"]
     flags += ["--optim", "muon", "--learning_rate", "1e-2", "--warmup_steps", "5", "--report_to", "none"]
-    flags += SLOWER.get(template, [])
+    flags += more.split()
     run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")], timeout=600).assert_ok()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert answered(tmp_path / "run" / "model", tokenizer, template == "deepseekv3") == 10
