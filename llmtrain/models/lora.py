@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,22 +65,30 @@ def add_lora(
     if not model.config.get_text_config().tie_word_embeddings:
         ends.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    targets = config.lora_target_modules
+    targets, every = config.lora_target_modules, config.lora_target_modules == ["all-linear"]
+    fused = [name for name in _fused_experts(model) if every or any(name.endswith(target) for target in targets)]
+    bare = not config.lora_dropout and not config.use_dora
+    needs = "the fused weights of this model's experts take neither; leave it out, or name modules with"
+    require(bare or not fused, f"--lora_dropout and --use_dora: {needs} --lora_target_modules.")
+    modules = [target for target in targets if not any(name.endswith(target) for name in fused)]
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules="all-linear" if every else modules,
+        target_parameters=fused or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
         trainable_token_indices={names[end]: [*new_tokens] for end in ends} if new_tokens else None,
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: PeftModel = peft.get_peft_model(model, settings)
+        with warnings.catch_warnings():
+            _ignore_warnings()
+            adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
     taken = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
-    for target in targets:
+    for target in modules:
         if target != "all-linear" and not any(name.endswith(target) for name in taken):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
     _draw(model, seed)
@@ -87,6 +96,22 @@ def add_lora(
         base = str(Path(base).resolve())
     adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=base)
     return adapted
+
+
+def _ignore_warnings() -> None:
+    """Ignore that the ranks of fused weights match no module (they are parameters' ranks), and an old name in peft."""
+    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def _fused_experts(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold a matrix of each expert, [E, in, out] or [E, out, in]."""
+    return [
+        f"{name}.{leaf}"
+        for name, module in model.named_modules()
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and not type(module).__module__.startswith("torch.nn.")  # no convolution's
+    ]
 
 
 def _draw(model: nn.Module, seed: int) -> None:
@@ -185,7 +210,9 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
         if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
             model.resize_token_embeddings(vocabulary)
-        return PeftModel.from_pretrained(model, name)
+        with warnings.catch_warnings():
+            _ignore_warnings()
+            return PeftModel.from_pretrained(model, name)
     except UserError:
         raise
     except Exception as error:  # of peft, safetensors, json, transformers: a folder can be broken in many ways

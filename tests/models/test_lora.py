@@ -22,6 +22,7 @@ from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
 from tests.models.some_rows import SomeRows
 
+WITH_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"]  # whose weights are fused
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -53,11 +54,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def base(kind: str) -> Path:
         if kind not in made:
+            family = kind if kind in WITH_EXPERTS else "llama"
             overrides = f"num_hidden_layers=2,hidden_size=64,tie_word_embeddings={str(kind == 'tied').lower()}"
             torch.manual_seed(len(made))
-            config = _configuration(
-                ModelConfig(from_config="llama", config_overrides=overrides, block_size=64), words()
-            )
+            config = _configuration(ModelConfig(from_config=family, config_overrides=overrides, block_size=64), words())
             made[kind] = tmp_path_factory.mktemp(kind)
             AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
             words().save_pretrained(made[kind])
@@ -204,6 +204,41 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
         TextModel(str(tmp_path / "model"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
+    built = adapt(family)
+    model, files = built.model, built.files
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train_a_little(model)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    mine = [name for name in moved if ".experts." in name]
+    assert len(mine) == 2 * 2 * (1 if family == "deepseek_v3" else 2), "two matrices at two products of each layer"
+    expected = logits(model)
+    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
+    write_merged(tmp_path / "model", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
+    plain = AutoModelForCausalLM.from_pretrained(files.base).state_dict()
+    for name, whole in merged.state_dict().items():
+        if ".experts." in name and whole.ndim == 3:
+            assert not any(torch.equal(one, was) for one, was in zip(whole, plain[name], strict=True)), name
+    assert not [str(one.message) for one in recwarn if "pattern" in str(one.message)]
+
+
+def test_the_weights_of_experts_can_be_named(adapt):
+    model = adapt("mixtral", lora_target_modules=["q_proj", "experts.down_proj"]).model
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kinds = {name.partition(".layers.")[2][2:].partition(".lora_")[0] for name in trained}
+    assert kinds == {"self_attn.q_proj", "mlp.experts"}
+    assert len(trained) == 2 * 2 * 2
+    adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1)
+    for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
+        with pytest.raises(UserError, match="the fused weights of this model's experts take neither"):
+            adapt("mixtral", **settings)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ LAUNCHERS = {
 }
 TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
 MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
-MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1"]
-SHORT = {"FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1", "mixtral/1"]}
+MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1", "base_of_experts-lora/1"]
+SHORT = {"FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]}
+SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1"]
 CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with outputs that are joined; with fused heads
 TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", *CUT]
 SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1"]}
@@ -72,6 +73,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("base", "llama", llama, False),
         ("tied", "llama", llama, True),
         ("gpt2base", "gpt2", gpt2, True),
+        ("base_of_experts", "mixtral", {**llama, "num_local_experts": 4}, False),
     ):
         config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **sizes)
         torch.manual_seed(0)
