@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": "talk with a model that was fine-tuned on conversations",
     "diff": "say why two runs differ: where they part, and what could be the cause",
     "doctor": "say whether this machine, or all of a launch, can train",
+    "eval": "score a model on tasks of lm-evaluation-harness",
     "export": "write a run's model to a folder; merge an adapter into its base",
     "generate": "write text with a trained model",
     "init": "copy a recipe and a config into a folder to start from",

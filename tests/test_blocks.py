@@ -29,6 +29,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "tensor_parallel.yaml": ("system/test_sharding.py", 'accelerate("tensor_parallel"'),
     "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
+    "llmtrain eval": ("system/test_scores.py", '"eval"'),
     "llmtrain export": ("system/test_finetune.py", '"export"'),
     "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"--layouts", others'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
@@ -40,7 +41,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "docs/migrate/3_accelerate.py": ("system/test_migrate.py", '"3_accelerate"'),
     "docs/migrate/4_llmtrain.py": ("system/test_migrate.py", '"4_llmtrain"'),
 }
-NOT_HERE = ("lm_eval ", "vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
+NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
 STATUS = {"--n_layers 3": 2, "llmtrain diff ": 1}  # of those that are to end with another than 0
 MADE_BEFORE = {" runs/gpt": "python recipes/gpt.py", " runs/gpt-2": "python recipes/gpt.py --seed 1"}
 

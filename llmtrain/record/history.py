@@ -28,6 +28,7 @@ class History(NamedTuple):
     readings: list[Facts]  # metrics.jsonl
     incidents: list[Facts]  # incidents.jsonl
     samples: list[Facts]  # samples.jsonl
+    scores: list[Facts]  # scores.jsonl, of llmtrain eval
     in_progress: bool  # a process holds its lock
 
     @classmethod
@@ -41,8 +42,9 @@ class History(NamedTuple):
     def found(cls, folder: Path) -> History:
         """Read whatever there is in a folder."""
         record, status = (read_object(folder / f"{name}.json") for name in ("run", "status"))
-        lines, incidents, samples = (read_lines(folder / f"{one}.jsonl") for one in ("metrics", "incidents", "samples"))
-        return cls(folder, record, status, lines, incidents, samples, _is_held(folder / ".lock"))
+        names = ("metrics", "incidents", "samples", "scores")
+        lines, incidents, samples, scores = (read_lines(folder / f"{name}.jsonl") for name in names)
+        return cls(folder, record, status, lines, incidents, samples, scores, _is_held(folder / ".lock"))
 
     @property
     def state(self) -> str:

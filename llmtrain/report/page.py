@@ -65,6 +65,7 @@ def html(runs: Sequence[History]) -> str:
         incidents=incidents(runs),
         checkpoints=saved(runs),
         samples=[(number, line) for number, run in enumerate(runs) for line in _spread(run.samples)],
+        scores=scores(runs),
         now=time.time(),
         plotly=get_plotlyjs(),
     )
@@ -185,7 +186,13 @@ def data(runs: Sequence[History]) -> Facts:
         "differing": differing(runs),
         "incidents": [one._asdict() for one in incidents(runs)],
         "checkpoints": [one._asdict() for one in saved(runs)],
+        "scores": [{"run": number, **line} for number, line in scores(runs)],
     }
+
+
+def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
+    """Return the number of each run and what ``llmtrain eval`` found of it."""
+    return [(number, line) for number, run in enumerate(runs) for line in run.scores]
 
 
 def _moment(seconds: float) -> str:
