@@ -143,6 +143,7 @@ if __name__ == "__main__": launch(gpt.main)
 """
 
 
+@long_form
 def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(text_file: Path, tmp_path: Path) -> None:
     """It beats, and its main thread hangs: half of --ddp_timeout later the others say so, then the run ends."""
     (tmp_path / "hanging.py").write_text(HANGING)

@@ -122,6 +122,7 @@ def test_a_fine_tune_has_the_same_bits_on_any_number_of_processes(others: str, c
     assert len({line[-1] for line in table[1:-1]}) == 1
 
 
+@long_form
 def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path, chats: Path) -> None:
     flags = [
         "--model_name_or_path",

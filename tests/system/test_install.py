@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, TINY, run, write_text
+from tests.launching import ROOT, TINY, long_form, run, write_text
 
 
 def environment_with_torch(folder: Path, version: str) -> Path:
@@ -75,6 +75,7 @@ def test_a_torch_that_is_too_old_would_not_be_kept(source: Path, tmp_path: Path)
     assert "torch>=2.11" in done.stdout + done.stderr
 
 
+@long_form
 def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=120, check=False)

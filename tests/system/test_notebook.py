@@ -7,9 +7,10 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.launching import ROOT, read_json, series
+from tests.launching import ROOT, long_form, read_json, series
 
 
+@long_form
 def test_the_notebook_trains_on_two_processes_on_one_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PYTHONPATH": str(ROOT), "JUPYTER_PLATFORM_DIRS": "1", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)

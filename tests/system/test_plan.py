@@ -98,6 +98,7 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
     assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
 
 
+@long_form
 def test_a_few_real_updates_correct_a_plan(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(
         capsys,

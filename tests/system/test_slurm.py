@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, TINY, begin, read_json, run, wait, wait_for_readings
+from tests.launching import BIN, ROOT, TINY, begin, long_form, read_json, run, wait, wait_for_readings
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -36,6 +36,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_JOB_ID": "4321", "PATH": path}
 
 
+@long_form
 def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     slurm: dict[str, str], text_file: Path, tmp_path: Path
 ) -> None:

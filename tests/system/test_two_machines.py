@@ -72,6 +72,7 @@ def test_a_model_that_is_sharded_inside_two_machines_is_the_same_run(
     assert len([*tmp_path.glob("four/model/*.safetensors")]) == 4
 
 
+@long_form
 def test_a_machine_that_is_cut_off_is_named(machines: list[str], text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--max_steps", "1000000", "--dataset", str(text_file), "--output_dir", str(folder)]

@@ -117,6 +117,7 @@ def test_a_planted_bug_fails_the_verification_which_names_it(bug: str, says: str
     assert ended.out.splitlines()[-1] == "FAILED: not the same run"
 
 
+@long_form
 def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
     for words, says in (
         (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, GPT, TINY, read_json, run
+from tests.launching import BIN, GPT, TINY, long_form, read_json, run
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -53,6 +53,7 @@ def test_the_wizards_file_for_one_cpu_process_starts_the_recipe(text_file: Path,
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
 
 
+@long_form
 def test_where_the_wizards_file_leads_into_a_trap_the_guard_prints_what_works(text_file: Path, tmp_path: Path) -> None:
     answer(tmp_path / "wizard.yaml", "multi-CPU", 2)
     flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]

@@ -67,6 +67,7 @@ if __name__ == "__main__": launch(gpt.main)
 """
 
 
+@long_form
 def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     flags = [*TINY, "--max_steps", "11", "--logging_steps", "2", "--eval_fraction", "0", "--dataset", str(text_file)]
