@@ -59,6 +59,7 @@ def scores(
             raise UserError(f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}")
     least = accelerator.num_processes
     require((options.get("limit") or least) >= least, f"--limit: {least} ranks need a question each.")
+    kept = f"{answers}-{accelerator.mixed_precision}"
     try:
         asked = _OnAllRanks(TextModel(name), accelerator, batch_size)
         found: Facts | None = simple_evaluate(
@@ -66,7 +67,7 @@ def scores(
             tasks=[*tasks],
             task_manager=known,
             batch_size=batch_size,
-            use_cache=str(answers),
+            use_cache=kept,
             log_samples=False,
             **options,
         )
@@ -74,7 +75,7 @@ def scores(
         raise
     except Exception as error:  # of the harness, datasets, the hub, a template
         raise UserError(f"--tasks {' '.join(tasks)}: {hub_said(error)}") from None
-    Path(f"{answers}_rank{asked.rank}.db").unlink(missing_ok=True)
+    Path(f"{kept}_rank{asked.rank}.db").unlink(missing_ok=True)
     return [] if found is None else [*_lines(found)]
 
 

@@ -105,12 +105,15 @@ def _ignore_warnings() -> None:
 
 
 def _fused_experts(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that hold a matrix of each expert, [E, in, out] or [E, out, in]."""
+    """Return the names of the parameters that hold a matrix of each expert, [E, in, out] or [E, out, in].
+
+    A convolution's are no matrices, nor are vectors with dimensions of one.
+    """
     return [
         f"{name}.{leaf}"
         for name, module in model.named_modules()
         for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and not type(module).__module__.startswith("torch.nn.")  # no convolution's
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and not type(module).__module__.startswith("torch.nn.")
     ]
 
 

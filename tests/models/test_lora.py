@@ -235,6 +235,10 @@ def test_the_weights_of_experts_can_be_named(adapt):
     kinds = {name.partition(".layers.")[2][2:].partition(".lora_")[0] for name in trained}
     assert kinds == {"self_attn.q_proj", "mlp.experts"}
     assert len(trained) == 2 * 2 * 2
+    alone = adapt("mixtral", lora_target_modules=["experts.down_proj"]).model
+    trained = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2
+    assert all(".experts.lora_" in name for name in trained)
     adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1)
     for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
         with pytest.raises(UserError, match="the fused weights of this model's experts take neither"):
