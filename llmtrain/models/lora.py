@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.config import Config, Retired, flag, require, require_at_least
+from llmtrain.console import say
 from llmtrain.contract import Facts, Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.export import ModelFiles
@@ -70,6 +71,10 @@ def add_lora(
     bare = not config.lora_dropout and not config.use_dora
     needs = "the fused weights of this model's experts take neither; leave it out, or name modules with"
     require(bare or not fused, f"--lora_dropout and --use_dora: {needs} --lora_target_modules.")
+    if fused:
+        size = sum(model.get_parameter(name).nbytes for name in fused) / 2**30
+        kept = "in each forward pass, and kept for the backward pass (--gradient_checkpointing: those of a block)"
+        say("experts", f"LoRA's sums with their weights, {size:.2f} GiB, are made {kept}")
     modules = [target for target in targets if not any(name.endswith(target) for name in fused)]
     settings = peft.LoraConfig(
         r=config.lora_r,

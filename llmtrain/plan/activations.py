@@ -193,10 +193,12 @@ def _whole_rows(fused: bool) -> Iterator[None]:
 
     ``fused`` computes with a GPU's attention; that of a CPU keeps probabilities, for rows up to some length.
     """
-    masks = sys.modules.get("transformers.masking_utils")
+    masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
     with contextlib.ExitStack() as changed:
         if hasattr(masks, "find_packed_sequence_indices"):
             changed.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", return_value=None))
+        if hasattr(experts, "_can_use_grouped_mm"):  # torch's knows no shapes of float32
+            changed.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", return_value=False))
         if fused:
             changed.enter_context(mock.patch.object(attention, "LONGEST", 0))
         yield

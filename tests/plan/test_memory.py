@@ -5,18 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.data import tokenizer as tok
 from llmtrain.devices import DEVICES, bytes_per_second, device_called, peak_of
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.pretrained import ModelConfig, load_model
 from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
 from llmtrain.plan.activations import MicroBatch, kept
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.subject import Subject, subject_of
 from llmtrain.training.optim import OptimConfig
+from tests.families import OVERRIDES, rows_of
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 
@@ -95,6 +100,27 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
     gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
     at_end = 3 * gradient if tied else gradient + found.before  # tied: of both ends, and their sum
     assert found.at_end == pytest.approx(at_end, abs=8)
+
+
+def test_activations_of_experts_are_counted_without_values(accelerator: Accelerator) -> None:
+    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 32)
+    config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, block_size=32)
+    built = load_model(config, None, rows_of(tokenizer), 3, "no")
+    found = kept(built.model, MicroBatch(2, 32))
+    model = place(accelerator, built).model.train()
+    known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved.setdefault(storage.data_ptr(), 0 if storage.data_ptr() in known else storage.nbytes())
+        return tensor
+
+    ids = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.base_model(input_ids=ids, use_cache=False)
+    assert found.before + found.blocks * found.block == pytest.approx(sum(saved.values()), rel=0.05)
+    out.last_hidden_state.sum().backward()
 
 
 def test_the_largest_micro_batch_divides_and_fits() -> None:
