@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -29,10 +28,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _score(arguments: argparse.Namespace) -> None:
+    from accelerate.utils import broadcast_object_list
+
     from llmtrain.config import require
-    from llmtrain.data.cache import cache_folder
+    from llmtrain.data.cache import cache_folder, file_digest
     from llmtrain.errors import UserError
-    from llmtrain.files import append_json_line, read_hashed
+    from llmtrain.files import append_json_line, json_text
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.models.generation import model_folder
     from llmtrain.record.history import History, is_run
@@ -40,28 +41,29 @@ def _score(arguments: argparse.Namespace) -> None:
     for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
         value = getattr(arguments, name)
         require(value is None or value >= least, f"--{name} {value} must be at least {least}.")
-    include = arguments.include_path
+    include, run_folder = arguments.include_path, Path(arguments.model)
     require(include is None or Path(include).is_dir(), f"--include_path {include} is no folder.")
-    source = model_folder(arguments.model)
     try:
-        from llmtrain.models.harness import scores
+        from llmtrain.models.harness import forget, scores
     except ImportError:
         raise UserError("llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'.") from None
-    files = sorted(path for path in Path(source).glob("*") if path.is_file())
-    key = "".join([source, *(str(read_hashed(path)["sha256"]) for path in files)])
-    answers = cache_folder() / "answers" / hashlib.sha256(key.encode()).hexdigest()[:32]
-    options = {"limit": arguments.limit, "apply_chat_template": arguments.apply_chat_template}
     with contextlib.redirect_stdout(sys.stderr):  # the banner and bars
-        wanted = arguments.tasks, include, arguments.batch_size, answers
-        found = scores(start_accelerator(), source, *wanted, num_fewshot=arguments.num_fewshot, **options)
-    run_folder = Path(arguments.model)
-    known = {"step": History.found(run_folder).step, "time": time.time(), "model": source}
-    lines = [{**known, **options, **line} for line in found]
-    if is_run(run_folder):
-        for line in lines:
-            append_json_line(run_folder / "scores.jsonl", line)
+        accelerator = start_accelerator()
+        [source] = broadcast_object_list([model_folder(arguments.model)])  # a run may save another one meanwhile
+        files = sorted(path for path in Path(source).glob("*") if path.is_file())
+        options = {name: getattr(arguments, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
+        asked = [source, arguments.tasks, include, options, accelerator.num_processes, accelerator.mixed_precision]
+        key = json_text([*asked, *(file_digest(path).hex() for path in files)])
+        answers = cache_folder() / "answers" / hashlib.sha256(key.encode()).hexdigest()[:32]
+        found = scores(accelerator, source, arguments.tasks, include, arguments.batch_size, answers, **options)
+    saved = Path(source).parent.name.partition("step-")[2]
+    step = int(saved) if saved.isdecimal() else History.found(run_folder).step
+    lines = [{"step": step, "time": time.time(), "model": source, **options, **line} for line in found]
+    for line in lines if is_run(run_folder) else []:
+        append_json_line(run_folder / "scores.jsonl", line)
+    forget(accelerator, answers)
     if arguments.json and lines:
-        print(json.dumps(lines))
+        print(json_text(lines))
     for line in [] if arguments.json else lines:
         error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
         print(f"{line['task']:24} {line['metric']:12} {line['value']:.4f}{error}  of {line['questions']:,} questions")

@@ -1,5 +1,6 @@
 """LoRA: small trained matrices beside frozen weights (Hu et al. 2021, arXiv:2106.09685), made by peft."""
 
+import copy
 import json
 import shutil
 import warnings
@@ -66,16 +67,20 @@ def add_lora(
     if not model.config.get_text_config().tie_word_embeddings:
         ends.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     targets, every = config.lora_target_modules, config.lora_target_modules == ["all-linear"]
-    fused = [name for name in _fused_experts(model) if every or any(name.endswith(target) for target in targets)]
+    stacks = _fused_experts(model)
+    fused = [name for name in stacks if every or any(_means(target, name) for target in targets)]
     bare = not config.lora_dropout and not config.use_dora
     needs = "the fused weights of this model's experts take neither; leave it out, or name modules with"
     require(bare or not fused, f"--lora_dropout and --use_dora: {needs} --lora_target_modules.")
     if fused:
         size = sum(model.get_parameter(name).nbytes for name in fused) / 2**30
         kept = "in each forward pass, and kept for the backward pass (--gradient_checkpointing: those of a block)"
-        say("experts", f"LoRA's sums with their weights, {size:.2f} GiB, are made {kept}")
-    modules = [target for target in targets if not any(name.endswith(target) for name in fused)]
+        say("experts", f"their weights with LoRA's added, {size:.2f} GiB, are computed {kept}")
+    modules = [target for target in targets if not any(_means(target, name) for name in stacks)]
+    modules += [target for target in targets if target not in modules and any(_means(target, name) for name in linear)]
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -89,6 +94,12 @@ def add_lora(
     try:
         with warnings.catch_warnings():
             _ignore_warnings()
+            if fused and model.device.type == "meta":  # peft takes dense layers for experts by their names
+                trial = copy.deepcopy(model)
+                peft.get_peft_model(trial, copy.deepcopy(settings))
+                lost = [name for name in linear if type(trial.get_submodule(name)) is nn.Linear]
+                lost = [name for name in lost if every or any(_means(target, name) for target in targets)]
+                settings = replace(settings, target_parameters=[*fused, *(f"{name}.weight" for name in lost)])
             adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
@@ -104,7 +115,7 @@ def add_lora(
 
 
 def _ignore_warnings() -> None:
-    """Ignore that the ranks of fused weights match no module (they are parameters' ranks), and an old name in peft."""
+    """Ignore that the ranks of fused weights match no module (they are parameters' ranks), and a deprecated name."""
     warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
@@ -120,6 +131,12 @@ def _fused_experts(model: nn.Module) -> list[str]:
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3 and min(parameter.shape) > 1 and not type(module).__module__.startswith("torch.nn.")
     ]
+
+
+def _means(target: str, name: str) -> bool:
+    """Return whether a target names a module or parameter; two products that are fused bear the names of both."""
+    fused = name.endswith(".gate_up_proj") and target in ("gate_proj", "up_proj")
+    return fused or f".{name}".endswith(f".{target}")
 
 
 def _draw(model: nn.Module, seed: int) -> None:

@@ -197,7 +197,7 @@ def _whole_rows(fused: bool) -> Iterator[None]:
     with contextlib.ExitStack() as changed:
         if hasattr(masks, "find_packed_sequence_indices"):
             changed.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", return_value=None))
-        if hasattr(experts, "_can_use_grouped_mm"):  # torch's knows no shapes of float32
+        if hasattr(experts, "_can_use_grouped_mm"):  # torch's has no shape inference for float32
             changed.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", return_value=False))
         if fused:
             changed.enter_context(mock.patch.object(attention, "LONGEST", 0))

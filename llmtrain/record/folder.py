@@ -17,7 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, forget_after, sync_file, write_json
 from llmtrain.record.resume import lock
 
-_LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
+_LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
 
 
 class RunFolder:

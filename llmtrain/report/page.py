@@ -192,7 +192,8 @@ def data(runs: Sequence[History]) -> Facts:
 
 def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
     """Return the number of each run and what ``llmtrain eval`` found of it."""
-    return [(number, line) for number, run in enumerate(runs) for line in run.scores]
+    told = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
+    return [(number, line) for number, run in enumerate(runs) for line in run.scores if told <= line.keys()]
 
 
 def _moment(seconds: float) -> str:

@@ -216,16 +216,19 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
     assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     mine = [name for name in moved if ".experts." in name]
     assert len(mine) == 2 * 2 * (1 if family == "deepseek_v3" else 2), "two matrices at two products of each layer"
+    plain = AutoModelForCausalLM.from_pretrained(files.base)
+    linear = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear} - {"lm_head"}
+    assert linear <= {name.partition(".lora_")[0].replace(".base_layer", "") for name in moved}, "all-linear"
     expected = logits(model)
     write_model(tmp_path / "model", files, Spread(files.exported(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
     write_merged(tmp_path / "model", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
-    plain = AutoModelForCausalLM.from_pretrained(files.base).state_dict()
+    before = plain.state_dict()
     for name, whole in merged.state_dict().items():
         if ".experts." in name and whole.ndim == 3:
-            assert not any(torch.equal(one, was) for one, was in zip(whole, plain[name], strict=True)), name
+            assert not any(torch.equal(one, was) for one, was in zip(whole, before[name], strict=True)), name
     assert not [str(one.message) for one in recwarn if "pattern" in str(one.message)]
 
 
@@ -239,6 +242,14 @@ def test_the_weights_of_experts_can_be_named(adapt):
     trained = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2
     assert all(".experts.lora_" in name for name in trained)
+    usual = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for family in ("qwen3_moe", "mixtral"):
+        whole = adapt(family, lora_target_modules=usual).model
+        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+        assert len(trained) == 2 * 2 * (4 + 2), "two products of experts"
+    dense = adapt("deepseek_v3", lora_target_modules=usual[-3:]).model
+    trained = [name for name, parameter in dense.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * (3 + 3 + 2), "a dense layer, shared experts, and the others"
     adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1)
     for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
         with pytest.raises(UserError, match="the fused weights of this model's experts take neither"):

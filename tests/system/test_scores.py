@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
+import random
 import re
 import sqlite3
 import time
@@ -10,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmtrain.data import tokenizer as tok
+from llmtrain.models.generation import TextModel
 from llmtrain.record.history import History
 from llmtrain.report.page import html
 from tests.forked import run_forked
 from tests.launching import (
+    FINETUNE,
     GPT,
     PYTHON,
     TINY,
@@ -25,11 +30,20 @@ from tests.launching import (
     long_form,
     run,
     stop_group,
+    write_chats,
 )
 
 pytest.importorskip("lm_eval", reason="needs lm-eval, which comes with the extra dev")
 pytestmark = long_form
-TASK = """
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 257,
+}
+LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 256}
+CHOICE = """
 task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -40,56 +54,103 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
+WHOLE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
+"""
+
+
+def write_task(folder: Path, name: str, kind: str, count: int) -> None:
+    draw = random.Random(count)
+    words = ["model", "token", "batch", "kernel", "weight", "bucket", "zxq", "1234", "the", "and"]
+    lines = [
+        {
+            "question": f"The {draw.choice(words)} {i}",
+            "choices": draw.sample(words, 3),
+            "answer": draw.randrange(3),
+        }
+        for i in range(count)
+    ]
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / "tasks" / f"{name}.yaml").write_text(kind.format(name=name, data=folder / f"{name}.jsonl"))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> tuple[Path, Path]:
-    """A run, and a folder with two tasks: of 25 questions, and of 800."""
+    """A run, and a folder with tasks: of 41 questions, of 41 texts, and of 800 questions."""
     folder = tmp_path_factory.mktemp("scores")
     run_forked([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(folder / "run")]).assert_ok()
-    (folder / "tasks").mkdir()
-    for name, count in (("few", 25), ("many", 800)):
-        lines = [{"question": f"The token {i} reads", "choices": ["the", "xqz"], "answer": i % 2} for i in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        (folder / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / f"{name}.jsonl"))
+    for name, kind, count in (("few", CHOICE, 41), ("whole", WHOLE, 41), ("many", CHOICE, 800)):
+        write_task(folder, name, kind, count)
     return folder / "run", folder / "tasks"
 
 
-def scored(trained: tuple[Path, Path], task: str, *flags: str, ranks: int = 1) -> list[str]:
+def scored(trained: tuple[Path, Path], *words: str, ranks: int = 1) -> list[str]:
     alone, together = [*PYTHON], accelerate("cpu_ddp", "--num_processes", str(ranks))
-    words = ["-m", "llmtrain", "eval", str(trained[0]), "--tasks", task, "--include_path", str(trained[1]), *flags]
+    words = ("-m", "llmtrain", "eval", str(trained[0]), "--include_path", str(trained[1]), "--tasks", *words)
     return [*(alone if ranks == 1 else together), *words]
 
 
-def by_hand(folder: Path, questions: Path) -> float:
-    """The share of questions whose right choice is the likelier one."""
-    model, right = AutoModelForCausalLM.from_pretrained(folder).eval(), []
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def by_hand(run_folder: Path, questions: Path) -> tuple[float, float]:
+    """The share of questions whose right choice is the likeliest, and the bits for a byte of the questions."""
+    text, right, bits, size = TextModel(str(run_folder / "model")), [], 0.0, 0
+
+    def likelihood(before: list[int], after: list[int]) -> float:
+        with torch.no_grad():
+            logs = text.model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        return sum(float(logs[at - 1, (before + after)[at]]) for at in range(len(before), len(before + after)))
+
     for line in map(json.loads, questions.read_text().splitlines()):
-        sums = []
-        for choice in line["choices"]:
-            asked, whole = (tokenizer(text)["input_ids"] for text in (line["question"], f"{line['question']} {choice}"))
-            with torch.no_grad():
-                logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-            sums.append(sum(float(logs[at - 1, whole[at]]) for at in range(len(asked), len(whole))))
-        right.append(sums.index(max(sums)) == line["answer"])
-    return sum(right) / len(right)
+        asked = text.tokenizer(line["question"])["input_ids"]
+        wholes = [text.tokenizer(f"{line['question']} {choice}")["input_ids"] for choice in line["choices"]]
+        found = [likelihood(asked, whole[len(asked) :]) for whole in wholes]
+        right.append(found.index(max(found)) == line["answer"])
+        bits -= likelihood([text.tokenizer.bos_token_id], asked) / math.log(2)
+        size += len(line["question"].encode())
+    return sum(right) / len(right), bits / size
 
 
 @pytest.mark.timeout(400)
 def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(trained) -> None:
-    expected = by_hand(trained[0] / "model", trained[0].parent / "few.jsonl")
-    assert expected == pytest.approx(13 / 25), "a model that prefers words that it knows is right where they are"
+    share, bits = by_hand(trained[0], trained[0].parent / "few.jsonl")
+    same, expected = by_hand(trained[0], trained[0].parent / "whole.jsonl")
+    assert share == same, "the same questions"
     for ranks in (1, 2):
-        ended = run(scored(trained, "few", "--json", ranks=ranks), timeout=180).assert_ok()
-        [line] = json.loads(ended.out)
-        assert line["value"] == pytest.approx(expected)
-        assert (line["task"], line["metric"], line["questions"]) == ("few", "acc", 25)
+        ended = run(scored(trained, "few", "whole", "--json", ranks=ranks), timeout=180).assert_ok()
+        found = {line["task"]: line for line in json.loads(ended.out)}
+        assert found["few"]["value"] == pytest.approx(share)
+        assert found["whole"]["value"] == pytest.approx(expected, rel=1e-5)
+        assert (found["few"]["metric"], found["few"]["questions"]) == ("acc", 41)
+    assert 0.1 < share < 0.9
+    assert bits == expected
     history = History.of(trained[0])
-    assert [one["value"] for one in history.scores] == pytest.approx([expected] * 2)
-    assert [one["step"] for one in history.scores] == [6, 6]
+    assert [one["step"] for one in history.scores] == [6] * 4
     cells = re.findall(r"<td>few</td><td>acc</td><td class=\"number\">([\d.]+)</td>", html([history]))
-    assert cells == [f"{expected:.4f}"] * 2
+    assert cells == [f"{share:.4f}"] * 2
+    torn = history._replace(scores=[{"step": 6}, {**history.scores[0], "value": None, "stderr": None}])
+    assert "<td>few</td>" in html([torn])
+
+
+def test_an_adapter_is_scored_with_its_base(trained, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl")
+    config = AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64).save_pretrained(tmp_path / "base")
+    flags = ["--model_name_or_path", str(tmp_path / "base"), "--chat_template", "chatml", "--dataset", str(chats)]
+    flags += ["--lora_r", "4", "--learning_rate", "0.05", "--block_size", "64", *TINY[10:]]
+    run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
+    _, expected = by_hand(tmp_path / "run", trained[0].parent / "whole.jsonl")
+    ended = run(scored((tmp_path / "run", trained[1]), "whole", "--json")).assert_ok()
+    [line] = json.loads(ended.out)
+    assert line["value"] == pytest.approx(expected, rel=1e-4)
 
 
 def kept(folder: Path) -> int:
@@ -112,10 +173,10 @@ def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained) -> None
         time.sleep(0.05)
     stop_group(process)
     before = kept(answers)
-    assert 100 <= before < 1600, "killed in the middle"
+    assert 100 <= before < 2400, "killed in the middle"
     ended = run(scored(trained, "many", "--json"), timeout=180).assert_ok()
     [asked] = set(re.findall(r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err))
-    assert int(asked) == 1600 - before
+    assert int(asked) == 2400 - before
     assert json.loads(ended.out)[0]["value"] == pytest.approx(
         by_hand(trained[0] / "model", trained[0].parent / "many.jsonl")
     )
