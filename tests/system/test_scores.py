@@ -177,9 +177,8 @@ def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained) -> None
     ended = run(scored(trained, "many", "--json"), timeout=180).assert_ok()
     [asked] = set(re.findall(r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err))
     assert int(asked) == 2400 - before
-    assert json.loads(ended.out)[0]["value"] == pytest.approx(
-        by_hand(trained[0] / "model", trained[0].parent / "many.jsonl")
-    )
+    share, _ = by_hand(trained[0], trained[0].parent / "many.jsonl")
+    assert json.loads(ended.out)[0]["value"] == pytest.approx(share)
     assert not list(answers.glob("*.db"))
 
 
