@@ -43,26 +43,24 @@ LLAMA = {
     "vocab_size": 257,
 }
 LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 256}
-CHOICE = """
+HEAD = """
 task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
-output_type: multiple_choice
 test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
 doc_to_target: answer
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 WHOLE = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
 output_type: loglikelihood_rolling
-test_split: test
 doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
+doc_to_target: "{{question}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
 """
 
 
@@ -79,7 +77,7 @@ def write_task(folder: Path, name: str, kind: str, count: int) -> None:
     ]
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "tasks").mkdir(exist_ok=True)
-    (folder / "tasks" / f"{name}.yaml").write_text(kind.format(name=name, data=folder / f"{name}.jsonl"))
+    (folder / "tasks" / f"{name}.yaml").write_text(HEAD.format(name=name, data=folder / f"{name}.jsonl") + kind)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +123,8 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
     for ranks in (1, 2):
         ended = run(scored(trained, "few", "whole", "--json", ranks=ranks), timeout=180).assert_ok()
         found = {line["task"]: line for line in json.loads(ended.out)}
+        asked = re.findall(r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err)  # by the first rank
+        assert str(3 * -(-41 // ranks)) in asked
         assert found["few"]["value"] == pytest.approx(share)
         assert found["whole"]["value"] == pytest.approx(expected, rel=1e-5)
         assert (found["few"]["metric"], found["few"]["questions"]) == ("acc", 41)
