@@ -73,7 +73,9 @@ class Update(NamedTuple):
     tokens: int  # trained tokens of the global batch
     grad_norm: float  # of the global batch's mean loss, before clipping; under sync_every the mean over the ranks
     stop: bool  # whether any rank was asked to stop
-    balance: torch.Tensor | None = None  # the balancing loss of the global batch, of a mixture of experts
+    survey: torch.Tensor | None = None  # what a survey of the global batch has found
+    units: int = 0  # what the loss is a mean over: trained tokens, or what the model counts
+    measured: torch.Tensor | None = None  # this rank's sums of what the model measures beside the loss
 
 
 @runtime_checkable
@@ -104,8 +106,39 @@ class SurveysBatches(Protocol):
     def balance(self) -> float:
         """The weight of that part; 0: there is none."""
 
+    @property
+    def surveyed_as(self) -> str:
+        """The name of the metric that tells what was found."""
+
     def loads(self, counts: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ``forward`` takes as ``load``, and that part of the loss, given the sums and the tokens."""
+        """Return what ``forward`` takes as ``load``, and what is told of it, given the sums and the tokens."""
+
+
+@runtime_checkable
+class MeasuresItself(Protocol):
+    """A model whose loss is a mean over something else than trained tokens, and which measures more beside it."""
+
+    def units(self, batch: Batch) -> torch.Tensor:
+        """Return how many of these a micro-batch has, an int64 scalar."""
+
+    def measured(self) -> torch.Tensor:
+        """Return the sums [K] of what was measured since this was last called."""
+
+    def readings(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return metrics, given those sums over all ranks."""
+
+
+@runtime_checkable
+class TakesReference(Protocol):
+    """A model whose loss compares with its first weights: ``logps=True`` asks for what it keeps of them."""
+
+    @property
+    def takes_reference(self) -> bool:
+        """False where the loss at hand does not."""
+
+    @property
+    def slots(self) -> int:
+        """Numbers that are kept of a row."""
 
 
 class ModelWriter(Protocol):

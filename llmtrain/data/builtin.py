@@ -2,7 +2,8 @@
 
 ``python-docs`` is the language reference (``pydoc_data.topics``) and the docstrings of the standard library, a document
 per module, written as ``help()`` would: the signature, then the docstring. ``python-functions`` is the library's
-functions with a docstring, one document each. Nothing is shipped and nothing is downloaded.
+functions with a docstring, one document each; ``python-preferences`` has a wrong docstring beside each right one.
+Nothing is shipped and nothing is downloaded.
 """
 
 import ast
@@ -10,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -41,9 +43,24 @@ def function_pairs() -> Iterator[tuple[str, str]]:
     return (pair for path in _files() for pair in _pairs(path))
 
 
+def python_preferences() -> Iterator[dict[str, str]]:
+    """Yield the functions as questions with two answers: the docstring, and one that is wrong but looks like one.
+
+    That is another function's docstring, the beginning of its own, or its own with the words shuffled.
+    """
+    pairs = [*function_pairs()]
+    for number, (code, docstring) in enumerate(pairs):
+        draw, words = random.Random(number), docstring.split()
+        shuffled = " ".join(draw.sample(words, len(words)))
+        wrong = [draw.choice(pairs)[1], " ".join(words[: len(words) // 2]), shuffled][number % 3]
+        if wrong not in ("", docstring):
+            yield {"prompt": code, "chosen": docstring, "rejected": wrong}
+
+
 CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "builtin:python-docs": python_docs,
     "builtin:python-functions": python_functions,
+    "builtin:python-preferences": python_preferences,
 }
 
 

@@ -1,5 +1,6 @@
 """Records of the usual formats -> conversations, as chat templates take them."""
 
+import itertools
 import json
 from collections.abc import Collection
 from typing import NamedTuple, TypeVar
@@ -15,6 +16,7 @@ _NEEDED = {
     "alpaca": {"instruction", "output"},
 }
 FORMATS = tuple(_NEEDED)
+_JUDGED = {"pairs": {"chosen", "rejected"}, "examples": {"prompt", "completion", "label"}}
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
@@ -31,13 +33,31 @@ class Conversation(NamedTuple):
     tools: list[Fields] | None
 
 
-def recognise(fields: Collection[str]) -> str | None:
-    """Return the one of :data:`FORMATS` that a record with these fields has; ``None`` where it is no conversation."""
-    return next((format for format, needed in _NEEDED.items() if needed <= set(fields)), None)
+class Judged(NamedTuple):
+    """A prompt and what was said of its answers."""
+
+    prompt: list[Message]
+    tools: list[Fields] | None
+    answers: list[list[Message]]  # the chosen and the rejected one, or one alone
+    desirable: bool = True  # the first
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that is said."""
+        return [*self.prompt, *(message for answer in self.answers for message in answer)]
+
+
+def recognise(fields: Collection[str], judged: bool = False) -> str | None:
+    """Return the format that a record with these fields has; ``None`` where it is no conversation.
+
+    Of what is ``judged`` that is ``pairs`` of answers, or ``examples`` of one answer and its label.
+    """
+    formats = _JUDGED if judged else _NEEDED
+    return next((format for format, needed in formats.items() if needed <= set(fields)), None)
 
 
 def conversation_of(record: Fields, format: str) -> Conversation:
-    """Read a record of one of :data:`FORMATS`; raises :class:`BadRow` where the assistant says nothing in it.
+    """Read a record of a format that :func:`recognise` knows; raises :class:`BadRow` where no assistant speaks in it.
 
     A prompt and a completion are texts or lists of messages. ``None`` counts as absent, everywhere.
     """
@@ -62,6 +82,49 @@ def conversation_of(record: Fields, format: str) -> Conversation:
         raise BadRow("the assistant has no turn in it")
     tools = {"tools": _from_json(record.get("tools") or [])}
     return Conversation(messages, _field(tools, "tools", list) or None)
+
+
+def judged_of(record: Fields) -> Judged:
+    """Read a prompt with ``chosen`` and ``rejected``, or with ``completion`` and ``label``; raises :class:`BadRow`.
+
+    Each is a text or a list of messages. Without a prompt ``chosen`` and ``rejected`` are whole conversations, and it
+    is what they share; with one they may begin with it.
+    """
+    record = {field: _without_none(value) for field, value in record.items() if value is not None}
+    pair = "chosen" in record or "rejected" in record
+    names = ["chosen", "rejected"] if pair else ["completion"]
+    answers = [_messages(record, name, "assistant") for name in names]
+    if "prompt" in record:
+        prompt = _messages(record, "prompt", "user")
+        answers = [answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in answers]
+    elif all(isinstance(record[name], list) for name in names):
+        same = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))
+        prompt = answers[0][: len([*same])]
+        answers = [answer[len(prompt) :] for answer in answers]
+    else:
+        raise BadRow("it has no prompt, without which its answers must be lists of messages")
+    if pair and answers[0] == answers[1]:
+        raise BadRow("chosen and rejected are the same")
+    for name, answer in zip(names, answers, strict=True):
+        if not answer or answer[0]["role"] != "assistant":
+            raise BadRow(f"{name} does not go on from the prompt with what the assistant says")
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise BadRow("the prompt ends with the assistant's turn" if prompt else "chosen and rejected share no prompt")
+    label = True if pair else record.get("label")
+    if label not in (True, False):
+        raise BadRow(f"field 'label' is {label!r:.40}, not true or false")
+    tools = {"tools": _from_json(record.get("tools") or [])}
+    return Judged(prompt, _field(tools, "tools", list) or None, answers, bool(label))
+
+
+def _messages(record: Fields, field: str, role: str) -> list[Message]:
+    """Return the messages of a field; of a text the one that ``role`` says."""
+    said = record.get(field)
+    given = said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
+    try:
+        return [_message(message, number) for number, message in enumerate(given, start=1)]
+    except BadRow as error:
+        raise BadRow(f"{field}: {error}") from None
 
 
 def _without_none(value: object) -> object:

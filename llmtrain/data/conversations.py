@@ -3,42 +3,53 @@
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from llmtrain.config import Config, flag
-from llmtrain.data.chat import Conversation, conversation_of, recognise
+from llmtrain.data.chat import Conversation, Judged, conversation_of, recognise
 from llmtrain.data.config import DataConfig
-from llmtrain.data.sources import Source
+from llmtrain.data.sources import Fields, Source
 from llmtrain.data.table import TokenStore, Written, hash_place
 from llmtrain.data.template import BadRow
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Renderer
 from llmtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from llmtrain.data.pairs import PairAudit
+
+A = TypeVar("A", bound="Audit | PairAudit")
+
 
 @dataclass
-class ChatConfig(Config):
-    """How records become conversations, and what of them is trained. Each field is a flag."""
+class RowConfig(Config):
+    """How conversations become rows. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "conversations"
     acts: ClassVar[str] = "data"
 
-    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
-        "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"
-    )
     chat_template: str | None = flag(None, "chatml or a Jinja file, where the tokenizer has no template or another's")
-    turns: Literal["all", "last"] = flag(
-        "all", "what is trained of a conversation: every turn of the assistant's, or those since the last question"
-    )
     overlong: Literal["drop", "truncate", "error"] = flag("drop", "a conversation that is longer than a row")
     on_bad_row: Literal["error", "skip"] = flag("error", "a conversation that cannot be trained on")
     packing: bool = flag(True, "several conversations a row, which do not see each other")
+
+
+@dataclass
+class ChatConfig(RowConfig):
+    """How records become conversations, and what of them is trained. Each field is a flag."""
+
+    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
+        "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"
+    )
+    turns: Literal["all", "last"] = flag(
+        "all", "what is trained of a conversation: every turn of the assistant's, or those since the last question"
+    )
 
 
 @dataclass
@@ -116,16 +127,25 @@ class Audit:
             )
 
 
-class Conversations:
-    """The conversations of a source, some of them held out: those whose hash falls lowest.
+R = TypeVar("R", Conversation, Judged)
+
+
+class Records(Generic[R]):
+    """The records of a source, some of them held out: those whose hash falls lowest.
 
     ``stops`` are the tokens at which the model's generation ends, as far as it says so.
     """
 
     def __init__(
-        self, source: Source, format: str, config: DataConfig, chat: ChatConfig, stops: Collection[int] = ()
+        self,
+        source: Source,
+        read: Callable[[Fields], R],
+        config: DataConfig,
+        chat: RowConfig,
+        stops: Collection[int] = (),
     ) -> None:
-        self.source, self.format, self.chat, self.stops = source, format, chat, stops
+        self.source, self.chat, self.stops = source, chat, stops
+        self.read: Callable[[Fields], R] = read
         places = [_place_of(conversation) for _, conversation in self._read()]
         if not places:
             raise UserError(f"--dataset {source.name} holds no conversation.")
@@ -140,13 +160,39 @@ class Conversations:
             contents = (message["content"].encode(errors="ignore").decode() for message in conversation.messages)
             yield from filter(None, contents)
 
+    def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, R]]:
+        self._bad = 0
+        for place, fields in self.source.records(None):
+            try:
+                conversation = self.read(fields)
+            except BadRow as error:
+                self._refuse(place, error)
+                self._bad += 1
+            else:
+                if held_out is None or held_out == (_place_of(conversation) < self.limit):
+                    yield place, conversation
+
+    def _refuse(self, place: str, error: BadRow) -> None:
+        if self.chat.on_bad_row == "error":
+            raise UserError(f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip.") from None
+
+
+class Conversations(Records[Conversation]):
+    """The conversations of a source, of which the assistant's turns are trained."""
+
+    def __init__(
+        self, source: Source, format: str, config: DataConfig, chat: ChatConfig, stops: Collection[int] = ()
+    ) -> None:
+        super().__init__(source, lambda fields: conversation_of(fields, format), config, chat, stops)
+        self.last = chat.turns == "last"
+
     def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
         """Write the rows of one side.
 
         Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
         flags do not say to go on without it.
         """
-        render, width = Renderer(tokenizer, self.stops, self.chat.turns == "last"), block_size + 1
+        render, width = Renderer(tokenizer, self.stops, self.last), block_size + 1
         store, digest, audit, size = TokenStore(path), hashlib.sha256(), Audit(), 0
         total = self.documents[held_out]
         for place, conversation in tqdm(self._read(held_out), total=total, desc="rendering", leave=False):
@@ -198,22 +244,6 @@ class Conversations:
             audit.check(self.source.name)
         return Written(total, audit.rows, audit.trained, size, digest.hexdigest(), audit)
 
-    def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, Conversation]]:
-        self._bad = 0
-        for place, fields in self.source.records(None):
-            try:
-                conversation = conversation_of(fields, self.format)
-            except BadRow as error:
-                self._refuse(place, error)
-                self._bad += 1
-            else:
-                if held_out is None or held_out == (_place_of(conversation) < self.limit):
-                    yield place, conversation
-
-    def _refuse(self, place: str, error: BadRow) -> None:
-        if self.chat.on_bad_row == "error":
-            raise UserError(f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip.") from None
-
 
 def format_of(source: Source, chat: ChatConfig) -> str:
     """Return ``text``, or the format of the source's conversations, recognised by the fields of its first record."""
@@ -236,10 +266,11 @@ def _limit_of(places: list[float], fraction: float) -> float:
     return next((place for place in lowest[count:] if place > lowest[0]), 0.0)
 
 
-def _place_of(conversation: Conversation) -> float:
-    return hash_place(json.dumps(conversation, sort_keys=True, default=str))
+def _place_of(record: Conversation | Judged) -> float:
+    said = record.prompt if isinstance(record, Judged) else record  # answers to one prompt stay on one side
+    return hash_place(json.dumps(said, sort_keys=True, default=str))
 
 
-def audit_of(audits: Iterable[Audit]) -> Audit:
+def audit_of(audits: Sequence[A]) -> A:
     """Return the sum over several sources."""
-    return Audit(*map(sum, zip(*map(astuple, audits), strict=True)))
+    return type(audits[0])(*map(sum, zip(*map(astuple, audits), strict=True)))

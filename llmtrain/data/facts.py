@@ -4,7 +4,8 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.conversations import audit_of
+from llmtrain.data.conversations import Audit, audit_of
+from llmtrain.data.pairs import PairAudit
 from llmtrain.data.table import Written
 
 
@@ -31,6 +32,8 @@ class Facts:
     audit: dict[str, int] | None = None  # of conversations
     eval_audit: dict[str, int] | None = None  # of those held out
     ends: list[int] = field(default_factory=list)  # the tokens at which an answer ends; none of a text
+    pairs: int = 0  # of judged answers that a row has, at most
+    shared: bool = False  # the answers of a pair go on from one copy of their prompt
 
 
 def facts_of(
@@ -44,6 +47,8 @@ def facts_of(
     """Return the facts about rows that were written, of one or several sources."""
     everything = [*train, *held_out]
     audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
+    pairs = max(written.pairs for written in everything)
+    tasks = {Audit: "conversations", PairAudit: "preferences"}
     return Facts(
         dataset=dataset,
         tokenizer=spec,
@@ -60,7 +65,8 @@ def facts_of(
         eval_bytes=sum(written.bytes for written in held_out),
         source_rows=[written.rows for written in train],
         eval_source_rows=[written.rows for written in held_out],
-        task="conversations" if audits else "text",
+        task=tasks[type(audits[0])] if audits else "text",
         audit=asdict(audit_of(audits)) if audits else None,
-        eval_audit=asdict(audit_of(eval_audits)) if audits else None,
+        eval_audit=asdict(audit_of(eval_audits)) if eval_audits else None,
+        pairs=pairs,
     )

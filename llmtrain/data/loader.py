@@ -132,7 +132,8 @@ class Collate:
         self.micro_batch, self.dropout_seed, self.prepare = micro_batch, dropout_seed, prepare
 
     def __call__(self, items: list[Item]) -> Window:
-        found = {name: np.stack([row[name] for _, row in items]).astype(np.int64) for name in items[0][1]}
+        found = {name: np.stack([row[name] for _, row in items]) for name in items[0][1]}
+        found = {name: one.astype(np.int64) if one.dtype.kind == "i" else one for name, one in found.items()}
         rows = np.array([-1 if slot.row is None else slot.row for slot, _ in items])
         found["input_ids"] = np.maximum(found["input_ids"], 0)
         content = [fingerprint(found[name][rows >= 0]) for name in ("input_ids", "labels")]

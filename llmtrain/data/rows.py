@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 import filelock
 
@@ -15,9 +16,10 @@ from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, format_of
+from llmtrain.data.conversations import Audit, ChatConfig, Conversations, RowConfig, format_of
 from llmtrain.data.facts import Facts, facts_of
 from llmtrain.data.order import Mixture, counts_of
+from llmtrain.data.pairs import PairAudit, PairConfig, Pairs, judged_format
 from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.template import ChatTemplate, set_template, template_text
@@ -25,7 +27,8 @@ from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 
-FORMAT = 4  # of a cache entry; a change makes every one anew
+Corpus: TypeAlias = Texts | Conversations | Pairs
+FORMAT = 5  # of a cache entry; a change makes every one anew
 
 
 @dataclass
@@ -64,6 +67,12 @@ class Tokenized:
         names = short if len({*short}) == len(short) else names
         found = {name: count for name, count in zip(names, rows, strict=False) if count}
         return found if sum(found.values()) == sum(rows) and len(found) > 1 else {}
+
+    @property
+    def positions(self) -> int:
+        """The positions of a row that predict something."""
+        width: int = self.train.data.schema.field("input_ids").type.list_size
+        return width - 1
 
     def unseen_question(self) -> list[int] | None:
         """Return the tokens before the first answer of a held-out conversation."""
@@ -107,16 +116,18 @@ class Tokenized:
 def tokenize(
     config: DataConfig,
     block_size: int,
-    chat: ChatConfig | None = None,
+    chat: RowConfig | None = None,
     trust_remote_code: bool = False,
     records: MakesRecords | None = None,
+    judged_alone: bool = False,
 ) -> Tokenized:
     """Find the rows of this data, tokenizer and block size in the cache, or make them.
 
     Every process calls this before the process group exists; one makes the rows while the others wait for its lock.
-    With ``chat``, data that are conversations are rendered as such. Where a recipe has data of its own, ``records``
-    yields them, texts or conversations with their fields, always the same ones in the same order; no other data are
-    read then. Raises :class:`UserError` for bad input, and then leaves nothing behind.
+    With ``chat``, data that are conversations are rendered as such; with a :class:`PairConfig` they are answers that
+    were judged, in pairs or ``judged_alone``. Where a recipe has data of its own, ``records`` yields them, texts or
+    conversations with their fields, always the same ones in the same order; no other data are read then. Raises
+    :class:`UserError` for bad input, and then leaves nothing behind.
     """
     spec = config.tokenizer
     assert spec is not None, "a recipe says which tokenizer is meant where nobody named one"
@@ -129,7 +140,8 @@ def tokenize(
             raise UserError("--dataset: this recipe has data of its own; leave it out.")
         config.dataset = [made(records).name]
     sources = [made(records)] if records else [open_source(name) for name in config.dataset]
-    formats = _formats_of(sources, chat)
+    judged = isinstance(chat, PairConfig)
+    formats = [judged_format(one, judged_alone) for one in sources] if judged else _formats_of(sources, chat)
     if formats[0] != "text" and config.given("text_field"):
         raise UserError(f"--text_field is for text, and {sources[0].name} is conversations; leave it out.")
     asked, chat = chat, chat if formats[0] != "text" else None
@@ -142,7 +154,7 @@ def tokenize(
     key = [
         *(FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]),
         tok.digest(pretrained) if pretrained is not None else spec,
-        [formats, asdict(chat), template, stops] if chat else config.text_field,
+        [formats, asdict(chat), template, stops, judged_alone] if chat else config.text_field,
     ]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
@@ -152,8 +164,12 @@ def tokenize(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(f"{folder}.lock"):
                 if _open(folder) is None:
-                    corpora = [
-                        Conversations(source, name, config, chat, stops) if chat else Texts(source, config)
+                    corpora: list[Corpus] = [
+                        Pairs(source, config, chat, stops, judged_alone)
+                        if isinstance(chat, PairConfig)
+                        else Conversations(source, name, config, chat, stops)
+                        if isinstance(chat, ChatConfig)
+                        else Texts(source, config)
                         for source, name in zip(sources, formats, strict=True)
                     ]
                     _make(folder, config, block_size, corpora, pretrained, chat, stops)
@@ -188,9 +204,9 @@ def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> 
     return Written(len(rows), len(rows), targets, size, digest.hexdigest())
 
 
-def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
+def _formats_of(sources: list[Source], chat: RowConfig | None) -> list[str]:
     """Return the format of the records of each source: all text, or all conversations."""
-    formats = [format_of(source, chat) if chat else "text" for source in sources]
+    formats = [format_of(source, chat) if isinstance(chat, ChatConfig) else "text" for source in sources]
     if len({name == "text" for name in formats}) > 1:
         kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
         raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
@@ -202,7 +218,7 @@ def _formats_of(sources: list[Source], chat: ChatConfig | None) -> list[str]:
     return formats
 
 
-def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: bool) -> None:
+def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, found: bool) -> None:
     """Print lines of the banner."""
     say(
         "data",
@@ -211,11 +227,13 @@ def _describe(facts: Facts, formats: list[str], chat: ChatConfig | None, found: 
         f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {'found in the cache' if found else 'tokenised'}",
     )
     if facts.audit and chat:
-        say("task", f"fine-tuning on what assistants say: the records are {', '.join(dict.fromkeys(formats))}")
-        for line in Audit(**facts.audit).lines(chat.overlong):
+        kind = PairAudit if facts.task == "preferences" else Audit
+        what = "comparing answers" if kind is PairAudit else "fine-tuning on what assistants say"
+        say("task", f"{what}: the records are {', '.join(dict.fromkeys(formats))}")
+        for line in kind(**facts.audit).lines(chat.overlong):
             say("audit", line)
-        if facts.eval_audit and any(facts.eval_audit[why] for why in ("overlong", "untrained", "bad")):
-            say("held out", Audit(**facts.eval_audit).left(chat.overlong))
+        if facts.eval_audit and (left := kind(**facts.eval_audit)) and (left.overlong or left.untrained or left.bad):
+            say("held out", left.left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
 
@@ -238,9 +256,9 @@ def _make(
     folder: Path,
     config: DataConfig,
     block_size: int,
-    corpora: Sequence[Texts | Conversations],
+    corpora: "Sequence[Corpus]",
     tokenizer: "tok.FastTokenizer | None",
-    chat: ChatConfig | None,
+    chat: RowConfig | None,
     stops: Sequence[int],
 ) -> None:
     name, spec = " ".join(config.dataset), config.tokenizer or ""
@@ -267,5 +285,6 @@ def _make(
                 f"use at most {max(smallest, 1)} or more text."
             )
         facts = facts_of(name, spec, tokenizer, block_size, train, held_out)
+        facts.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
         facts.ends = sorted(ChatTemplate(tokenizer, stops).ends) if chat else []
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))

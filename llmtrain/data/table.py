@@ -3,6 +3,10 @@
 Documents of any length become packed rows of one length with as little padding as can be, and no document is split.
 A packed row holds whole documents one after the other. ``position_ids`` restart at each, which is how attention knows
 where one ends; the first label of each is -100, since nothing before it belongs to it.
+
+Of answers that are judged a row holds whole pairs, and ``answers`` says which a place belongs to: 4 k for the first of
+the k-th pair, 4 k + 1 for the second, 2 more where the first is undesirable, -1 for padding. The second may go on from
+the first's prompt: its ``position_ids`` then begin where that ends, and its first token is the last of the prompt.
 """
 
 import contextlib
@@ -20,9 +24,11 @@ if TYPE_CHECKING:
     import pyarrow
 
     from llmtrain.data.conversations import Audit
+    from llmtrain.data.pairs import PairAudit
 
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 COLUMNS = ["input_ids", "labels", "position_ids"]
+JUDGED = ["input_ids", "labels", "answers", "position_ids"]
 TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
 
 
@@ -34,7 +40,8 @@ class Written(NamedTuple):
     targets: int  # tokens that are trained on, or counted in an evaluation
     bytes: int  # of the targets' text in UTF-8
     sha256: str  # of the tokens
-    audit: "Audit | None" = None  # of conversations
+    audit: "Audit | PairAudit | None" = None  # of conversations
+    pairs: int = 0  # that a row has, at most
 
 
 @contextlib.contextmanager
@@ -130,8 +137,16 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
+class Second(NamedTuple):
+    """The second answer of a pair, whose tokens stand behind the first's."""
+
+    at: int  # where they begin
+    position: int  # of the first of them
+    desirable: bool  # the first answer
+
+
 class TokenStore:
-    """Documents of tokens, kept in a file while it is not known which of them share a row.
+    """Documents of tokens, or pairs of them, kept in a file while it is not known which of them share a row.
 
     A token that is not trained is kept as its complement, which is below zero.
     """
@@ -140,36 +155,51 @@ class TokenStore:
         self._path = path.with_suffix(".tokens")
         self._file = self._path.open("wb")
         self.lengths: list[int] = []
+        self.seconds: list[Second] = []  # where documents are pairs
+        self.pairs = 0  # of the row that has most
 
-    def add(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Add a document: its tokens, and of each whether it is trained."""
+    def add(self, ids: np.ndarray, trained: np.ndarray, second: Second | None = None) -> None:
+        """Add a document, or a pair: its tokens, and of each whether it is trained."""
         self._file.write(np.where(trained, ids, ~ids).astype(np.int32).tobytes())
         self.lengths.append(len(ids))
+        self.seconds += [second] if second else []
 
     def write_rows(self, path: Path, width: int, packing: bool) -> int:
-        """Write all documents as rows of ``width`` tokens, drop the file, and return the number of rows."""
+        """Write all documents as rows of ``width`` tokens, drop the file, and return the number of rows.
+
+        Without ``packing`` a document has a row to itself, and each answer of a pair half of one.
+        """
         self._file.close()
         rows = best_fit(np.array(self.lengths, np.int64), width) if packing else [[i] for i in range(len(self.lengths))]
-        columns = COLUMNS if packing else COLUMNS[:2]  # alone in its row a document needs no position_ids
+        columns = JUDGED if self.seconds else COLUMNS
+        columns = columns if packing else columns[:-1]  # alone in its row a document needs no position_ids
+        self.pairs = max(map(len, rows), default=0) if self.seconds else 0
         with row_table(path, columns, width) as write:
             count = max(TOKENS_PER_BATCH // width, 1)
             for start in range(0, len(rows), count):
-                write(*self._filled(rows[start : start + count], width)[: len(columns)])
+                filled = self._filled(rows[start : start + count], width, packing)
+                write(*(filled[name] for name in columns))
         self._path.unlink()
         return len(rows)
 
-    def _filled(self, rows: list[list[int]], width: int) -> list[np.ndarray]:
+    def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
         stored, ends = np.memmap(self._path, np.int32, "r"), np.cumsum(self.lengths)
-        ids, labels, positions = (np.full((len(rows), width), empty, np.int32) for empty in (0, IGNORED, 0))
+        shape = len(rows), width
+        ids, labels, positions, answers = (np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1))
         for i, documents in enumerate(rows):
             at = 0
-            for document in documents:
+            for number, document in enumerate(documents):
                 tokens = stored[ends[document] - self.lengths[document] : ends[document]]
-                here = slice(at, at + len(tokens))
-                ids[i, here] = np.maximum(tokens, ~tokens)
-                labels[i, here] = np.where(tokens < 0, IGNORED, tokens)
-                labels[i, at] = IGNORED
-                positions[i, here] = np.arange(len(tokens))
-                at = here.stop
+                second = self.seconds[document] if self.seconds else Second(len(tokens), 0, True)
+                code = 4 * number + 2 * (not second.desirable)
+                for part, first, which in ((tokens[: second.at], 0, 0), (tokens[second.at :], second.position, 1)):
+                    at = width // 2 if which and not packing else at
+                    here = slice(at, at + len(part))
+                    ids[i, here] = np.maximum(part, ~part)
+                    labels[i, here] = np.where(part < 0, IGNORED, part)
+                    labels[i, at : at + bool(len(part))] = IGNORED
+                    positions[i, here] = np.arange(first, first + len(part))
+                    answers[i, here] = code + which
+                    at = here.stop
             positions[i, at:] = np.arange(width - at)  # padding is a document of its own
-        return [ids, labels, positions]
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}

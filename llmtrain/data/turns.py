@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat import Conversation
+from llmtrain.data.chat import Conversation, Judged
 from llmtrain.data.sources import Fields
 from llmtrain.data.template import OPENED, BadRow, ChatTemplate, Message, Span, Switch, any_of, render
 from llmtrain.data.tokenizer import FastTokenizer
@@ -79,8 +79,18 @@ class Renderer:
         self.backend.encode_special_tokens = False
         self.backend.post_processor = None
 
-    def __call__(self, conversation: Conversation) -> Rendered:
-        """Render one; raises :class:`BadRow` where the template does, and where it does not show what is said."""
+    def judged(self, record: Judged, answer: list[Message]) -> Document:
+        """Render the prompt and an answer to it, of which the turns of the assistant's are judged."""
+        rendered = self(Conversation(record.prompt + answer, record.tools), len(record.prompt))
+        if rendered.left_answers or rendered.left_calls or len(rendered.documents) != 1:
+            raise BadRow("the chat template shows the answer otherwise than it prompts for it")
+        return rendered.documents[0]
+
+    def __call__(self, conversation: Conversation, after: int | None = None) -> Rendered:
+        """Render one; raises :class:`BadRow` where the template does, and where it does not show what is said.
+
+        Trained are all turns, or those ``after`` so many messages.
+        """
         tools = conversation.tools
         messages, thoughts = self.template.fitted(conversation.messages)
         places = [f"message {number} ({message['role']})" for number, message in enumerate(messages, start=1)]
@@ -95,9 +105,10 @@ class Renderer:
             raise BadRow("the chat template's {% generation %} marks nothing in it")
 
         documents, left, unshown, remade = list[Document](), [0, 0], 0, 0
-        asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        first = after if after is not None else max(questions, default=0) if self.last else 0
         for start, stop in _turns_of(messages):
-            if self.last and stop <= asked:
+            if stop <= first:
                 continue
             turn = _Turn(messages[:start], messages[start:stop], tools, [*filter(None, thoughts[start:stop])])
             found = self._prompted(turn)

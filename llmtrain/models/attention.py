@@ -33,21 +33,36 @@ class Documents:
     """The documents of packed rows [B, T], which do not see each other. Made on the host, before rows are sent."""
 
     starts: Tensor | None = None  # int64 [B, T]: where in its row the document of each position begins; None: at 0
+    hidden: Tensor | None = None  # int64 [2, B, T]: from where to where in it another answer to its prompt stands
+    positions: Tensor | None = None  # int64 [B, T]: of each in its document, where that is not its place
     borders: Tensor | None = None  # int32 [N]: where each begins, rows laid end to end, and the end, maybe repeated
     blocks: Blocks | None = None  # of a CPU
     flex: Any = None  # blocks of flex attention, where that computes it: :meth:`ready_for`
 
     @classmethod
-    def of(cls, position_ids: Tensor, on_gpu: bool = False) -> "Documents":
-        """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur."""
+    def of(cls, position_ids: Tensor, on_gpu: bool = False, answers: Tensor | None = None) -> "Documents":
+        """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur.
+
+        With ``answers`` [B, T], as rows of pairs have them, the second answer of a pair goes on from the first's prompt
+        where its positions do.
+        """
         positions = position_ids.numpy()  # which keeps to the thread that it is called on; torch starts others
         begins = np.diff(positions, prepend=positions[:, :1] - 2) != 1
-        starts = np.maximum.accumulate(np.where(begins, np.arange(positions.shape[1]), 0), axis=1)
+        starts = _last_where(begins)
+        if answers is not None:
+            which = answers.numpy()
+            begins |= np.diff(which, prepend=which[:, :1] - 1) != 0
+            own = _last_where(begins)  # where the answer of each position begins
+            pairs = which >> 2
+            starts = _last_where(np.diff(pairs, prepend=pairs[:, :1] - 1) != 0)
+            hidden = np.stack([starts + np.take_along_axis(positions, own, axis=1), own])
+            blocks = None if on_gpu else _blocks_of(starts, hidden)
+            return cls(torch.from_numpy(starts), torch.from_numpy(hidden), position_ids, blocks=blocks)
         borders = np.flatnonzero(begins)
         count = padded_size(len(borders) + 1) if on_gpu else len(borders) + 1
         borders = np.pad(borders, (0, count - len(borders)), constant_values=begins.size).astype(np.int32)
         blocks = None if on_gpu else _blocks_of(starts)
-        return cls(torch.from_numpy(starts), torch.from_numpy(borders), blocks)
+        return cls(torch.from_numpy(starts), borders=torch.from_numpy(borders), blocks=blocks)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """Return them on a device."""
@@ -58,23 +73,34 @@ class Documents:
         return self._with(lambda one: one.pin_memory())
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Documents":
-        starts, borders = (one if one is None else moved(one) for one in (self.starts, self.borders))
-        return replace(self, starts=starts, borders=borders)
+        names = ("starts", "hidden", "positions", "borders")
+        found: Any = {name: moved(one) for name in names if (one := getattr(self, name)) is not None}
+        return replace(self, **found)
 
-    def mask(self) -> Tensor | None:
-        """Return which positions see which, bool [B, 1, T, T]; ``None`` where rows are one document."""
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """Return which positions see which, bool [B, 1, T, T]; ``None`` where rows are one document.
+
+        With a ``window`` only so many positions are seen, the last ones of the document.
+        """
         if self.starts is None:
             return None
         places = torch.arange(self.starts.shape[1], device=self.starts.device)
-        return ((places >= self.starts[..., None]) & (places <= places[:, None]))[:, None]
+        seen = (places >= self.starts[..., None]) & (places <= places[:, None])
+        if self.hidden is not None:
+            first, last = self.hidden[..., None]
+            seen &= (places < first) | (places >= last)
+        if window:
+            positions = places[None] if self.positions is None else self.positions
+            seen &= positions[:, :, None] - positions[:, None] < window
+        return seen[:, None]
 
     def ready_for(self, dtype: torch.dtype) -> "Documents":
         """Return them with all that a GPU's attention in ``dtype`` needs. To be called outside of compiled code."""
         if self.borders is not None and self.borders.is_cuda:  # whose number differs from one micro-batch to the next
             torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-        if self.starts is None or not self.starts.is_cuda or _takes_many_lengths(dtype):
+        if self.starts is None or not self.starts.is_cuda or (self.hidden is None and _takes_many_lengths(dtype)):
             return self
-        return replace(self, flex=_flex_blocks(self.starts))
+        return replace(self, flex=_flex_blocks(self.starts, self.hidden))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,12 +131,17 @@ def register() -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
+        window = options.get("sliding_window")
+        if documents is not None and window is not None and window < query.shape[2]:
+            special = True
+            if documents.starts is None:
+                documents = replace(documents, starts=torch.zeros(1, query.shape[2], device=query.device))
         if documents is not None and not special and query.shape[-1] == value.shape[-1]:
             scale = options.get("scaling")
             out = _attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, documents)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        mask = attention_mask if documents is None else documents.mask()
+        mask = attention_mask if documents is None else documents.mask(window)
         result: tuple[Tensor, None] = theirs(module, query, key, value, mask, **options)
         return result
 
@@ -135,6 +166,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     blocks = documents.blocks
     if blocks is None or torch.compiler.is_compiling():  # else each other beginning of a document would be compiled
+        if documents.hidden is not None:
+            return None
         blocks = _blocks(len(q), q.shape[2])
     return _in_blocks(q, k, v, scale, documents.starts, blocks)
 
@@ -176,11 +209,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, borders: Tensor) -> T
     return out.view(rows, length, heads, -1).transpose(1, 2)
 
 
-def _flex_blocks(starts: Tensor) -> Any:
+def _flex_blocks(starts: Tensor, hidden: Tensor | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= starts[row, query]) & (key <= query)
+        seen = (key >= starts[row, query]) & (key <= query)
+        return seen if hidden is None else seen & ((key < hidden[0, row, query]) | (key >= hidden[1, row, query]))
 
     (rows, length), device = starts.shape, starts.device
     return create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
@@ -275,10 +309,15 @@ def _blocks(rows: int, length: int) -> Blocks:
     return [(slice(0, rows), slice(start, end), slice(0, end), None) for start, end in ends]
 
 
-def _blocks_of(starts: np.ndarray) -> Blocks:
+def _last_where(begins: np.ndarray) -> np.ndarray:
+    """Return, of each place in rows [B, T], the last one up to it where something begins."""
+    return np.asarray(np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1))
+
+
+def _blocks_of(starts: np.ndarray, other: np.ndarray | None = None) -> Blocks:
     """Return blocks of queries, each with the keys from the first that it may see: in a packed row they are few.
 
-    Neighbouring rows for which it is the same go together.
+    Neighbouring rows for which it is the same go together. ``other`` [2, B, T] are bounds of what none sees, either.
     """
     found, places = Blocks(), np.arange(starts.shape[1])
     for _, queries, keys, _ in _blocks(*starts.shape):
@@ -289,6 +328,9 @@ def _blocks_of(starts: np.ndarray) -> Blocks:
             end = row + len(list(alike))
             here, seen = places[queries, None], places[first : keys.stop]
             hidden = (seen > here) | (seen < starts[row:end, queries, None])
+            if other is not None:
+                begin, after = other[:, row:end, queries, None]
+                hidden |= (seen >= begin) & (seen < after)
             found.append((slice(row, end), queries, slice(first, keys.stop), torch.from_numpy(hidden)))
             row = end
     return found

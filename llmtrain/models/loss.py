@@ -48,7 +48,7 @@ def count_targets(labels: Tensor) -> Tensor:
     return (targets_of(labels) != IGNORED).sum()
 
 
-def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
+def summed_nll(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
     """Return the negative log-likelihood in nats, summed over the targets that are not ignored.
 
     It is taken in float32 (or wider). It is no mean, for only a sum adds up over micro-batches and processes.
@@ -56,9 +56,10 @@ def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: [B, T, V].
         targets: [B, T], already shifted.
+        each: return that of each target, [B * T].
     """
-    logits = logits.float() if logits.dtype != torch.float64 else logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits, reduction = logits.float() if logits.dtype != torch.float64 else logits, "none" if each else "sum"
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
@@ -84,6 +85,7 @@ def linear_nll(
     bias: Tensor | None = None,
     softcap: float | None = None,
     positions: Tensor | None = None,
+    each: bool = False,
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)``, holding no more logits than a block has.
 
@@ -109,6 +111,7 @@ def linear_nll(
         bias: [V].
         softcap: makes logits softcap * tanh(logits / softcap), as in Gemma 2; in float32, whatever the products are in.
         positions: of :func:`trained_positions`; the others never meet the head. Without, all do.
+        each: return the nll of each target, [B * T], or [N] of those at ``positions``.
 
     Raises:
         IndexError: there is not one target a position. (One that is not in the vocabulary makes the result NaN: to
@@ -128,14 +131,14 @@ def linear_nll(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     few = targets.numel() * len(weight) <= _limits(hidden).held
     if few and mesh is None and hidden.dtype != torch.float16:  # whose range needs the loss scale
-        held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, each, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
         return held
     shares, first = _shares(targets, len(weight)), 0
     if mesh is not None:
         first = shard_range(len(weight), mesh).start
         weight, bias = to_local(weight), None if bias is None else to_local(bias)
     nll: Tensor = _BlockwiseNLL.apply(hidden, weight, bias, targets - first, shares, softcap, mesh)  # type: ignore[no-untyped-call]
-    return nll
+    return nll if each else nll.sum()
 
 
 def _shares(targets: Tensor, vocabulary: int) -> Tensor:
@@ -153,7 +156,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 class _HeldNLL(torch.autograd.Function):
-    """The summed nll of targets [N], which are few enough to hold their logits.
+    """The nll of targets [N], which are few enough to hold their logits: summed, or that of each.
 
     Takes hidden [N, C], weight [V, C], and bias [V] or None.
     """
@@ -166,6 +169,7 @@ class _HeldNLL(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         cap: float | None,
+        each: bool,
         learning: bool,
     ) -> Tensor:
         dtype = hidden.dtype
@@ -176,10 +180,13 @@ class _HeldNLL(torch.autograd.Function):
         into_gradient = _fused() if hidden.is_cuda else None
         size = max(_limits(hidden).tile // max(len(weight), 1), 1) if into_gradient is None else max(len(logits), 1)
         for tile, target in zip(torch.split(logits, size), torch.split(targets[:, None], size), strict=True):
-            nll.append((into_gradient or _into_gradient)(tile, target, cap, wanted))
+            of_tile = (into_gradient or _into_gradient)(tile, target, cap, wanted)
+            nll.append(of_tile if each else of_tile.sum())
         if wanted:
             ctx.save_for_backward(hidden, weight_used, logits)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        if each:
+            return torch.cat(nll) if nll else logits.new_zeros(0, dtype=wide)
         return torch.stack(nll).sum() if nll else logits.new_zeros((), dtype=wide)
 
     @staticmethod
@@ -188,14 +195,16 @@ class _HeldNLL(torch.autograd.Function):
         hidden, weight, grad = ctx.saved_tensors
         for_weight, for_bias = ctx.dtypes
         needed = ctx.needs_input_grad
+        if incoming.ndim:  # one a target
+            grad, incoming = grad.mul_(incoming[:, None].to(grad.dtype)), incoming.new_ones(())
         grad_hidden = (grad @ weight).mul_(incoming) if needed[0] else None
         grad_weight = (grad.T @ hidden).to(for_weight).mul_(incoming) if needed[1] else None
         grad_bias = grad.sum(0, dtype=incoming.dtype).mul_(incoming).to(for_bias) if needed[2] else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool, fused: bool = False) -> Tensor:
-    """Return the summed nll of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place.
+    """Return the nll [N] of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place.
 
     ``fused`` subtracts the targets in an operation that a compiler merges with the others.
     """
@@ -203,7 +212,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: b
     capped = logits if cap is None else cap * torch.tanh(logits.to(wide) / cap)
     log_p = torch.log_softmax(capped, 1, dtype=wide)
     columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
-    nll = -(log_p.gather(1, columns) * shares).sum()
+    nll = -(log_p.gather(1, columns) * shares)[:, 0]
     if wanted:
         if fused:
             grad = log_p.exp() - (torch.arange(last + 1, device=logits.device) == columns).to(wide)
@@ -231,7 +240,7 @@ def _fused() -> Callable[..., Tensor] | None:
 
 
 class _BlockwiseNLL(torch.autograd.Function):
-    """The summed nll of targets [N], one block of the vocabulary at a time.
+    """The nll of each of targets [N], one block of the vocabulary at a time.
 
     Takes hidden [N, C], weight [V, C], and bias [V] or None, and what each target counts. Where a mesh is given they
     are this rank's shard of the vocabulary, and targets are counted from its first.
@@ -260,13 +269,13 @@ class _BlockwiseNLL(torch.autograd.Function):
             chosen = all_reduce(chosen, mesh)
         ctx.save_for_backward(hidden, weight, bias, targets, shares, log_total)
         ctx.softcap = cap
-        return ((log_total - chosen[:, 0]) * shares).sum()
+        return (log_total - chosen[:, 0]) * shares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, shares, log_total = ctx.saved_tensors
-        incoming = shares[:, None].to(incoming.dtype) * incoming
+        incoming = (shares.to(incoming.dtype) * incoming)[:, None]
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None

@@ -15,10 +15,11 @@ from torch import nn
 
 from llmtrain.config import Config, did_you_mean, flag, require, require_at_least
 from llmtrain.console import say
-from llmtrain.contract import Built, Facts
+from llmtrain.contract import Built, Facts, Weights
 from llmtrain.errors import UserError, hub_said
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, is_adapter, with_magnitudes
+from llmtrain.models.preference import JudgedRows, PreferenceConfig, PreferenceLoss, check_answers, compare_answers
 from llmtrain.models.streaming import drawn, load_buffers, stored
 from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import load_causal_lm, local_folder, origin_of, refuse_pickles
@@ -71,8 +72,6 @@ class ModelConfig(Config):
             raise UserError(f"--freeze '{self.freeze}' is no regular expression: {error}.") from None
         overrides = self.config_overrides and self.model_name_or_path
         require(not overrides, "--config_overrides is for --from_config: the weights of a model fit its own sizes.")
-        named = bool(self.model_name_or_path or self.from_config)
-        require(named, "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
 
 
 class _Named(Protocol):
@@ -99,7 +98,13 @@ class Rows(Protocol):
 
 
 def load_model(
-    config: ModelConfig, lora: LoraConfig | None, rows: Rows, seed: int, precision: str, bitwise: bool = False
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    rows: Rows,
+    seed: int,
+    precision: str,
+    bitwise: bool = False,
+    preference: PreferenceConfig | None = None,
 ) -> Built:
     """Build a model with the summed loss for its ``forward``, a vocabulary that fits, and LoRA's matrices if asked for.
 
@@ -108,29 +113,27 @@ def load_model(
     ``weights`` is ``None``. Weights are float32, which mixed precision casts as it goes; frozen ones (a LoRA's base)
     are bfloat16 where that is the ``precision``.
 
-    Raises :class:`UserError` where there is no such model, the vocabulary is too small, or ``bitwise`` bits would
-    depend on the layout. The stream raises it where a weight is missing, and ``check`` where packed documents would see
-    each other.
+    With a ``preference`` its ``forward`` compares answers; to give them scores, it is the family's class for sequence
+    classification. Raises :class:`UserError` where there is no such model, the vocabulary is too small, or ``bitwise``
+    bits would depend on the layout. The stream raises it where a weight is missing, and ``check`` where packed
+    documents would see each other.
     """
     lora, name = lora if lora is not None and lora.lora_r else None, config.model_name_or_path
-    require(not lora or name is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
-    require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
+    scores = preference is not None and preference.loss_type == "reward"
+    _check_together(config, lora, scores)
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
-    model = _build(config, rows.tokenizer, dtype, frozen=lora is not None)
+    model = _build(config, rows.tokenizer, dtype, lora is not None, scores)
     settings = model.config.get_text_config()
     positions = getattr(settings, "max_position_embeddings", None) or config.block_size
     if positions < config.block_size:
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
-    if is_mixture_of_experts(settings):
-        settings.output_router_logits = False
-        if config.router_aux_loss_coef is not None:
-            settings.router_aux_loss_coef = config.router_aux_loss_coef
-    elif config.router_aux_loss_coef is not None:
-        raise UserError("--router_aux_loss_coef is for a mixture of experts, and this model is none; leave it out.")
+    _weigh_balance(settings, config.router_aux_loss_coef, preference is not None)
 
     is_meta = model.device.type == "meta"
     plan = copy.deepcopy(model) if is_meta else model  # for it is changed below
-    first = functools.partial(stored, plan, local_folder(name), dtype) if name else functools.partial(drawn, plan, seed)
+    first: Callable[..., Weights] = functools.partial(drawn, plan, seed)
+    if name:
+        first = functools.partial(stored, plan, local_folder(name), dtype, seed=seed if scores else None)
     before = {parameter: key for key, parameter in model.named_parameters()}
     if rows.new_tokens and is_meta:  # their rows are made from the values of others
         ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]  # type: ignore[no-untyped-call]
@@ -151,23 +154,47 @@ def load_model(
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
     trained = summed(model, config.block_size)
+    if preference is not None:
+        trained = compare_answers(trained, preference, cast(JudgedRows, rows))
     if bitwise:
         _check_no_dropout(trained)
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
     weights = with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
     asked = lora and {**asdict(lora), "use_rslora": False}  # as earlier versions have it in a run's identity
     start: Facts = {"weights": origin, "lora": asked, "freeze": config.freeze}
-    start |= {"balance": weight} if (weight := balance_weight(model.config)) else {}
+    weight = balance_weight(model.config)
+    start |= {"preference": asdict(preference)} if preference else {"balance": weight} if weight else {}
     check = functools.partial(_check, trained, rows.packed, config.block_size)
     return Built(trained, files, weights if is_meta else None, start, check)
 
 
+def _check_together(config: ModelConfig, lora: LoraConfig | None, scores: bool) -> None:
+    """Raise :class:`UserError` where settings do not go together."""
+    name = config.model_name_or_path
+    named = bool(name or config.from_config)
+    require(named, "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
+    require(not lora or name is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
+    require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
+    require(not (scores and lora), "--loss_type reward trains a head of its own; leave out --lora_r.")
+
+
+def _weigh_balance(settings: "PreTrainedConfig", weight: float | None, compares: bool) -> None:
+    """Set the weight of the balancing loss in a model's configuration, where one was asked for."""
+    if is_mixture_of_experts(settings):
+        settings.output_router_logits = False
+        require(not (compares and weight), "--router_aux_loss_coef: preferences have no balancing loss; leave it out.")
+        if weight is not None:
+            settings.router_aux_loss_coef = weight
+    elif weight is not None:
+        raise UserError("--router_aux_loss_coef is for a mixture of experts, and this model is none; leave it out.")
+
+
 def _build(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool, scores: bool = False
 ) -> "PreTrainedModel":
     """Build a model whose parameters are on the meta device; what it computes from its configuration is real."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -188,8 +215,17 @@ def _build(
             described = AutoConfig.from_pretrained(name, **trust)
             if config.load_in_4bit or getattr(described, "quantization_config", None) is not None:
                 return _quantized(config, options, frozen)
+        auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        if scores:
+            described.num_labels, described.pad_token_id = 1, tokenizer.pad_token_id or tokenizer.eos_token_id
+            known = type(described) in auto._model_mapping
+            require(
+                known, f"--loss_type reward: transformers has no sequence classification for {described.model_type}."
+            )
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, **options)  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = auto.from_config(described, **options)  # type: ignore[no-untyped-call]
+        if scores and not hasattr(model, "score"):
+            raise UserError(f"--loss_type reward: {type(model).__name__} has no head named score.")
         model.tie_weights()  # which making them empty one by one has undone
         if name is not None:
             load_buffers(model.train(False), local_folder(name))
@@ -309,10 +345,12 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
         kind = model.own_class.__name__
         raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
     settings = model.config.get_text_config()
-    if is_mixture_of_experts(settings):
+    if isinstance(model, PreferenceLoss):
+        check_answers(model)
+    elif is_mixture_of_experts(settings):
         how = f"times {model.balance:g}, is of the global batch, at the cost of a forward pass more an update"
         say("experts", f"the routers' balancing loss, {how}" if model.balance else "this class has no balancing loss")
-    if not model.head_is_linear:
+    if not model.head_is_linear and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
         say("memory", "this head does more than multiply: its logits are held whole")
     rope: Facts = getattr(settings, "rope_parameters", None) or {}
     first = rope.get("original_max_position_embeddings") or block_size

@@ -59,11 +59,17 @@ def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) 
         yield from _new(prefix, real, ties, given)
 
 
-def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Collection[nn.Module] = ()) -> Weights:
+def stored(
+    plan: "PreTrainedModel",
+    folder: Path,
+    dtype: torch.dtype,
+    only: Collection[nn.Module] = (),
+    seed: int | None = None,
+) -> Weights:
     """Yield every parameter as a folder's safetensors files have it, or those of ``only`` some pieces.
 
-    Published names are converted to those of the model as transformers does. Raises :class:`UserError` where a
-    parameter is missing, or of another shape.
+    Published names are converted to those of the model as transformers does. With a ``seed``, a head that gives scores
+    is drawn where it is missing. Raises :class:`UserError` where a parameter is missing, or of another shape.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -95,6 +101,10 @@ def stored(plan: "PreTrainedModel", folder: Path, dtype: torch.dtype, only: Coll
         yield from _new(prefix, piece, ties, given, twice)
         for module, name, parameter in before:  # without memory again
             setattr(module, name, parameter)
+    if seed is not None and not only and "score.weight" not in given:
+        for name, whole in drawn(plan, seed, [plan.get_submodule("score")]):
+            given[name] = None
+            yield name, whole
     if not only and (absent := sorted({name for name, _ in plan.named_parameters()} - given.keys())):
         raise UserError(f"{folder}: {absent[0]} is missing ({len(absent)} are).")
 

@@ -38,7 +38,9 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
     own_class: ClassVar[type]
     head_is_linear: bool = False  # logits are made of hidden states, head and softcap alone
     balance: float = 0.0  # weight of the balancing loss of routers
+    surveyed_as: ClassVar[str] = "balance_loss"
     row_length: int = 0  # tokens that attention spans
+    shares_prompts: bool = False  # two answers may go on from one prompt
     vocabulary: int = 0
 
     def forward(
@@ -50,14 +52,15 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         trained: Tensor | None = None,
         load: Tensor | None = None,
         survey: bool = False,
+        each: bool = False,
         **others: object,
     ) -> "Tensor | ModelOutput":
         """Return the summed nll in nats of ``input_ids`` [B, T] for ``labels`` [B, T], which are not shifted.
 
         Documents whose ``position_ids`` [B, T] restart do not see each other. What :meth:`prepare` has found on the
         host is not looked for on the device. With ``load`` [E] the gradient, but not the value, has the balancing loss
-        of the routers; to ``survey`` is to return the counts that ``load`` is made of. Without labels, return what the
-        model's own class does.
+        of the routers; to ``survey`` is to return the counts that ``load`` is made of. With ``each`` return the nll of
+        each target, [B * (T - 1)], or of those at ``trained``. Without labels, return what the model's own class does.
         """
         own, head = super().forward, _head_of(self)
         if labels is None:
@@ -66,7 +69,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
             output: ModelOutput = own(input_ids=input_ids, position_ids=position_ids, **others)
             return output
         positions = None if position_ids is None else inputs_of(position_ids)
-        arguments, targets = _arguments(self, inputs_of(input_ids), positions, documents), targets_of(labels)
+        arguments, targets = arguments_of(self, inputs_of(input_ids), positions, documents), targets_of(labels)
         linear, routed = self.head_is_linear and head is not None, survey or load is not None
         with router_logits_of(self.base_model, routed) as router_logits:
             out = self.base_model(**arguments) if linear else own(**arguments)
@@ -74,13 +77,23 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
             chosen = int(self.config.get_text_config().num_experts_per_tok)
             return count(router_logits, counted_positions(targets), chosen)
         if linear and head is not None:
-            nll: Tensor = head(out.last_hidden_state.view(*targets.shape, -1), targets, softcap_of(self), trained)
+            nll: Tensor = head(out.last_hidden_state.view(*targets.shape, -1), targets, softcap_of(self), trained, each)
         else:
-            nll = summed_nll(out.logits.view(*targets.shape, -1), targets)
+            nll = summed_nll(out.logits.view(*targets.shape, -1), targets, each)
+            if each and trained is not None:
+                nll = nll[trained.clamp(min=0)].where(trained >= 0, 0)
         if load is None:
             return nll
         more = balancing(router_logits, counted_positions(targets), load)
         return nll + (more - more.detach())
+
+    def told(self, arguments: dict[str, object]) -> Tensor:
+        """Return logits for arguments of its own class's ``forward``; of a model that scores, hidden states."""
+        if _head_of(self) is None:
+            hidden: Tensor = self.base_model(**arguments).last_hidden_state
+            return hidden
+        logits: Tensor = self(**arguments).logits
+        return logits
 
     def loads(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``load`` for the micro-batches of a global batch with these counts, and its balancing loss."""
@@ -125,12 +138,13 @@ class SummedHead(Module):
         targets: Tensor | None = None,
         softcap: float | None = None,
         trained: Tensor | None = None,
+        each: bool = False,
     ) -> Tensor:
         """Return the summed nll of ``hidden`` [B, T, C] for ``targets`` [B, T] (shifted); without them, logits."""
         weight, bias = linear_parts(self)
         assert weight is not None
         if targets is not None:
-            return linear_nll(hidden, weight, targets, bias, softcap, trained)
+            return linear_nll(hidden, weight, targets, bias, softcap, trained, each)
         logits: Tensor = linear_logits(hidden, weight, bias) if isinstance(weight, DTensor) else super().forward(hidden)
         return logits
 
@@ -149,7 +163,7 @@ def summed(model: "PreTrainedModel", row_length: int) -> SummedLoss:
     return model
 
 
-def _arguments(
+def arguments_of(
     model: SummedLoss, ids: Tensor, positions: Tensor | None, documents: Documents | None
 ) -> dict[str, object]:
     """Return what a model's own ``forward`` is called with, on whole rows: without a cache."""
@@ -186,13 +200,13 @@ def probe(model: SummedLoss) -> None:
 
     Raises :class:`UserError` where earlier tokens see later ones: it is no causal LM.
     """
-    with _trying(model):
+    with trying(model):
         _choose_attention(model)
         model.balance = _balance_of(model)
         model.head_is_linear = _head_is_linear(model)
-        ids, other = _tokens(model, 2, _probe_length(model)).chunk(2)
+        ids, other = tokens_of(model, 2, _probe_length(model)).chunk(2)
         other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
-        if _differ(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
+        if differ(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
             kind = model.own_class.__name__
             raise UserError(f"{kind} lets tokens see the ones that follow: it is no causal language model.")
 
@@ -200,8 +214,10 @@ def probe(model: SummedLoss) -> None:
 def _choose_attention(model: SummedLoss) -> None:
     """Give a model the attention of this package, where that computes what transformers' own does."""
     config, own = model.config, model.config._attn_implementation
-    windows = [getattr(config.get_text_config(), name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if own != "sdpa" or any(window and window < model.row_length for window in windows):
+    chunk = getattr(config.get_text_config(), "attention_chunk_size", None)
+    if own != "sdpa" or (chunk or model.row_length) < model.row_length:
+        return
+    if smallest_window(model) and not model.shares_prompts:
         return
     register()
     ids, _, positions, _ = _packed(model)
@@ -209,11 +225,17 @@ def _choose_attention(model: SummedLoss) -> None:
         expected = [_logits(model, ids), _logits(model, ids, positions)]
         config._attn_implementation = NAME
         found = [_logits(model, ids), _logits(model, ids, positions)]
-        if not any(map(_differ, found, expected)):
+        if not any(map(differ, found, expected)):
             return
     except (TypeError, ValueError, RuntimeError):  # it takes no position_ids, or does not hand on what it is given
         pass
     config._attn_implementation = own
+
+
+def smallest_window(model: SummedLoss) -> int | None:
+    """Return the positions that a sliding window lets see, where that is less than a row may have."""
+    window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
+    return window if window and window < model.row_length else None
 
 
 def _balance_of(model: SummedLoss) -> float:
@@ -223,7 +245,7 @@ def _balance_of(model: SummedLoss) -> float:
     if not weight or not its_own or model.base_model is model:
         return 0.0
     with router_logits_of(model.base_model, True) as found:
-        _logits(model, _tokens(model, 1, _probe_length(model)))
+        _logits(model, tokens_of(model, 1, _probe_length(model)))
     return weight if found else 0.0
 
 
@@ -264,14 +286,14 @@ def leaks(model: SummedLoss) -> bool:
 
     It is tried on rows with their border at different places, which some attention looks for in a single row only.
     """
-    with _trying(model):
+    with trying(model):
         ids, changed, positions, second = _packed(model)
         try:
             one, two = (_logits(model, rows, positions)[second] for rows in (ids, changed))
         except TypeError:  # it takes no position_ids
             return True
         unpacked = (_logits(model, ids)[second] - _logits(model, changed)[second]).abs().max()
-        return _differ(one, two) or bool((one - two).abs().max() > unpacked / 2)  # which bfloat16 cannot hide
+        return differ(one, two) or bool((one - two).abs().max() > unpacked / 2)  # which bfloat16 cannot hide
 
 
 def _head_is_linear(model: SummedLoss) -> bool:
@@ -296,7 +318,7 @@ def _head_is_linear(model: SummedLoss) -> bool:
         base.register_forward_hook(lambda _, __, output: made.append(output.last_hidden_state)),
         head.register_forward_hook(replace_output),
     ]
-    own = _logits(model, _tokens(model, 1, _probe_length(model)))
+    own = _logits(model, tokens_of(model, 1, _probe_length(model)))
     for hook in hooks:
         hook.remove()
     expected, cap = loud(own), softcap_of(model)
@@ -307,7 +329,7 @@ def _head_is_linear(model: SummedLoss) -> bool:
 
 
 @contextlib.contextmanager
-def _trying(model: SummedLoss) -> Iterator[None]:
+def trying(model: SummedLoss) -> Iterator[None]:
     """Without dropout, gradients or autocast, whose rounding would hide what is looked for."""
     training, precision = model.training, torch.get_float32_matmul_precision()
     model.train(False)
@@ -326,21 +348,20 @@ def _trying(model: SummedLoss) -> Iterator[None]:
 
 def _logits(model: SummedLoss, ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return logits [B, T, V] as training computes them."""
-    logits: Tensor = model(**_arguments(model, ids, positions, None)).logits
-    return logits.view(*ids.shape, -1)
+    return model.told(arguments_of(model, ids, positions, None)).view(*ids.shape, -1)
 
 
 def _packed(model: SummedLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return rows of two documents, the same with others for the first, their positions, and where the second is."""
     length = max(_probe_length(model) // 2, 1)
-    ids, other = _tokens(model, 4, 2 * length).chunk(2)
+    ids, other = tokens_of(model, 4, 2 * length).chunk(2)
     borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
     places = torch.arange(2 * length, device=ids.device)[None]
     second = places >= borders
     return ids, torch.where(second, ids, other), torch.where(second, places - borders, places), second
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
+def differ(one: Tensor, other: Tensor) -> bool:
     """Return whether two results differ by more than rounding.
 
     A mixture of experts rounds in other groups where other tokens are beside. A leak moves logits by a tenth and more
@@ -355,6 +376,6 @@ def _probe_length(model: SummedLoss) -> int:
     return min(16, positions, model.row_length)
 
 
-def _tokens(model: SummedLoss, rows: int, length: int) -> Tensor:
+def tokens_of(model: SummedLoss, rows: int, length: int) -> Tensor:
     """Return different tokens, int64 [rows, length]."""
     return ((torch.arange(rows * length, device=model.device) * 7 + 1) % model.vocabulary).view(rows, length)

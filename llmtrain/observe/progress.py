@@ -5,6 +5,14 @@ import sys
 
 from tqdm import tqdm
 
+_TOLD = {  # of an evaluation
+    "eval/loss": "loss {:.4f}",
+    "eval/perplexity": "perplexity {:,.1f}",
+    "eval/bits_per_byte": "bits per byte {:.3f}",
+    "eval/rewards/accuracies": "chosen above rejected {:.1%}",
+    "eval/rewards/margins": "margin {:.3f}",
+}
+
 
 class Progress:
     """Loss, tokens/s and time left, and a line for each evaluation above the bar."""
@@ -33,10 +41,9 @@ class Progress:
         """Write a line with the results of an evaluation."""
         if self.bar.disable:
             return
-        loss, perplexity, bits = (results[f"eval/{name}"] for name in ("loss", "perplexity", "bits_per_byte"))
-        said = f"held out: loss {loss:.4f}  perplexity {perplexity:,.1f}  bits per byte {bits:.3f}"
+        told = "  ".join(text.format(results[name]) for name, text in _TOLD.items() if name in results)
         with contextlib.suppress(BrokenPipeError):
-            self.bar.write(f"step {step:>6}  {said}", file=sys.stdout)
+            self.bar.write(f"step {step:>6}  held out: {told}", file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:

@@ -75,6 +75,23 @@ def names(output_dir: str) -> Iterator[Path]:
     yield from (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
 
 
+def newest_model(output_dir: str, command: str) -> str:
+    """Return the model of the newest finished run of those that live in ``output_dir``, or its name with -2, ...
+
+    Raises :class:`UserError`, which names the ``command`` that makes one, where there is none.
+    """
+    taken = itertools.takewhile(lambda folder: not is_free(folder), names(output_dir))
+    found = [one / "model" for one in taken if read_object(one / "status.json").get("state") == "finished"]
+    if not found:
+        raise UserError(
+            f"no finished run in {output_dir} to go on from: first {command}, then this again; or name a model with "
+            "--model_name_or_path."
+        )
+    newest = str(max(found, key=lambda folder: folder.stat().st_mtime))
+    say("model", f"{newest}, the newest finished run's")
+    return newest
+
+
 def is_free(folder: Path) -> bool:
     """Return whether nothing but leftovers lies in a folder. Raises :class:`UserError` where it is a file."""
     if folder.exists() and not folder.is_dir():

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Forward, Metric, Window
+from llmtrain.contract import Batch, Forward, MeasuresItself, Metric, Window
 from llmtrain.errors import UserError
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.mesh import model_parallel_size, reshard
@@ -24,8 +24,12 @@ def evaluate(
     forward: Forward | None = None,
     metric: Metric | None = None,
     sources: Mapping[str, int] | None = None,
+    load: Batch | None = None,
 ) -> dict[str, float]:
     """Return the mean negative log-likelihood in nats per token over all ranks, and what follows from it.
+
+    Of a model that measures itself it is the mean of its own loss, and what else it measures; ``load`` is what its
+    ``forward`` takes beside each micro-batch.
 
     Bits per byte divides the same sum, in bits, by the UTF-8 bytes of the text (``text_bytes``), so that models with
     different tokenizers can be compared. The sums of a ``metric`` are added up alike: ``eval/NAME`` is sum by count.
@@ -35,12 +39,16 @@ def evaluate(
     ends = [*itertools.accumulate(sources.values())]
     model.eval()
     plain = accelerator.unwrap_model(model)
+    own = plain if isinstance(plain, MeasuresItself) else None
+    if own is not None:
+        own.measured()  # of passes before
     device = "cpu" if accelerator.device.type == "mps" else accelerator.device  # which has no float64
     sums: dict[str, torch.Tensor] = {}  # by name [2]: a sum, and what it is divided by
     for window in windows:
         for batch in window.batches:
             found = metric(plain, batch) if metric is not None else {}
-            whole: tuple[torch.Tensor, torch.Tensor] = (forward or model)(**batch), count_targets(batch["labels"])
+            units = count_targets(batch["labels"]) if own is None else own.units(batch)
+            whole: tuple[torch.Tensor, torch.Tensor] = (forward or model)(**batch, **(load or {})), units
             none = whole[1].new_zeros(())
             here = bisect.bisect_right(ends, int(window.rows.max())) if ends else 0
             of_sources = {f"loss/{name}": whole if i == here else (none, none) for i, name in enumerate(sources)}
@@ -55,15 +63,17 @@ def evaluate(
     reshard(model)
     model.train()
     names = sorted(sums)  # the first of which is the loss's, ""
-    total = torch.stack([sums[name] for name in names])
+    measured = own.measured().to(device, torch.float64) if own is not None else None
+    total = torch.cat([torch.cat([sums[name] for name in names]), *([] if measured is None else [measured])])
     if accelerator.num_processes > 1:
         total = accelerator.reduce(total, reduction="sum") / model_parallel_size(accelerator)
-    (nll, tokens), *others = total.tolist()
-    loss = nll / max(tokens, 1)
-    more = zip(names[1:], others, strict=True)
-    return {
-        "eval/loss": loss,
-        "eval/perplexity": math.exp(min(loss, 700.0)),
-        "eval/bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
-        **{f"eval/{name}": value / (count or 1) for name, (value, count) in more},
+    nll, tokens, *others = total.tolist()
+    loss, pairs = nll / max(tokens, 1), zip(others[::2], others[1::2], strict=False)
+    told = {
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
     }
+    if own is not None:
+        told = own.readings(others[2 * len(names) - 2 :])
+    told |= {name: value / (count or 1) for name, (value, count) in zip(names[1:], pairs, strict=False)}
+    return {"eval/loss": loss, **{f"eval/{name}": value for name, value in told.items()}}

@@ -5,11 +5,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.contract import Due, Facts, Forward, Metric, Observer, Update, Window
+from llmtrain.contract import (
+    Batch,
+    Due,
+    Facts,
+    Forward,
+    MeasuresItself,
+    Metric,
+    Observer,
+    SurveysBatches,
+    TakesReference,
+    Update,
+    Window,
+)
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -29,6 +42,7 @@ from llmtrain.training.evaluate import evaluate
 from llmtrain.training.replay import row_losses
 from llmtrain.training.run import Run
 from llmtrain.training.samples import sample
+from llmtrain.training.step import plain_of, survey
 
 _SAMPLE_TOKENS = 64
 _COMPARE_STEPS = 100  # updates between two comparisons of the replicas, beside one before each checkpoint
@@ -206,6 +220,8 @@ class Replicas(_Watching):
 class Readings(_Watching):
     """Writes the metrics of an update."""
 
+    warned = False
+
     def begin(self) -> None:
         if self.run.step == 0:
             self.run.log({"train/weight_norm": float(weight_norm(self.accelerator, self.t.model))})
@@ -219,10 +235,20 @@ class Readings(_Watching):
         accelerator = self.accelerator
         same = model_parallel_size(accelerator)
         nll = accelerator.reduce(update.nll, reduction="sum") / same
+        plain, told = plain_of(self.t.model), dict[str, float]()
+        if update.survey is not None and isinstance(plain, SurveysBatches):
+            told[plain.surveyed_as] = float(update.survey)
+        if update.measured is not None and isinstance(plain, MeasuresItself):
+            told |= plain.readings((accelerator.reduce(update.measured, reduction="sum") / same).tolist())
+            falls = isinstance(plain, TakesReference) and plain.takes_reference and told["rewards/chosen"] < 0
+            if falls and not self.warned:
+                self.warned = True
+                fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
+                self.run.incident("chosen", f"{fallen}: see docs/preference.md")
         content = accelerator.reduce(window.content.to(accelerator.device), reduction="sum") // same
         return {
-            "train/loss": float(nll / max(update.tokens, 1)),
-            **({"train/balance_loss": float(update.balance)} if update.balance is not None else {}),
+            "train/loss": float(nll / max(update.units, 1)),
+            **{f"train/{name}": value for name, value in told.items()},
             "train/grad_norm": update.grad_norm,
             "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
             "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],
@@ -266,12 +292,24 @@ class Evaluation(_Watching):
         with eager_code(t.model):
             windows = self.t.timing.heartbeat.through(t.held_out, "an evaluation")
             what = run.rows.facts.eval_bytes, t.forward, t.metric, run.rows.held_out_sources
-            results = evaluate(run.accelerator, t.model, windows, *what)
+            results = evaluate(run.accelerator, t.model, windows, *what, self._surveyed())
         run.deadline.reserve("evaluation", time.monotonic() - began)
         run.log(results)
         if run.patience.allowed:
             run.patience.judge(run.step, results)
         self.t.timing.progress.evaluated(run.step, results)
+
+    def _surveyed(self) -> Batch | None:
+        """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
+        t, plain = self.t, plain_of(self.t.model)
+        if not isinstance(plain, MeasuresItself) or not isinstance(plain, SurveysBatches) or not plain.balance:
+            return None
+        assert t.held_out is not None
+        windows = t.timing.heartbeat.through(t.held_out, "an evaluation")
+        batches = (batch for window in windows for batch in window.batches)
+        t.model.eval()
+        load, _ = survey(self.accelerator, t.model, plain, batches, torch.zeros((), device=self.accelerator.device))
+        return {"load": load}
 
 
 class Samples(_Watching):

@@ -35,6 +35,7 @@ from llmtrain.record.tracking import Metrics, tracker_names
 from llmtrain.secrets import redacted
 from llmtrain.training.identity import identity_of
 from llmtrain.training.layout import Layout
+from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.summary import show_result
 
@@ -241,6 +242,8 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     cannot be used.
     """
     layout = Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)
+    if not s.loop.dry_run:
+        rows = with_reference(accelerator, s.loop.seed, rows, built)
     judged = rows.eval is not None or not s.loop.early_stopping_patience
     require(judged, "--early_stopping_patience needs held-out rows to evaluate.")
     identity, team = identity_of(accelerator, s, rows, built, layout), Team.everyone()

@@ -7,10 +7,12 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from llmtrain.config import Config, Retired, flag, require, require_at_least
 from llmtrain.data.config import BatchConfig, DataConfig
-from llmtrain.data.conversations import ChatConfig
+from llmtrain.data.conversations import ChatConfig, RowConfig
+from llmtrain.data.pairs import PairConfig
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPTConfig
 from llmtrain.models.lora import LoraConfig
+from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.pretrained import ModelConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 from llmtrain.record.tracking import tracker_names
@@ -130,13 +132,14 @@ class Settings(Generic[M, D]):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    chat: ChatConfig | None = None
+    chat: RowConfig | None = None
+    preference: PreferenceConfig | None = None
     lora: LoraConfig | None = None
 
 
 AnySettings: TypeAlias = Settings[Any, Any]
 CONFIGS: tuple[type[Config], ...] = (
-    *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig),
+    *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig, PairConfig, PreferenceConfig),
     *(OptimConfig, PipelineConfig, LoopConfig, RunConfig),
 )
 RETIRED: dict[str, Retired] = {name: about for config in CONFIGS for name, about in config.retired.items()}

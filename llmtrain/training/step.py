@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.contract import Batch, ForwardBackward, SurveysBatches, Update
+from llmtrain.contract import Batch, ForwardBackward, MeasuresItself, SurveysBatches, Update
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.fsdp import clip_grad_norm
 from llmtrain.parallel.mesh import data_parallel_size, model_parallel_size
@@ -28,10 +28,11 @@ def train_step(
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> Update:
-    """Make one update with the gradient of the mean loss over all trained tokens of the global batch.
+    """Make one update with the gradient of the mean loss over the global batch: over all its trained tokens.
 
-    Where that gradient is not finite, no rank makes one. Each backward pass adds the gradient of a micro-batch's *sum*,
-    divided by the token count of the whole batch. The host waits for the device once, to read the norm.
+    Of a model that counts something else, it is the mean over that. Where that gradient is not finite, no rank makes
+    an update. Each backward pass adds the gradient of a micro-batch's *sum*, divided by the count of the whole batch.
+    The host waits for the device once, to read the norm.
 
     Args:
         forward_backward: of a parallel method that owns the passes; else gradients are accumulated, reduced once.
@@ -41,18 +42,24 @@ def train_step(
     """
     enter("count")
     tokens, stops = count_tokens(accelerator, batches, stop)
-    batches, balance = surveyed(accelerator, model, batches, tokens, enter)
-    nll = (forward_backward or Accumulation(accelerator, model))(batches, tokens)
+    units = count_units(accelerator, model, batches, tokens)
+    batches, survey = surveyed(accelerator, model, batches, tokens, enter)
+    plain = plain_of(model)
+    if isinstance(plain, MeasuresItself):
+        plain.measured()  # passes that were tried before
+    nll = (forward_backward or Accumulation(accelerator, model))(batches, units)
     enter("norm")
     norm = clip_grad_norm(accelerator, model, max_grad_norm)
     norm = agree(norm) if agree is not None else norm
     wide = torch.float32 if norm.device.type == "mps" else torch.float64  # which holds any count
-    grad_norm, counted, stopped = torch.stack([one.to(tokens.device, wide) for one in (norm, tokens, stops)]).tolist()
+    numbers = [one.to(tokens.device, wide) for one in (norm, tokens, stops, units)]
+    grad_norm, counted, stopped, of = torch.stack(numbers).tolist()
     enter("optimizer")
     if math.isfinite(grad_norm) or accelerator.scaler is not None:  # fp16's scaler skips, and lowers its scale
         optimizer.step()
     optimizer.zero_grad()
-    return Update(nll, int(counted), grad_norm, stopped > 0, balance)
+    measured = plain.measured() if isinstance(plain, MeasuresItself) else None
+    return Update(nll, int(counted), grad_norm, stopped > 0, survey, int(of), measured)
 
 
 def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,29 +72,58 @@ def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool)
     return tokens // model_parallel_size(accelerator), stops
 
 
+def plain_of(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP's wrapper."""
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def count_units(
+    accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return what the loss of the global batch is divided by, an int64 scalar: its tokens, or what the model counts."""
+    plain = plain_of(model)
+    if not isinstance(plain, MeasuresItself):
+        return tokens
+    mine = torch.stack([plain.units(batch) for batch in batches]).sum()
+    units: torch.Tensor = accelerator.reduce(mine, reduction="sum")
+    return units // model_parallel_size(accelerator)
+
+
 @torch.no_grad()
 def surveyed(
     accelerator: Accelerator,
     model: nn.Module,
     batches: Sequence[Batch],
     tokens: torch.Tensor,
-    enter: Callable[[str], None],
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Sequence[Batch], torch.Tensor | None]:
-    """Return the micro-batches with what a part of the loss depends on over the global batch, and that part.
+    """Return the micro-batches with what a part of the loss depends on over the global batch, and what that is.
 
     To count it takes a pass without gradients; of a model that has no such part, nothing is done. The pass draws no
     random numbers that the update would have drawn.
     """
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    if not isinstance(plain, SurveysBatches) or not plain.balance:
+    if not isinstance(plain := plain_of(model), SurveysBatches) or not plain.balance:
         return batches, None
+    load, found = survey(accelerator, model, plain, batches, tokens, enter)
+    return [batch | {"load": load} for batch in batches], found
+
+
+@torch.no_grad()
+def survey(
+    accelerator: Accelerator,
+    model: nn.Module,
+    plain: SurveysBatches,
+    batches: Iterable[Batch],
+    tokens: torch.Tensor,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a part of the loss depends on over all these micro-batches, of all ranks, and what is told of it."""
     enter("forward")
     with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
         counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
     enter("exchange")
     counts = accelerator.reduce(counts, reduction="sum") / model_parallel_size(accelerator)
-    load, balance = plain.loads(counts, tokens)
-    return [batch | {"load": load} for batch in batches], balance
+    return plain.loads(counts, tokens)
 
 
 class Accumulation:
@@ -104,7 +140,7 @@ class Accumulation:
         self.replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it
 
     def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Leave the gradient of sum(nll) / tokens; returns this rank's summed nll, in nats."""
+        """Leave the gradient of sum(nll) / tokens (or units); returns this rank's summed nll, in nats."""
         total = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             sync = self.reduce == "each" or (self.reduce == "once" and i == len(batches) - 1)
