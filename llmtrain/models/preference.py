@@ -162,7 +162,7 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         if self.preference.loss_type == "reward":
             values = self._scores(input_ids, labels, answers, rows, **others)
         else:
-            if self.shares_prompts and others.get("documents") is None:
+            if others.get("documents") is None and others.get("position_ids") is not None:
                 others |= self._documents(others["position_ids"], answers)
             nll = cast(Tensor, super().forward(input_ids, labels, each=True, **others))
             places, _ = self._judged(labels, answers)
@@ -191,12 +191,9 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
     def prepare(self, batch: Batch) -> Batch:
         """Return where documents begin in a micro-batch on the host, and which of its targets are trained."""
         batch = {name: self._unfolded(one) if name != "reference" else one for name, one in batch.items()}
-        found = {} if self.shares_prompts else super().prepare(batch)
-        if self.shares_prompts:
-            found = super().prepare({"labels": batch["labels"]})
+        found = Batch() if self.preference.loss_type == "reward" else super().prepare({"labels": batch["labels"]})
+        if "position_ids" in batch:
             found |= self._documents(batch["position_ids"], batch["answers"], self.device.type == "cuda")
-        if self.preference.loss_type == "reward":
-            found.pop("trained", None)
         return found
 
     def units(self, batch: Batch) -> Tensor:
@@ -261,7 +258,7 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         documents: Documents | None = None,
     ) -> Tensor:
         """Return the scores of the answers [B * slots], each read at its last token."""
-        if documents is None and position_ids is not None and self.shares_prompts:
+        if documents is None and position_ids is not None:
             documents = self._documents(position_ids, answers)["documents"]
         arguments = arguments_of(self, input_ids, position_ids, documents)
         hidden = self.base_model(**arguments).last_hidden_state
@@ -286,7 +283,8 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
     def _documents(self, position_ids: Tensor, answers: Tensor, on_gpu: bool = False) -> Batch:
         if self.preference.loss_type != "reward":
             position_ids, answers = inputs_of(position_ids), inputs_of(answers)
-        found = Documents.of(position_ids.cpu(), on_gpu or position_ids.is_cuda, answers.cpu())
+        own = answers.cpu() if self.shares_prompts else None
+        found = Documents.of(position_ids.cpu(), on_gpu or position_ids.is_cuda, own)
         return {"documents": found.to(position_ids.device)}
 
 

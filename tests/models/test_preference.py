@@ -1,0 +1,329 @@
+"""Losses that compare answers: each is its formula, whatever rows the pairs lie in, on any family."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from llmtrain.contract import Batch, Built
+from llmtrain.data import tokenizer as tok
+from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.data.table import Second, TokenRows, TokenStore
+from llmtrain.errors import UserError
+from llmtrain.models.attention import NAME
+from llmtrain.models.preference import PreferenceConfig
+from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.mesh import Spread
+from llmtrain.record.checkpoint import write_model
+from llmtrain.training.step import survey
+from tests.families import FAMILIES, OVERRIDES
+
+BLOCK = 32
+LOSSES = {
+    "sigmoid": {},
+    "sigmoid, smoothed": {"label_smoothing": 0.2},
+    "robust": {"label_smoothing": 0.2},
+    "ipo": {},
+    "kto": {"desirable_weight": 1.3, "undesirable_weight": 0.7},
+    "orpo": {},
+    "simpo": {"beta": 2.0, "label_smoothing": 0.1},
+    "reward": {},
+}
+
+
+class Pair(tuple[list[int], list[int], list[int], bool]):
+    """A prompt, two answers, and whether the first is desirable."""
+
+
+def some_pairs(count: int = 9, seed: int = 0) -> list[Pair]:
+    draw = np.random.default_rng(seed)
+
+    def tokens(most: int) -> list[int]:
+        return draw.integers(1, 250, draw.integers(1, most)).tolist()
+
+    return [Pair((tokens(18), tokens(14), tokens(14), bool(draw.integers(2)))) for _ in range(count)]
+
+
+def rows_of(pairs: list[Pair], folder: Path, layout: str) -> TokenRows:
+    store = TokenStore(folder / f"{layout}.arrow")
+    for prompt, first, second, desirable in pairs:
+        shared = len(prompt) - 1 if layout == "one prompt" else 0
+        ids = np.array(prompt + first + (prompt + second)[shared:], np.int32)
+        judged = [*[False] * len(prompt), *[True] * len(first)]
+        judged += ([False] * len(prompt) + [True] * len(second))[shared:]
+        store.add(ids, np.array(judged), Second(len(prompt + first), shared, desirable))
+    store.write_rows(folder / f"{layout}.arrow", 2 * BLOCK, layout != "halves")
+    rows = TokenRows.open([folder / f"{layout}.arrow"])
+    rows.pairs = store.pairs  # type: ignore[attr-defined]
+    return rows
+
+
+def batches_of(rows: TokenRows, model: Any, micro_batch: int) -> list[Batch]:
+    slots = [Slot(i, i if i < len(rows) else None) for i in range(-(-len(rows) // 4) * 4)]
+    return Collate(micro_batch, prepare=model.prepare)(SlotRows(rows).__getitems__(slots)).batches
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+
+
+@pytest.fixture
+def load(words: Any, accelerator) -> Callable[..., Built]:
+    def load(rows: TokenRows, family: str = "llama", loss: str = "sigmoid", **settings: Any) -> Built:
+        columns = rows.column_names
+        facts = SimpleNamespace(dataset="pairs", pairs=rows.pairs, shared=settings.pop("shared", True))  # type: ignore[attr-defined]
+        stand_in: Any = SimpleNamespace(tokenizer=words, ends=(), new_tokens=[], facts=facts)
+        stand_in.packed = "position_ids" in columns
+        overrides = {"config_overrides": OVERRIDES, "block_size": BLOCK, "from_config": family}
+        preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
+        config = ModelConfig(**(overrides | settings))
+        return place(accelerator, load_model(config, None, stand_in, 3, "no", preference=preference))
+
+    return load
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
+
+
+def with_reference(rows: TokenRows, values: Tensor) -> TokenRows:
+    """Rows with the reference's numbers [rows, slots], in float64."""
+    import pyarrow
+
+    kind = pyarrow.list_(pyarrow.float64(), values.shape[1])
+    found = TokenRows(
+        rows.data.append_column(
+            "reference", pyarrow.FixedSizeListArray.from_arrays(values.double().flatten().numpy(), type=kind)
+        )
+    )
+    found.pairs = rows.pairs  # type: ignore[attr-defined]
+    return found
+
+
+def plainly(model: nn.Module, pairs: list[Pair], reference: list[list[float]], config: PreferenceConfig) -> Tensor:
+    """The mean loss over the pairs, each answer alone in a forward of transformers' own, formula by formula."""
+    own, beta, eps = type(model).__mro__[3], config.beta, config.label_smoothing
+    kind, terms, moved = config.loss_type, [], []
+
+    def sums(prompt: list[int], answer: list[int]) -> Tensor:
+        ids = torch.tensor([prompt + answer])
+        if kind == "reward":
+            return own.forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, 0]
+        logits = own.forward(model, input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits, 1)[range(len(answer)), answer].sum()
+
+    for (prompt, first, second, _), (for_first, for_second) in zip(pairs, reference, strict=True):
+        one, other = sums(prompt, first), sums(prompt, second)
+        moved.append((one - for_first, other - for_second, one, other))
+    z = torch.stack([other for _, other, *_ in moved]).mean().clamp(min=0).detach()
+    for (_, first, second, desirable), (up, down, one, other) in zip(pairs, moved, strict=True):
+        mean, other_mean = one / len(first), other / len(second)
+        h = beta * (up - down)
+        if kind == "reward":
+            terms.append(-F.logsigmoid(one - other))
+        elif kind == "ipo":
+            terms.append((up / len(first) - down / len(second) - 1 / (2 * beta)) ** 2)
+        elif kind == "kto" and desirable:
+            terms.append(config.desirable_weight * (1 - torch.sigmoid(beta * (up - z))))
+        elif kind == "kto":
+            terms.append(config.undesirable_weight * (1 - torch.sigmoid(beta * (z - up))))
+        elif kind == "orpo":
+            p, q = mean.exp(), other_mean.exp()
+            terms.append(-mean - beta * F.logsigmoid(torch.log(p / (1 - p)) - torch.log(q / (1 - q))))
+        elif kind == "simpo":
+            h = beta * (mean - other_mean) - config.simpo_gamma
+            terms.append(-(1 - eps) * F.logsigmoid(h) - eps * F.logsigmoid(-h))
+        elif kind == "robust":
+            terms.append((-(1 - eps) * F.logsigmoid(h) + eps * F.logsigmoid(-h)) / (1 - 2 * eps))
+        else:
+            terms.append(-(1 - eps) * F.logsigmoid(h) - eps * F.logsigmoid(-h))
+    return torch.stack(terms).mean()
+
+
+def pairs_in_rows(rows: TokenRows, pairs: list[Pair]) -> list[tuple[int, int, int]]:
+    """Where each pair lies: its row, its place among the row's, and its number."""
+    found = []
+    for row in range(len(rows)):
+        columns = rows[row]
+        codes = np.array(columns["answers"])
+        for at in range(codes.max() // 4 + 1):
+            judged = (codes >> 2 == at) & (codes & 1 == 0) & (np.array(columns["labels"]) >= 0)
+            first = np.array(columns["labels"])[judged].tolist()
+            (number,) = [i for i, pair in enumerate(pairs) if pair[1] == first]
+            found.append((row, at, number))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["one prompt", "two prompts", "halves"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
+    family: str, loss: str, layout: str, load, tmp_path: Path, norms_in_float64: None, accelerator, score
+) -> None:
+    pairs = some_pairs()
+    rows = rows_of(pairs, tmp_path, layout)
+    model: Any = load(rows, family, loss, shared=layout == "one prompt").model.double().eval()
+    config, slots = model.preference, model.slots
+    reference = torch.from_numpy(np.random.default_rng(1).normal(-40, 8, (len(rows), slots)))
+    placed = pairs_in_rows(rows, pairs)
+    assert sorted(number for *_, number in placed) == list(range(len(pairs)))
+    of_pairs: list[Any] = [None] * len(pairs)
+    for row, at, number in placed:
+        of_pairs[number] = reference[row, 2 * at : 2 * at + 2].tolist()
+    expected = plainly(model, pairs, of_pairs, config)
+    wanted = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    for micro_batch in (4, 1):
+        batches = batches_of(with_reference(rows, reference), model, micro_batch)
+        more = {}
+        if config.alone:
+            load_, _ = survey(accelerator, model, model, batches, torch.zeros(()))
+            more = {"load": load_}
+        count = sum(int(model.units(batch)) for batch in batches)
+        assert count == len(pairs)
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            part = model(**batch, **more) / count
+            part.backward()
+            total += part.item()
+        assert total == pytest.approx(float(expected), rel=1e-10)
+        both = [(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True) if g is not None]
+        whole = torch.stack([g.norm() for _, g in both]).norm()
+        assert whole > 1e-3, "there is something to compare"
+        apart = float(torch.stack([(mine - g).norm() for mine, g in both]).norm() / whole)
+        assert apart < 1e-10
+        score(f"preferences: {family}, {loss}, {layout}: gradient beside the formula's {apart:.1e}")
+
+
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "gemma2"), "olmo3", "nanochat"])
+def test_two_answers_go_on_from_one_prompt_as_from_two(family: str, load, tmp_path: Path) -> None:
+    pairs = some_pairs(6)
+    overrides = "" if family == "nanochat" else OVERRIDES
+    if family in ("mistral", "gemma3_text", "olmo3"):
+        overrides += ",sliding_window=9"
+    found = {}
+    for layout in ("one prompt", "halves"):
+        rows = rows_of(pairs, tmp_path, layout)
+        how = {"config_overrides": overrides or None, "shared": layout == "one prompt"}
+        model: Any = load(rows, family, **how).model.eval()
+        values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
+        found[layout] = {number: values[row, 2 * at : 2 * at + 2] for row, at, number in pairs_in_rows(rows, pairs)}
+        if layout == "one prompt":
+            assert model.config._attn_implementation == NAME
+    for number, apart in found["halves"].items():
+        torch.testing.assert_close(found["one prompt"][number], apart, rtol=2e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "flag", "layout"),
+    [
+        ("gemma2", "--no_share_prompts", "two prompts"),
+        ("opt", "--no_packing", "halves"),
+        ("bloom", "--no_packing", "halves"),
+        ("mamba", "--no_packing", "halves"),
+    ],
+)
+def test_a_class_that_cannot_share_a_prompt_says_what_to_leave_out_and_then_learns(
+    family: str, flag: str, layout: str, load, tmp_path: Path
+) -> None:
+    pairs = some_pairs(3)
+    with pytest.raises(UserError, match=f"use {flag}"):
+        load(rows_of(pairs, tmp_path, "one prompt"), family, config_overrides=None)
+    rows = rows_of(pairs, tmp_path, layout)
+    model: Any = load(rows, family, config_overrides=None, shared=False).model.eval()
+    values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
+    for row, at, number in pairs_in_rows(rows, pairs):
+        prompt, first, second, _ = pairs[number]
+        for which, answer in enumerate((first, second)):
+            logits = type(model).__mro__[3].forward(model, input_ids=torch.tensor([prompt + answer])).logits[0]
+            alone = torch.log_softmax(logits, 1)[range(len(prompt) - 1, len(prompt + answer) - 1), answer].sum()
+            torch.testing.assert_close(values[row, 2 * at + which], alone.detach(), rtol=2e-4, atol=2e-3)
+
+
+def test_answers_that_saw_each_other_would_be_noticed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmtrain.models import attention
+
+    honest = attention._blocks_of
+    monkeypatch.setattr(attention, "_blocks_of", lambda starts, other=None: honest(starts))
+    rows = rows_of(some_pairs(3), tmp_path, "one prompt")
+    with pytest.raises(UserError, match="cannot share a prompt"):
+        load(rows)
+
+
+def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_path: Path) -> None:
+    pairs = some_pairs(4)
+    rows = rows_of(pairs, tmp_path, "one prompt")
+    built = load(rows, "qwen3", "reward")
+    model: Any = built.model.eval()
+    (batch,) = batches_of(rows, model, 4)
+    scores = model(**batch, logps=True)
+    write_model(tmp_path / "model", built.files, Spread(built.files.exported(model)))
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert type(theirs).__name__ == "Qwen3ForSequenceClassification"
+    for row, at, number in pairs_in_rows(rows, pairs):
+        for which in (0, 1):
+            ids = torch.tensor([pairs[number][0] + pairs[number][1 + which]])
+            torch.testing.assert_close(theirs(ids).logits[0, 0], scores[row, 2 * at + which], rtol=1e-4, atol=1e-5)
+
+
+def test_a_family_without_a_scoring_class_is_refused_by_name(load, tmp_path: Path) -> None:
+    rows = rows_of(some_pairs(3), tmp_path, "one prompt")
+    with pytest.raises(UserError, match="no sequence classification for nanochat"):
+        load(rows, "nanochat", "reward", config_overrides=None)
+
+
+def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
+    pairs = some_pairs(7)
+    rows = rows_of(pairs, tmp_path, "one prompt")
+    model: Any = load(rows).model.eval()
+    values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
+    first = values + torch.linspace(-3, 3, values.numel()).view_as(values)
+    for batch in batches_of(with_reference(rows, first), model, 2):
+        model(**batch)
+    told = model.readings(model.measured().tolist())
+    moved = torch.stack([(values - first)[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)])
+    logps = torch.stack([values[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)])
+    expected = {
+        "rewards/accuracies": float((moved[:, 0] > moved[:, 1]).float().mean()),
+        "rewards/margins": float(0.1 * (moved[:, 0] - moved[:, 1]).mean()),
+        "rewards/chosen": float(0.1 * moved[:, 0].mean()),
+        "rewards/rejected": float(0.1 * moved[:, 1].mean()),
+        "logps/chosen": float(logps[:, 0].mean()),
+        "logps/rejected": float(logps[:, 1].mean()),
+        "kl": float(-moved.mean()),
+    }
+    assert told == pytest.approx(expected, rel=1e-4)
+    assert not any(model.measured().tolist()), "they are given once"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"beta": 0}, "--beta 0 is out of range"),
+        ({"beta": math.nan}, "--beta nan is out of range"),
+        ({"label_smoothing": 0.5}, "--label_smoothing 0.5"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "--loss_type ipo has none"),
+        ({"desirable_weight": 2.0}, "--desirable_weight is for --loss_type kto"),
+        ({"loss_type": "kto", "undesirable_weight": -1.0}, "--undesirable_weight -1.0 is out of range"),
+        ({"simpo_gamma": 1.0}, "--simpo_gamma is for --loss_type simpo"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        PreferenceConfig(**flags)
