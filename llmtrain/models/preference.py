@@ -144,6 +144,7 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         load: Tensor | None = None,
         survey: bool = False,
         logps: bool = False,
+        hidden: bool = False,
         **others: Any,
     ) -> "Tensor | ModelOutput":
         """Return the loss summed over the pairs of rows [B, T], whose places ``answers`` [B, T] tells.
@@ -153,7 +154,12 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
             load: the baseline of ``kto``, of :meth:`loads`.
             survey: return what that is made of, float [2].
             logps: return the log-probabilities themselves, float [B, slots].
+            hidden: return the last hidden states [B, T, C].
         """
+        if hidden:
+            states: Tensor = self.base_model(input_ids=input_ids, **others).last_hidden_state
+            device = states.device.type  # in the precision that they were computed in
+            return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
         if labels is None:
             return super().forward(input_ids, **others)
         rows = len(labels)
@@ -195,6 +201,12 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         if "position_ids" in batch:
             found |= self._documents(batch["position_ids"], batch["answers"], self.device.type == "cuda")
         return found
+
+    def told(self, arguments: dict[str, object]) -> Tensor:
+        """Return logits for arguments of its own class's ``forward``; of a model that scores, hidden states."""
+        if self.preference.loss_type == "reward":
+            return cast(Tensor, self(**arguments, hidden=True))
+        return super().told(arguments)
 
     def units(self, batch: Batch) -> Tensor:
         """Return the number of pairs in a micro-batch, an int64 scalar."""

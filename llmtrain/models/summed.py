@@ -88,10 +88,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         return nll + (more - more.detach())
 
     def told(self, arguments: dict[str, object]) -> Tensor:
-        """Return logits for arguments of its own class's ``forward``; of a model that scores, hidden states."""
-        if _head_of(self) is None:
-            hidden: Tensor = self.base_model(**arguments).last_hidden_state
-            return hidden
+        """Return logits for arguments of its own class's ``forward``."""
         logits: Tensor = self(**arguments).logits
         return logits
 
