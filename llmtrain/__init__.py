@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.data.rows import Tokenized as Tokenized
     from llmtrain.data.rows import tokenize as tokenize
     from llmtrain.launching.process import launch as launch
+    from llmtrain.models.architecture import ModelConfig as ModelConfig
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt import GPTConfig as GPTConfig
     from llmtrain.models.lora import LoraConfig as LoraConfig
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.preference import PreferenceConfig as PreferenceConfig
-    from llmtrain.models.pretrained import ModelConfig as ModelConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import PipelineConfig as PipelineConfig
     from llmtrain.record.resume import newest_model as newest_model

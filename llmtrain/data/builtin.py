@@ -46,13 +46,14 @@ def function_pairs() -> Iterator[tuple[str, str]]:
 def python_preferences() -> Iterator[dict[str, str]]:
     """Yield the functions as questions with two answers: the docstring, and one that is wrong but looks like one.
 
-    That is another function's docstring, the beginning of its own, or its own with the words shuffled.
+    That is the docstring of the function before, the beginning of its own, or its own with the words shuffled.
     """
-    pairs = [*function_pairs()]
-    for number, (code, docstring) in enumerate(pairs):
-        draw, words = random.Random(number), docstring.split()
-        shuffled = " ".join(draw.sample(words, len(words)))
-        wrong = [draw.choice(pairs)[1], " ".join(words[: len(words) // 2]), shuffled][number % 3]
+    before = ""
+    for number, (code, docstring) in enumerate(function_pairs()):
+        words = docstring.split()
+        shuffled = random.Random(number).sample(words, len(words))
+        wrong = [before, " ".join(words[: len(words) // 2]), " ".join(shuffled)][number % 3]
+        before = docstring
         if wrong not in ("", docstring):
             yield {"prompt": code, "chosen": docstring, "rejected": wrong}
 

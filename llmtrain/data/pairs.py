@@ -34,7 +34,7 @@ class PairConfig(RowConfig):
 
 @dataclass
 class PairAudit:
-    """What is compared, counted over the rows."""
+    """Counts of what is compared, over the rows."""
 
     records: int = 0  # that were read
     bad: int = 0  # of them: left out, with --on_bad_row skip

@@ -216,7 +216,7 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
 
     @property
     def takes_reference(self) -> bool:
-        """Whether the loss compares with the first weights."""
+        """True where the loss compares with the first weights."""
         return self.preference.takes_reference
 
     def loads(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

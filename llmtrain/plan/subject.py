@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from llmtrain.config import parse
 from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPTConfig
-from llmtrain.models.pretrained import ModelConfig
 from llmtrain.models.summed import SummedLoss
 from llmtrain.parallel.mesh import Staged
 from llmtrain.plan.activations import list_of_blocks

@@ -1,4 +1,4 @@
-"""What a loss keeps of the weights that a run starts from: a number for each answer, computed once and kept.
+"""The reference of a loss, which are the weights that a run starts from: a number for each answer, kept.
 
 No second model is held. The numbers lie in the user's cache, under a key of all that they depend on, and are computed a
 few rows at a time, always the same ones together, so that every layout finds the same.

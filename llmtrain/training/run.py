@@ -281,12 +281,8 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
         def claim() -> Facts:
             held.enter_context(folder.claimed(run.step))
             sharding = sharding_of(accelerator)
-            here = {
-                "processes": accelerator.num_processes,
-                "sharded": sharding.layout if sharding else None,
-                "device": str(accelerator.device.type),
-                "mixed_precision": accelerator.mixed_precision,
-            }
+            here: Facts = {"processes": accelerator.num_processes, "sharded": sharding.layout if sharding else None}
+            here |= {"device": accelerator.device.type, "mixed_precision": accelerator.mixed_precision}
             record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
             folder.write("run.json", record)
             return {key: record["starts"][-1][key] for key in _TOLD}

@@ -10,10 +10,10 @@ from llmtrain.data.config import BatchConfig, DataConfig
 from llmtrain.data.conversations import ChatConfig, RowConfig
 from llmtrain.data.pairs import PairConfig
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPTConfig
 from llmtrain.models.lora import LoraConfig
 from llmtrain.models.preference import PreferenceConfig
-from llmtrain.models.pretrained import ModelConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 from llmtrain.record.tracking import tracker_names
 from llmtrain.training.optim import OptimConfig

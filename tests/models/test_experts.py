@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.experts import balancing, counted_positions
 from llmtrain.models.loss import IGNORED
-from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.models.pretrained import load_model
 from llmtrain.models.summed import SummedLoss
 from llmtrain.parallel.fsdp import place
 from llmtrain.training.step import Accumulation, count_tokens, surveyed

@@ -18,11 +18,12 @@ from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig, configuration_of
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import LoraConfig, add_lora
 from llmtrain.models.loss import IGNORED
-from llmtrain.models.pretrained import ModelConfig, _configuration, load_model
+from llmtrain.models.pretrained import load_model
 from llmtrain.models.streaming import drawn
 from llmtrain.models.summed import _logits, leaks
 from llmtrain.parallel.fsdp import place
@@ -271,7 +272,7 @@ def reference(base: str, lora: LoraConfig | None, tokenizer: PreTrainedTokenizer
     if Path(base).exists():
         model = AutoModelForCausalLM.from_pretrained(base)
     else:
-        config = _configuration(ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer)
+        config = configuration_of(ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer)
         model = AutoModelForCausalLM.from_config(config)
         fill(dict(model.named_parameters()), drawn(model, 3))
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:

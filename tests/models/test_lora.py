@@ -13,9 +13,10 @@ from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import LoraConfig, write_merged
-from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.checkpoint import write_checkpoint, write_model
@@ -48,7 +49,7 @@ def load(
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of small pretrained models; those named tied have one matrix for embedding and head."""
-    from llmtrain.models.pretrained import _configuration
+    from llmtrain.models.architecture import configuration_of
 
     made: dict[str, Path] = {}
 
@@ -57,7 +58,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             family = kind if kind in WITH_EXPERTS else "llama"
             overrides = f"num_hidden_layers=2,hidden_size=64,tie_word_embeddings={str(kind == 'tied').lower()}"
             torch.manual_seed(len(made))
-            config = _configuration(ModelConfig(from_config=family, config_overrides=overrides, block_size=64), words())
+            config = configuration_of(
+                ModelConfig(from_config=family, config_overrides=overrides, block_size=64), words()
+            )
             made[kind] = tmp_path_factory.mktemp(kind)
             AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
             words().save_pretrained(made[kind])

@@ -11,8 +11,9 @@ from torch import nn
 from llmtrain.data import tokenizer as tok
 from llmtrain.devices import DEVICES, bytes_per_second, device_called, peak_of
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPT, GPTConfig
-from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Sharding

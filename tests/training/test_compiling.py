@@ -11,8 +11,9 @@ from accelerate import Accelerator
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPT, GPTConfig
-from llmtrain.models.pretrained import ModelConfig, load_model
+from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.training import compiling
 from llmtrain.training.compiling import choose, eager_code
