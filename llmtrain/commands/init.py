@@ -17,7 +17,7 @@ _ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
-    parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default) or finetune")
+    parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default), finetune or preference")
     parser.add_argument("--config", metavar="NAME", help="such as fsdp2, multi_node.slurm (default: by the GPUs here)")
     parser.add_argument("--json", action="store_true", help="print what was written for a program")
 

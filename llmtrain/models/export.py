@@ -87,15 +87,23 @@ class ModelFiles:
         """Return the model card, in the form that the hub reads."""
         base = f"base_model: {self.base}\n" if self.base and not Path(self.base).exists() else ""
         start = f"Fine-tuned from {Path(self.base).name if base == '' else self.base}" if self.base else "Trained"
+        auto, task = "AutoModelForCausalLM", "text-generation"
+        if gives_scores(self.config):
+            auto, task = "AutoModelForSequenceClassification", "text-classification"
         return (
-            f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base}tags: [llmtrain]\n---\n\n"
+            f"---\nlibrary_name: transformers\npipeline_tag: {task}\n{base}tags: [llmtrain]\n---\n\n"
             f"# {self.title(parameters)}\n\n"
             f"{start} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
-            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
+            f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+            f"model = {auto}.from_pretrained(FOLDER)\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"
         )
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
         return f"A {self.config['model_type']} of {parameters:,} parameters"
+
+
+def gives_scores(config: Facts) -> bool:
+    """Return whether a model with this config.json gives answers scores, and writes none."""
+    return "ForSequenceClassification" in "".join(config.get("architectures") or ())

@@ -10,6 +10,8 @@ import torch
 
 from llmtrain.config import require
 from llmtrain.errors import UserError, first_line, hub_said
+from llmtrain.files import read_object
+from llmtrain.models.export import gives_scores
 from llmtrain.models.lora import adapted_model, is_adapter
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, refuse_pickles
 
@@ -38,6 +40,8 @@ class TextModel:
     def __init__(self, name: str) -> None:
         folder = Path(name)
         require(holds_model(folder) or not folder.is_dir(), f"{name} holds no model (no config.json).")
+        config = read_object(folder / "config.json")
+        require(not gives_scores(config), f"{name} gives answers a score, and writes none; name a model that writes.")
         refuse_pickles(name)
         self.tokenizer = tokenizer_of(name)
         try:

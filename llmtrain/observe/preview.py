@@ -19,22 +19,24 @@ _QUOTES = ("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POI
 def preview(rows: Rows, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
-    What is trained is green, or in angle quotes where there is no terminal.
+    Trained and judged tokens are green, or in angle quotes where there is no terminal.
     """
     if rank():
         return
     before, after = _GREEN if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _QUOTES
     for number in range(min(count, len(rows))):
         print(f"===== row {number} of {len(rows):,}")
-        tokens = rows[number]["input_ids"]
-        labels = rows[number].get("labels", tokens)
-        restarts = [place for place, at in enumerate(rows[number].get("position_ids", ())) if place and at == 0]
-        for first, end in pairwise([0, *restarts, len(tokens)]):
-            if first and all(label == IGNORED for label in labels[first:]):
-                print(f"----- {len(tokens) - first} places are padding")
-                break
+        row = rows[number]
+        tokens, answers = row["input_ids"], row.get("answers")
+        labels, at = row.get("labels", tokens), row.get("position_ids", ())
+        new = [p for p in range(1, len(at)) if (at[p] == 0 if answers is None else answers[p] != answers[p - 1])]
+        for first, end in pairwise([0, *new, len(tokens)]):
+            answer = 0 if answers is None else answers[first]
+            if first and (answer < 0 or all(label == IGNORED for label in labels[first:])):
+                print(f"----- {end - first} places are padding")
+                continue
             if first:
-                print("----- the next document of this row")
+                print("----- the other answer" if answer & 1 else "----- the next document of this row")
             # a negative token comes after the end of a text; a row's first is not predicted
             document = [(p > 0 and labels[p] != IGNORED, tokens[p]) for p in range(first, end) if tokens[p] >= 0]
             for trained, pairs in groupby(document, key=itemgetter(0)):

@@ -96,4 +96,4 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     model = built.model if isinstance(built, Built) else built
     if isinstance(model, SummedLoss):
         model.head_is_linear = True  # as nearly all are; a run finds it out by values
-    return Subject(model, settings, precision, rows.facts.block_size)
+    return Subject(model, settings, precision, rows.positions)

@@ -46,9 +46,19 @@ Value: TypeAlias = Callable[[Facts], float | None]  # of a reading
 
 def charts(runs: Sequence[History]) -> list[Chart]:
     """Return the charts for which some run has readings."""
-    losses = [*_curves(runs, "train/loss", "training"), *_curves(runs, "eval/loss", "held out", marked=True)]
+
+    def both(name: str, told: str = "") -> list[Curve]:
+        training, held_out = _curves(runs, f"train/{name}", f"{told}training"), f"{told}held out"
+        return [*training, *_curves(runs, f"eval/{name}", held_out, marked=True)]
+
+    answers = [curve for which in ("chosen", "rejected") for curve in both(f"logps/{which}", f"{which}, ")]
+    accuracy = both("rewards/accuracies")
     drawn = [
-        Chart("Loss", "nats a token", losses, wide=True),
+        Chart("Loss", "" if accuracy else "nats a token", both("loss"), wide=True),
+        Chart("Pairs whose chosen answer has the higher reward", "share", accuracy),
+        Chart("Margin between the rewards of two answers", "", both("rewards/margins")),
+        Chart("Log-probability of an answer", "nats", answers),
+        Chart("Distance from the first weights (KL)", "nats an answer", both("kl")),
         Chart("Held-out bits per byte", "bits", _curves(runs, "eval/bits_per_byte", marked=True)),
         Chart("Gradient norm, before clipping", "", _curves(runs, "train/grad_norm"), logarithmic=True),
         Chart("Learning rate", "", _curves(runs, "train/learning_rate")),

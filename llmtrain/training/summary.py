@@ -7,13 +7,15 @@ from pathlib import Path
 
 from llmtrain.console import note
 from llmtrain.errors import first_line
+from llmtrain.files import read_object
+from llmtrain.models.export import gives_scores
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.observe.curve import loss_curve
 from llmtrain.record.history import read_lines
 
 
 def show_result(folder: Path, question: list[int] | None = None, sampling: Sampling | None = None) -> None:
-    """Print the loss curve of a finished run, a text by its model, and the command for more.
+    """Print the loss curve of a finished run, a text by its model if it writes, and the command for more.
 
     With the tokens of a ``question`` the text is its answer. The run is over and kept: whatever fails here is a note.
     """
@@ -25,6 +27,9 @@ def show_result(folder: Path, question: list[int] | None = None, sampling: Sampl
 
 def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
+    if gives_scores(read_object(folder / "model" / "config.json")):
+        print(f"model     {folder / 'model'}  (transformers: AutoModelForSequenceClassification.from_pretrained)")
+        return
     model = TextModel(str(folder / "model"))
     if question is not None:
         print("\n--- a question that it was not trained on " + "-" * 40)
@@ -41,7 +46,7 @@ def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
 
 
 def _command() -> str:
-    """How to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
+    """Return how to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
     beside = Path(sys.executable).parent / "llmtrain"
     if shutil.which("llmtrain") or not beside.exists():
         return "llmtrain"

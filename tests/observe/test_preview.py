@@ -56,6 +56,22 @@ def test_of_a_text_all_but_the_first_token_is_trained(words, capsys):
     assert "\na\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}bc" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_answers_of_pairs_and_the_padding_between_them_are_apart(words, capsys, packing):
+    tokens, on = ids(words, "pAB"), ids(words, "pC")[0 if not packing else 1 :]
+    first, second = [*tokens, *[0] * (0 if packing else 2)], [*on, 0, 0]
+    codes = [0] * 3 + ([] if packing else [-1] * 2) + [1] * len(on) + [-1] * 2
+    both = [*first, *second]
+    labels = [token if token in ids(words, "ABC") else -100 for token in both]
+    row = {"input_ids": [both], "labels": [labels], "position_ids": [[*range(len(both))]], "answers": [codes]}
+    preview(datasets.Dataset.from_dict(row), words)
+    left, right = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+    between = [] if packing else ["----- 2 places are padding"]
+    other = f"{left}C{right}" if packing else f"p{left}C{right}"
+    told = ["===== row 0 of 1", f"p{left}AB{right}", *between, "----- the other answer", other]
+    assert capsys.readouterr().out.splitlines()[:-1] == [*told, "----- 2 places are padding"]
+
+
 def test_other_ranks_are_silent(packed, words, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     preview(packed, words)

@@ -158,7 +158,7 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
 
 
 def recipe(folder: Path, *lines: str) -> str:
-    rows = "SimpleNamespace(facts=SimpleNamespace(block_size=8))"
+    rows = "SimpleNamespace(positions=8)"
     head = ["from dataclasses import dataclass, field", "from types import SimpleNamespace", "import torch"]
     head += ["from llmtrain.parallel.config import ParallelConfig", "from llmtrain.training.optim import OptimConfig"]
     head += ["@dataclass", "class Settings:"]

@@ -90,6 +90,22 @@ def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> 
     assert facts(history)["hours"] is None
 
 
+def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(run: Path, tmp_path: Path) -> None:
+    names = ("rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    lines = [reading(step, step, **{f"train/{name}": 0.5 for name in names}) for step in (1, 2)]
+    lines.append({"step": 2, "tokens": 200, "eval/loss": 0.6, "eval/rewards/accuracies": 0.7, "time": BEGAN + 2})
+    compared = make(tmp_path / "compared", lines, [{"time": at(0), "step": 0}])
+    plain, drawn = ({chart.title: chart for chart in charts([History.of(one)])} for one in (run, compared))
+    assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats a token", "")
+    accuracy = drawn["Pairs whose chosen answer has the higher reward"]
+    assert [(curve.name, curve.y) for curve in accuracy.curves] == [("training", [0.5, 0.5]), ("held out", [0.7])]
+    assert [curve.name for curve in drawn["Log-probability of an answer"].curves] == [
+        "chosen, training",
+        "rejected, training",
+    ]
+    assert len(drawn.keys() - plain.keys()) == 4
+
+
 def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_order(run: Path) -> None:
     lines = [
         {"step": 25, "time": BEGAN + 3630, "kind": "late", "text": "rank 1 takes longer"},
