@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-GPT, FINETUNE = "recipes/gpt.py", "recipes/finetune.py"
+GPT, FINETUNE, PREFERENCE = "recipes/gpt.py", "recipes/finetune.py", "recipes/preference.py"
 LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
 long_form = pytest.mark.long
 TINY = [
@@ -135,6 +135,15 @@ def write_chats(path: Path, count: int = 60, seed: int = 0) -> Path:
             messages += [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]
         lines.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_pairs(path: Path, count: int = 60, seed: int = 0) -> Path:
+    """Write ragged pairs with a rule to learn in them: a word is turned round, not said again."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choice("abcd") for _ in range(draw.randint(3, 9))) + "e" for _ in range(count)]
+    pairs = [{"prompt": word, "chosen": word[::-1], "rejected": word * draw.randint(1, 2)} for word in words]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
 
 

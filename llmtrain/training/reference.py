@@ -102,7 +102,7 @@ def _read(path: Path, rows: int, slots: int) -> tuple[np.ndarray, bool]:
     while stored and not damaged:
         size = 4 * slots * min(_CHUNK, rows - sum(map(len, found)))
         known, data, stored = stored[:_DIGEST], stored[_DIGEST : _DIGEST + size], stored[_DIGEST + size :]
-        damaged = not size or len(data) < size or known != _digest(sum(map(len, found)), data)
+        damaged = not size or len(data) < size or known != _digest(path.name, sum(map(len, found)), data)
         found += [] if damaged else [np.frombuffer(data, np.float32).reshape(-1, slots)]
     whole = np.concatenate(found)
     if damaged:
@@ -116,8 +116,8 @@ def _append(path: Path, first: int, chunk: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = chunk.astype(np.float32).tobytes()
     with path.open("ab") as file:  # torn, or written by two runs at once, it is found out by its digest
-        file.write(_digest(first, data) + data)
+        file.write(_digest(path.name, first, data) + data)
 
 
-def _digest(first: int, data: bytes) -> bytes:
-    return hashlib.sha256(f"{first} ".encode() + data).digest()
+def _digest(key: str, first: int, data: bytes) -> bytes:
+    return hashlib.sha256(f"{key} {first} ".encode() + data).digest()

@@ -1,0 +1,195 @@
+"""The reference: what the first weights make of each answer, kept, verified, and made anew where it is not that."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.contract import Built
+from llmtrain.data.config import DataConfig
+from llmtrain.data.pairs import PairConfig
+from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.errors import UserError
+from llmtrain.models.architecture import ModelConfig
+from llmtrain.models.preference import PreferenceConfig
+from llmtrain.models.pretrained import load_model
+from llmtrain.parallel.fsdp import place
+from llmtrain.training.reference import with_reference
+from tests.launching import write_pairs
+
+CHUNK, TOGETHER = 64, 4  # rows that are kept together, and rows of a forward pass
+SMALL = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,head_dim=8"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Tokenized:
+    path = write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", 400)
+    made = tokenize(DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.1), 64, PairConfig())
+    assert 2 * CHUNK < len(made.train) < 3 * CHUNK, "two whole chunks and a part of one"
+    return made
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what is kept, empty at first."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    return tmp_path / "references"
+
+
+class Asking:
+    """Models of one run, each with its first weights, and how often they were asked."""
+
+    def __init__(self, accelerator: Any, rows: Tokenized) -> None:
+        self.accelerator, self.rows, self.asked = accelerator, rows, 0
+
+    def built(self, loss: str = "sigmoid", seed: int = 0) -> Built:
+        config = ModelConfig(from_config="llama", config_overrides=SMALL, block_size=64)
+        preference = PreferenceConfig(loss_type=loss)  # type: ignore[arg-type]
+        made = load_model(config, None, self.rows, seed, "no", preference=preference)
+        made = place(self.accelerator, made)
+        made.model.register_forward_pre_hook(self._count)
+        return made
+
+    def _count(self, *_: object) -> None:
+        self.asked += 1
+
+    def reference(self, seed: int = 0, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the column of the rows to train on and of those held out, after ``asked`` begins at 0."""
+        built, self.asked = self.built(seed=seed), 0
+        if at_most is not None:
+
+            def interrupt(*_: object) -> None:
+                if self.asked > at_most:
+                    raise KeyboardInterrupt
+
+            built.model.register_forward_pre_hook(interrupt)
+        found = with_reference(self.accelerator, seed, self.rows, built)
+        assert found.eval is not None
+        train, held_out = (np.array(side.data.column("reference").to_pylist()) for side in (found.train, found.eval))
+        return train, held_out
+
+
+@pytest.fixture
+def asking(accelerator, rows, kept) -> Asking:
+    return Asking(accelerator, rows)
+
+
+def test_the_numbers_are_what_the_first_weights_make_of_each_row_alone(asking, rows) -> None:
+    built = asking.built()
+    train, held_out = asking.reference()
+    for side, numbers in ((rows.train, train), (rows.eval, held_out)):
+        assert len(numbers) == len(side)
+        for number in (0, len(side) // 2, len(side) - 1):
+            batch = {name: torch.tensor([column]) for name, column in side[number].items()}
+            with torch.no_grad():
+                alone = built.model(**batch, logps=True)
+            np.testing.assert_allclose(numbers[number], alone[0].numpy(), rtol=1e-5)
+            judged = len({code for code in side[number]["answers"] if code >= 0})
+            assert np.count_nonzero(numbers[number] < 0) == judged
+            assert np.count_nonzero(numbers[number]) == judged
+
+
+def test_a_second_start_asks_nobody(asking, rows, capsys) -> None:
+    first = asking.reference()
+    assert asking.asked == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows))
+    capsys.readouterr()
+    again = asking.reference()
+    assert asking.asked == 0
+    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+    count = len(rows.train)
+    assert f"train: {count} of {count} rows found in the cache" in capsys.readouterr().out
+
+
+def _padded(rows: Tokenized) -> list[tuple[Any, int]]:
+    """Sides, and the forward passes of empty places that make the last chunk like the others."""
+    sides = [side for side in (rows.train, rows.eval) if side is not None]
+    return [(side, (-len(side) % CHUNK) // TOGETHER) for side in sides]
+
+
+def _flip(data: bytearray, rows: int) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def _tear(data: bytearray, rows: int) -> None:
+    del data[len(data) - 5 :]
+
+
+def _lengthen(data: bytearray, rows: int) -> None:
+    data += bytes(40)
+
+
+def _swap(data: bytearray, rows: int) -> None:
+    size = 32 + 4 * CHUNK * (len(data) - 3 * 32) // (4 * rows)
+    data[:] = data[size : 2 * size] + data[:size] + data[2 * size :]
+
+
+@pytest.mark.parametrize("damage", [_flip, _tear, _lengthen, _swap])
+def test_what_is_damaged_is_computed_again_and_said(damage: Callable, asking, rows, kept, capsys) -> None:
+    first, _ = asking.reference()
+    (path,) = kept.glob("*-train")
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    damage(data, len(rows.train))
+    path.write_bytes(data)
+    capsys.readouterr()
+    again, _ = asking.reference()
+    told = capsys.readouterr().out
+    assert "what was damaged there is computed again" in told
+    assert np.array_equal(first, again)
+    assert path.read_bytes() == whole
+    assert asking.asked < len(rows.train) / TOGETHER or damage is _swap, "what was whole is kept"
+
+
+def test_what_was_interrupted_is_extended(asking, rows, kept) -> None:
+    passes = CHUNK // TOGETHER
+    with pytest.raises(KeyboardInterrupt):
+        asking.reference(at_most=passes + 3)
+    (path,) = kept.iterdir()
+    begun = path.read_bytes()
+    train, _ = asking.reference()
+    assert asking.asked == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows)) - passes
+    assert path.read_bytes().startswith(begun)
+    path.unlink()
+    assert np.array_equal(asking.reference()[0], train), "lost, it is computed again"
+
+
+def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(asking, kept, capsys) -> None:
+    first, _ = asking.reference()
+    (mine,) = kept.glob("*-train")
+    others, _ = asking.reference(seed=1)
+    (theirs,) = set(kept.glob("*-train")) - {mine}
+    assert not np.array_equal(first, others)
+    mine.write_bytes(theirs.read_bytes())
+    capsys.readouterr()
+    assert np.array_equal(asking.reference()[0], first)
+    assert "0 of " in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_end_in_one_line_and_are_not_kept(asking, rows, kept) -> None:
+    built = asking.built()
+    with torch.no_grad():
+        next(built.model.parameters())[0] = float("nan")
+        next(built.model.parameters()).fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        with_reference(asking.accelerator, 0, rows, built)
+    assert not list(kept.glob("*"))
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_a_loss_that_compares_with_nothing_asks_for_nothing(loss: str, asking, rows, kept) -> None:
+    built = asking.built(loss)
+    assert with_reference(asking.accelerator, 0, rows, built) is rows
+    assert not kept.exists()
+    assert asking.asked == 0
+
+
+def test_other_rows_have_other_numbers(asking, rows, kept) -> None:
+    asking.reference()
+    asking.rows = replace(rows, facts=replace(rows.facts, data_sha256="another"))
+    asking.reference()
+    assert asking.asked > 0
+    assert len(list(kept.iterdir())) == 4
