@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from llmtrain._version import __version__
 from llmtrain.console import debugging
-from llmtrain.errors import UserError, explained
+from llmtrain.errors import UserError, explained, require
 
 COMMANDS = {
     "chat": "talk with a model that was fine-tuned on conversations",
@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if "--debug" in argv:
-            raise UserError("--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.")
+        require("--debug" not in argv, "--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.")
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
         commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)

@@ -19,6 +19,7 @@ from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.errors import require as require  # noqa: PLC0414 - other rooms have it from here
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
@@ -66,12 +67,6 @@ def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = Fal
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def require(condition: bool, message: str) -> None:
-    """Check one setting, in a dataclass's ``__post_init__``; raises :class:`UserError`."""
-    if not condition:
-        raise UserError(message)
 
 
 def require_at_least(config: Config, minimum: float, *names: str) -> None:
@@ -278,14 +273,12 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         if key not in names:
             parser.check_retired(key)
             raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
-        if key in seen:
-            raise UserError(f"{path}: '{key}' stands there twice.")
+        require(key not in seen, f"{path}: '{key}' stands there twice.")
         seen.add(key)
         if _is_null(value):  # leave out: the recipe's default holds
             continue
         words = [_word(node, key, path) for node in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
-        if not words:
-            raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
+        require(words, f"{path}: --{key} is an empty list; give a value or leave the key out.")
         if key.startswith("no_"):  # `no_x: true` is the flag --no_x
             try:
                 argv += [f"--{key}"] if string_to_bool(words[0]) else []  # type: ignore[no-untyped-call]

@@ -21,6 +21,12 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
+def require(condition: object, message: str) -> None:
+    """Raise :class:`UserError` with the message where the condition does not hold."""
+    if not condition:
+        raise UserError(message)
+
+
 class ToldElsewhereError(UserError):
     """The end of another process, and of this one with it: the other says why on its own stderr."""
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.launching.children import command_of, gpus, kill, read_config, run_to_end, why_it_failed
 from llmtrain.record.history import read_lines
 from llmtrain.shipped import shipped_config
@@ -110,8 +110,7 @@ class Trial:
         finally:
             kill(process)
         made = last_step(folder)
-        if made >= self.steps:
-            raise UserError(f"the run ended before it could be killed; use more --steps than {self.steps}.")
+        require(made < self.steps, f"the run ended before it could be killed; use more --steps than {self.steps}.")
         return made
 
     def _command(self, layout: Asked, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
 from llmtrain.files import json_text
 from llmtrain.launching.children import read_config
 
@@ -80,8 +80,7 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
         raise UserError(
             "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
         )
-    if rank not in range(machines):
-        raise UserError(f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
+    require(rank in range(machines), f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 

@@ -30,9 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _score(arguments: argparse.Namespace) -> None:
     from accelerate.utils import broadcast_object_list
 
-    from llmtrain.config import require
     from llmtrain.data.cache import cache_folder, file_digest
-    from llmtrain.errors import UserError
+    from llmtrain.errors import UserError, require
     from llmtrain.files import append_json_line, json_text
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.models.generation import model_folder

@@ -17,17 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.errors import UserError
+    from llmtrain.errors import UserError, require
     from llmtrain.files import new_folder
     from llmtrain.models.generation import logits_apart, model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
-    if not Path(arguments.model).is_dir():
-        raise UserError(f"{arguments.model} is no folder.")
+    require(Path(arguments.model).is_dir(), f"{arguments.model} is no folder.")
     source = Path(model_folder(arguments.model))
     target = Path(arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export"))
-    if target.exists():
-        raise UserError(f"{target} exists; name another folder with --to.")
+    require(not target.exists(), f"{target} exists; name another folder with --to.")
     if arguments.merge and not is_adapter(source):
         raise UserError(f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out.")
     with new_folder(target) as working:

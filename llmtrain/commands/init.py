@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.shipped import shipped
 
 _ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as this machine's GPUs
@@ -67,6 +67,5 @@ def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
 def _called(kind: str, name: str) -> Path:
     folder, ending = {"recipe": ("recipes", ".py"), "config": ("accelerate_configs", ".yaml")}[kind]
     there = {path.name.removesuffix(ending): path for path in shipped(folder).glob("[!_.]*.*")}
-    if name.removesuffix(ending) not in there:
-        raise UserError(f"--{kind} {name}: there are {', '.join(sorted(there))}.")
+    require(name.removesuffix(ending) in there, f"--{kind} {name}: there are {', '.join(sorted(there))}.")
     return there[name.removesuffix(ending)]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from llmtrain.errors import UserError
+from llmtrain.errors import require
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
@@ -45,8 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text({name: name not in failed for name in asked}, indent=1))
     elif arguments.all:
         print(f"===== {len(LESSONS) - len(failed)} of {len(LESSONS)} lessons hold, in {time.monotonic() - began:.0f} s")
-    if failed:
-        raise UserError(f"on this machine something else happened than the lesson says: {', '.join(failed)}.")
+    require(not failed, f"on this machine something else happened than the lesson says: {', '.join(failed)}.")
 
 
 def title(name: str) -> str:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.files import json_text
 from llmtrain.launching.children import command_of, run_to_end
 
@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     history, step = History.of(Path(arguments.run_folder)), arguments.step
     last = history.step + (history.state != "finished")  # the update that ended it may be the one to look at
-    if not 1 <= step <= last:
-        raise UserError(f"--step {step}: this run has made updates 1 to {history.step}.")
+    require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
     start = next((start for start in reversed(history.starts) if start.get("step", 0) < step), None)
     if start is None or not start.get("command"):
         raise UserError(f"{history.folder}/run.json does not say how the run was started.")
@@ -110,8 +109,7 @@ def _before(history: "History", step: int) -> tuple[str, int]:
         at = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else step
         if at < step and path.is_dir() and find_fault(path) is None:
             return str(path.absolute()), at
-    if origin:
-        raise UserError(f"no checkpoint before update {step} is left: the run began with {origin}.")
+    require(not origin, f"no checkpoint before update {step} is left: the run began with {origin}.")
     return "never", 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
 from llmtrain.files import json_text
 from llmtrain.record.history import History, runs_in
 
@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     checks = arguments.words[:1] == ["check"]
     folders = arguments.words[1:] if checks else arguments.words or ["runs"]
-    if len(folders) != 1:
-        raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
+    require(len(folders) == 1, "write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
     path = Path(folders[0])
     try:
         well = _check(path, arguments.json) if checks else _list(path, arguments.json)
@@ -50,8 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list(path: Path, as_json: bool) -> bool:
     """Print the runs, the newest first."""
-    if not path.is_dir():
-        raise UserError(f"{path} is no folder; name the one that holds runs.")
+    require(path.is_dir(), f"{path} is no folder; name the one that holds runs.")
     runs: list[Facts] = []
     for run in sorted((History.of(folder) for folder in runs_in(path)), key=History.age):
         facts = {"run": str(run.folder), "state": run.state, "step": run.step}
@@ -60,8 +58,7 @@ def _list(path: Path, as_json: bool) -> bool:
     if as_json:
         print(json_text(runs, indent=1))
         return True
-    if not runs:
-        raise UserError(f"{path} holds no runs.")
+    require(runs, f"{path} holds no runs.")
     width = max(3, *(len(one["run"]) for one in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
     for one in runs:

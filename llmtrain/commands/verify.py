@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
 from llmtrain.commands._trial import Asked, Comparison, Outcome, Trial, last_step, table
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.files import json_text
 
 
@@ -63,13 +63,13 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
     layouts = trial.layouts
     if layouts[0].micro_batch is None:
         layouts = [Asked(1, None, 1), *layouts]  # other micro-batches too, or a mean of their means would look right
-    if len(layouts) < 2:
-        raise UserError(f"--layouts {layouts[0]}: name two of them or more; the others are compared with the first.")
-    reference = trial.run(layouts[0], scratch / "0")
-    if reference.has("bitwise") and layouts[0].accumulation is None:  # which keeps the micro-batch
+    first, *rest = layouts
+    require(rest, f"--layouts {first}: name two of them or more; the others are compared with the first.")
+    reference = trial.run(first, scratch / "0")
+    if reference.has("bitwise") and first.accumulation is None:  # which keeps the micro-batch
         reference = trial.run(Asked(1), scratch / "again")
     others, failures = [], reference.miscounted()
-    for i, layout in enumerate(layouts[1:], start=1):
+    for i, layout in enumerate(rest, start=1):
         try:
             others.append(trial.run(layout, scratch / f"{i}"))
         except UserError as error:  # it works on the first layout and not on this one
@@ -79,8 +79,7 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
 
 def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     steps = arguments.steps or 20
-    if steps < 4:
-        raise UserError(f"--steps {steps} are too few to be killed among and go on; use 4 or more.")
+    require(steps >= 4, f"--steps {steps} are too few to be killed among and go on; use 4 or more.")
     save_steps = max(1, steps // 5)
     trial = Trial(arguments, steps, save_steps)
     straight = trial.run(trial.layouts[0], scratch / "straight")

@@ -10,8 +10,8 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from llmtrain.config import require
 from llmtrain.console import say
+from llmtrain.errors import require
 from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.shipped import shipped_config
 
@@ -163,8 +163,7 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
     """
     fsdp, asked = _is_on("ACCELERATE_USE_FSDP"), sharding_is_asked()
     if stages > 1:
-        if asked:
-            raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
+        require(not asked, "--pipeline_stages is for a DDP config; this one shards the model.")
         if processes % stages:
             raise UserError(
                 f"--pipeline_stages {stages} needs as many processes, or a multiple; {processes} started. Use: "

@@ -18,10 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.contract import Built, Weights
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.parallel import mesh as meshes
 from llmtrain.parallel.mesh import Sharding, local_shard, sharding_of
 from llmtrain.parallel.tensor import parallelize
@@ -247,8 +246,7 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     stays with the model itself.
     """
     blocks = meshes.block_classes(model)
-    if not blocks:
-        raise UserError(f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
+    require(blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
     for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
         norms = [m for m in block.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))]
         if norms and norms_apart:

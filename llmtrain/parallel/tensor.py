@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_range
 from llmtrain.parallel.mesh import HasEmbeddings, to_local
 from llmtrain.shipped import shipped_config
@@ -61,8 +61,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     kind, size, plan = type(model).__name__, mesh.size(), _plan_of(model)
     lacking = "LoRA's matrices have" if hasattr(model, "peft_config") else "" if plan else f"{kind} has"
-    if lacking:
-        raise UserError(f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
+    require(not lacking, f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
     _check_heads(model, kind, size)
     shared: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is sharded once
     for name, module in model.named_modules():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.config import parse
 from llmtrain.contract import Built
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
 from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPTConfig
 from llmtrain.models.summed import SummedLoss
@@ -81,8 +81,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     except Exception as error:  # it is somebody's program, or none
         raise UserError(f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}") from None
     missing = " and no ".join(name for name in _NEEDED if name not in found)
-    if missing:
-        raise UserError(f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.")
+    require(not missing, f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.")
     settings: Settings[Any, Any] = parse(found["DEFAULTS"], flags)
     with contextlib.redirect_stdout(io.StringIO()):
         rows = found["tokenized"](settings)

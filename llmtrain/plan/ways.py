@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.launching.children import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
@@ -72,13 +72,11 @@ def plan(asked: Asked) -> Plan:
 
     Raises :class:`UserError` where there is no way, or where the recipe cannot be planned.
     """
-    if asked.processes < 1:
-        raise UserError(f"--processes {asked.processes}: there must be one or more.")
+    require(asked.processes > 0, f"--processes {asked.processes}: there must be one or more.")
     for name, count in (("tensor", asked.tensor or 1), ("stages", asked.stages or 1)):
         if count < 1 or asked.processes % count:
             raise UserError(f"--{name} {count} does not divide --processes {asked.processes}.")
-    if not 0 < asked.mfu <= 1:
-        raise UserError(f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
+    require(0 < asked.mfu <= 1, f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
     device, cluster = _hardware(asked)
     precision = asked.mixed_precision or ("bf16" if cluster.nccl else "no")
     memory = Memory(subject_of(asked.recipe, asked.flags, precision), cluster.nccl)
@@ -88,8 +86,7 @@ def plan(asked: Asked) -> Plan:
             found.ways.append(_way(name, sharding, found))
         except UserError as error:
             found.left_out.append(f"{name}: {error}")
-    if not found.ways:
-        raise UserError(f"there is no way to train this: {'; '.join(found.left_out)}")
+    require(found.ways, f"there is no way to train this: {'; '.join(found.left_out)}")
     return found
 
 

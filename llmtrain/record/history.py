@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.errors import UserError
+from llmtrain.errors import require
 from llmtrain.files import read_object
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ class History(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> History:
         """Read a run's folder. Raises :class:`UserError` where there is no run."""
-        if not is_run(folder):
-            raise UserError(f"{folder} is no run's folder: it has neither run.json nor status.json.")
+        require(is_run(folder), f"{folder} is no run's folder: it has neither run.json nor status.json.")
         return cls.found(folder)
 
     @classmethod

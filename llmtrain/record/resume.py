@@ -12,7 +12,7 @@ import filelock
 
 from llmtrain.console import say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.provenance import difference, digest
@@ -69,8 +69,7 @@ def names(output_dir: str) -> Iterator[Path]:
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()
-    if not base.name:
-        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
+    require(base.name, f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
     yield base
     yield from (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
 
@@ -94,8 +93,7 @@ def newest_model(output_dir: str, command: str) -> str:
 
 def is_free(folder: Path) -> bool:
     """Return whether nothing but leftovers lies in a folder. Raises :class:`UserError` where it is a file."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file.")
+    require(folder.is_dir() or not folder.exists(), f"--output_dir {folder} is a file.")
     return not folder.exists() or all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
@@ -136,8 +134,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
     if found is path and (fault := checkpoint.find_fault(path)):
         raise UserError(f"{named} is damaged: {fault}.")
     state = checkpoint.read_state(found)
-    if not {"identity", "step", "tokens"} <= state.keys():
-        raise UserError(f"{named}: its state.json is not one of llmtrain's.")
+    require({"identity", "step", "tokens"} <= state.keys(), f"{named}: its state.json is not one of llmtrain's.")
     before: Facts = state["identity"]
     for key, value in json.loads(json.dumps(identity)).items():  # whose keys are words, as those of a file
         if before.get(key) != value and key not in ("update", "exchange", "stopping"):

@@ -21,7 +21,7 @@ from accelerate.tracking import GeneralTracker, filter_trackers
 
 from llmtrain.console import note, say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
 from llmtrain.files import append_json_line
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
@@ -42,8 +42,7 @@ def tracker_names(report_to: list[str]) -> list[str]:
     for name in names:
         if name not in ("wandb", "tensorboard"):
             raise UserError(f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
-    if "none" in report_to and names:
-        raise UserError(f"--report_to none and {' '.join(names)} contradict each other.")
+    require(not names or "none" not in report_to, f"--report_to none and {' '.join(names)} contradict each other.")
     if "tensorboard" in names and not filter_trackers(["tensorboard"], "."):
         raise UserError("--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'.")
     return names

@@ -10,7 +10,7 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.contract import Batch
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import first_line, require
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import block_classes
 
@@ -37,8 +37,7 @@ def choose(
     if wanted == "always" or earlier:
         _compile(model)
         failure = _failure(accelerator, model, batch)
-        if failure:
-            raise UserError(f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.")
+        require(not failure, f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.")
         return True
     if accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
         return False

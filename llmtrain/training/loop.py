@@ -15,11 +15,10 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.contract import Due, Facts, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.fsdp import is_sharded

@@ -14,11 +14,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import nn
 
-from llmtrain.config import require, resolved
+from llmtrain.config import resolved
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
-from llmtrain.errors import UserError, explained, first_line
+from llmtrain.errors import UserError, explained, first_line, require
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
@@ -317,5 +317,4 @@ def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.is_fsdp2:  # each rank has seen its shard
         bad = accelerator.reduce(bad.int(), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):
-        if found:
-            raise UserError(f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
+        require(not found, f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
