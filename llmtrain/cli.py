@@ -3,30 +3,17 @@
 import argparse
 import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from typing import NoReturn
 
+from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, explained, require
 
-COMMANDS = {
-    "chat": "talk with a model that was fine-tuned on conversations",
-    "diff": "say why two runs differ: where they part, and what could be the cause",
-    "doctor": "say whether this machine, or all of a launch, can train",
-    "eval": "score a model on tasks of lm-evaluation-harness",
-    "export": "write a run's model to a folder; merge an adapter into its base",
-    "generate": "write text with a trained model",
-    "init": "copy a recipe and a config into a folder to start from",
-    "learn": "show distributed training on this machine, a lesson at a time",
-    "plan": "say what a run would need, on hardware that it would be paid for",
-    "replay": "make an update of a run again, bit for bit, and show its rows by their loss",
-    "report": "make a page of runs: curves, what differs between them, and what happened on the way",
-    "runs": "list runs with their state, losses and age, or check one and its checkpoints",
-    "verify": "check that a recipe is the same run on another layout, or when it is killed",
-    "xray": "show what each process of a recipe does when, and what of its communication is hidden",
-}
+COMMANDS = [module.name for module in pkgutil.iter_modules(commands.__path__) if module.name[0] != "_"]
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
 
 
@@ -45,11 +32,13 @@ def main(argv: list[str] | None = None) -> None:
         require("--debug" not in argv, "--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.")
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
-        commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-        for name, summary in COMMANDS.items():
+        added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+        for name in COMMANDS:
             module = importlib.import_module(f"llmtrain.commands.{name}")
-            command = commands.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
+            text = module.__doc__ or name
+            command = added.add_parser(name, help=text.splitlines()[0], description=text, allow_abbrev=False)
             module.add_arguments(command)
+            command.add_argument("--json", action="store_true", help="print what it finds as JSON, for a program")
             command.set_defaults(run=module.run)
         arguments = parser.parse_args(argv)
         arguments.run(arguments)

@@ -13,6 +13,7 @@ def take_recipe(parser: argparse.ArgumentParser, add_options: Callable[[argparse
     add_options(parser)
     options = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
     add_options(options)
+    options.add_argument("--json", action="store_true")
     parser.set_defaults(options=options)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

@@ -1,6 +1,7 @@
 """Talk with a model that was fine-tuned on conversations.
 
-It answers line by line, and remembers what was said until an empty line or the end of the input.
+It answers line by line, and remembers what was said until an empty line or the end of the input. With --json each
+answer is a line.
 """
 
 import argparse
@@ -17,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no_thinking", action="store_true", help="ask for answers without reasoning, where the chat template can"
     )
-    parser.add_argument("--json", action="store_true", help="print each answer as a line for a program")
     add_sampling_arguments(parser)
 
 

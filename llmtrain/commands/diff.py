@@ -13,7 +13,6 @@ from llmtrain.files import json_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("one", metavar="RUN_A", help="a run's folder")
     parser.add_argument("other", metavar="RUN_B", help="another's")
-    parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--main_process_ip", metavar="ADDRESS", help="of the first")
     parser.add_argument("--main_process_port", type=int, metavar="PORT", help="of the first (default: 29500)")
     parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="for other processes (default: 60)")
-    parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

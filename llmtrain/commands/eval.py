@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="only the first N questions of a task, for a try")
     add("--batch_size", type=int, default=8, metavar="N", help="questions at a time on each rank (%(default)s)")
     add("--apply_chat_template", action="store_true", help="ask each question as a chat does")
-    add("--json", action="store_true", help="print the scores for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
     parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32")
     parser.add_argument("--check", action="store_true", help="load it with transformers, and compare its logits")
-    parser.add_argument("--json", action="store_true", help="print where it is for a program")
     parser.add_argument("--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)")
 
 

@@ -9,7 +9,6 @@ from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")
-    parser.add_argument("--json", action="store_true", help="print the prompt and what follows, for a program")
     add_sampling_arguments(parser)
 
 

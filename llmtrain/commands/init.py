@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
     parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default), finetune or preference")
     parser.add_argument("--config", metavar="NAME", help="such as fsdp2, multi_node.slurm (default: by the GPUs here)")
-    parser.add_argument("--json", action="store_true", help="print what was written for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

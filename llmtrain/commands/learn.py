@@ -22,7 +22,6 @@ _MINUTES = 2  # in which a lesson ends, or is ended
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", choices=LESSONS, metavar="LESSON", help="one of them")
     parser.add_argument("--all", action="store_true", help="all of them, one after the other")
-    parser.add_argument("--json", action="store_true", help="print the list, or which held, for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

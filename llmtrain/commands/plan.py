@@ -34,7 +34,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     help_mfu = "share of the device's arithmetic (default: %(default)s)"
     parser.add_argument("--mfu", type=float, default=USUAL_MFU, metavar="X", help=help_mfu)
     parser.add_argument("--calibrate", action="store_true", help="take some real steps here, instead of --mfu")
-    parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

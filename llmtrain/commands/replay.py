@@ -1,7 +1,7 @@
 """Make one update of a run again from the checkpoint before it, and show its rows by their loss.
 
 On a CPU, or with --bitwise, it is the same bit for bit. The recipe is started that the run was started with; the run's
-own folder is not touched.
+own folder is not touched. With --json all of its rows are printed.
 """
 
 import argparse
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the update; the first of a run is 1")
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="that are shown (default: %(default)s)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config of the run, where it was sharded")
-    parser.add_argument("--json", action="store_true", help="print all rows, for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

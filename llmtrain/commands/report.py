@@ -1,6 +1,6 @@
 """Make one HTML page of one or more runs: curves, phases, memory, differences, checkpoints and incidents.
 
-It is one file, and opens without a network.
+It is one file, and opens without a network. With --json what the page says is printed, and none is made.
 """
 
 import argparse
@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     where = "where the page goes (default: report.html in the run, or here for several)"
     parser.add_argument("--output", metavar="FILE", help=where)
-    parser.add_argument("--json", action="store_true", help="print what the page says, for a program, and make none")
 
 
 def run(arguments: argparse.Namespace) -> None:

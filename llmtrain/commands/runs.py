@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what holds the runs to list (default: runs); or check, and a run, its checkpoints folder or a "
         "checkpoint, of which each file is read and compared with its hash",
     )
-    parser.add_argument("--json", action="store_true", help="print it for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

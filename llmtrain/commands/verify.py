@@ -31,7 +31,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="updates of each run (layout: 5, resume: 20)")
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
     parser.add_argument("--float64", action="store_true", help="compute in float64, where no wrong factor can hide")
-    parser.add_argument("--json", action="store_true", help="print what was found for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:

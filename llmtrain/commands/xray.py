@@ -22,7 +22,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     which = "those to show; the first are not like others (%(default)s)"
     parser.add_argument("--updates", default="6:8", metavar="A:B", help=which)
     parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the recipe is launched with")
-    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
 
 
 def run(arguments: argparse.Namespace) -> None:
