@@ -3,15 +3,13 @@
 import argparse
 import itertools
 import json
-import os
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError, require
-from llmtrain.launching.children import command_of, gpus, kill, read_config, run_to_end, why_it_failed
+from llmtrain.launching.children import command_of, gpus, read_config, run_to_end, started, why_it_failed
 from llmtrain.record.history import read_lines
 from llmtrain.shipped import shipped_config
 
@@ -98,17 +96,12 @@ class Trial:
         """
         import psutil  # noqa: F401 - here, so that the kill need not wait for it
 
-        env, said = os.environ | ({"ACCELERATE_USE_CPU": "true"} if self.on_cpu else {}), folder.parent / "killed.err"
-        command = self._command(layout, folder)
-        with said.open("wb") as err:
-            process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
-        try:
+        said = folder.parent / "killed.err"
+        with said.open("wb") as err, started(self._command(layout, folder), self.on_cpu, err) as process:
             while last_step(folder) < step:
                 if process.poll() is not None:
                     raise UserError(why_it_failed(said))
                 time.sleep(_POLL_SECONDS)
-        finally:
-            kill(process)
         made = last_step(folder)
         require(made < self.steps, f"the run ended before it could be killed; use more --steps than {self.steps}.")
         return made

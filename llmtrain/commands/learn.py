@@ -54,17 +54,15 @@ def title(name: str) -> str:
 
 def teach(name: str, printed_to: IO[str] | None = None) -> bool:
     """Run a lesson's processes; returns whether it held."""
-    from llmtrain.launching.children import kill, launcher_of
+    from llmtrain.launching.children import launcher_of, started
 
     command = [*launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None), "-m", "llmtrain.lessons", name]
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=env, stdout=printed_to, start_new_session=True)
-    try:
-        process.wait(timeout=60 * _MINUTES)
-    except subprocess.TimeoutExpired:
-        print(f"{name} did not end within {_MINUTES} minutes", file=sys.stderr)
-    finally:
-        kill(process)
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    with started(command, True, None, printed_to, OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1") as process:
+        try:
+            process.wait(timeout=60 * _MINUTES)
+        except subprocess.TimeoutExpired:
+            print(f"{name} did not end within {_MINUTES} minutes", file=sys.stderr)
     return process.returncode == 0
 
 

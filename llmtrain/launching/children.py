@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts
+
+Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 
 
 def launcher_of(processes: int, config_file: str | None) -> list[str]:
@@ -35,15 +38,24 @@ def command_of(recipe: list[str], forced: "Facts", processes: int, config_file: 
 
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
-    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
     with tempfile.NamedTemporaryFile() as said:
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
-        try:
+        with started(command, on_cpu, said, subprocess.DEVNULL, **variables) as process:
             process.wait()
-        finally:
-            kill(process)
         if process.returncode:
             raise UserError(why_it_failed(Path(said.name)))
+
+
+@contextlib.contextmanager
+def started(
+    command: list[str], on_cpu: bool, stderr: Output, stdout: Output = subprocess.DEVNULL, /, **variables: str
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start a command in a session of its own; where the context is left, end it and all that it started."""
+    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
+    process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        yield process
+    finally:
+        kill(process)
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:

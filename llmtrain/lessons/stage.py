@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.contract import Batch, BucketMean
-from llmtrain.launching.children import kill
+from llmtrain.launching.children import started
 from llmtrain.models.gpt import GPT, GPTConfig
 from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ddp import handler_of
@@ -129,10 +129,7 @@ def training(
     """
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes)]
     command += [f"{shipped('recipes')}/gpt.py", *TINY_RUN, f"--max_steps={steps}", f"--output_dir={folder}", *flags]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
+    with started(command, False, subprocess.PIPE) as process:
         yield process
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
-    finally:
-        kill(process)
