@@ -50,7 +50,8 @@ def choose(
     compiled = eager if failure else _seconds(accelerator, model, batch)
     took, gains = f"{time.monotonic() - began:.0f} s of compiling", compiled <= _GAIN * eager
     if not gains:
-        _uncompile(model)
+        for block in _blocks(model):
+            vars(block).pop("forward", None)
     verdict = f"{'blocks' if gains else 'no'}: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before"
     say("compile", failure or verdict)
     return gains
@@ -77,11 +78,6 @@ def _compile(model: nn.Module, backend: str = "inductor") -> None:
     torch._dynamo.config.optimize_ddp = False  # it would split blocks where a bucket of gradients ends
     for block in _blocks(model):  # without the hooks around it, which are FSDP's
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
-
-
-def _uncompile(model: nn.Module) -> None:
-    for block in _blocks(model):
-        vars(block).pop("forward", None)
 
 
 def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:

@@ -1,18 +1,23 @@
-"""The loss on held-out text, every token counted once whatever the layout."""
+"""A look at a model as it stands: its loss on held-out text and on single rows, and texts that it writes."""
 
 import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Batch, Forward, MeasuresItself, Metric, Window
+from llmtrain.contract import Batch, Facts, Forward, MeasuresItself, Metric, Window
 from llmtrain.errors import UserError
+from llmtrain.models.generation import Sampling, draw
 from llmtrain.models.loss import count_targets
-from llmtrain.parallel.mesh import model_parallel_size, reshard
+from llmtrain.parallel.mesh import gather_rows, model_parallel_size, reshard
+from llmtrain.training.step import surveyed
+
+_ROW_TOKENS = 64  # of a row that are shown
 
 
 @torch.no_grad()
@@ -28,6 +33,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean negative log-likelihood in nats per token over all ranks, and what follows from it.
 
+    Every token is counted once, whatever the layout.
     Of a model that measures itself it is the mean of its own loss, and what else it measures; ``load`` is what its
     ``forward`` takes beside each micro-batch.
 
@@ -69,11 +75,70 @@ def evaluate(
         total = accelerator.reduce(total, reduction="sum") / model_parallel_size(accelerator)
     nll, tokens, *others = total.tolist()
     loss, pairs = nll / max(tokens, 1), zip(others[::2], others[1::2], strict=False)
-    told = {
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": nll / math.log(2) / max(text_bytes, 1),
-    }
+    told = {"perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": nll / math.log(2) / max(text_bytes, 1)}
     if own is not None:
         told = own.readings(others[2 * len(names) - 2 :])
     told |= {name: value / (count or 1) for name, (value, count) in zip(names[1:], pairs, strict=False)}
     return {"eval/loss": loss, **{f"eval/{name}": value for name, value in told.items()}}
+
+
+@torch.no_grad()
+def row_losses(
+    accelerator: Accelerator, model: nn.Module, window: Window, forward: Forward | None = None
+) -> list[Facts]:
+    """Return each row of the global batch with its loss, as the model stands before the update.
+
+    Keys are ``row``, ``targets`` (trained tokens), ``loss`` (their mean, nats; or that over what the model counts) and
+    ``tokens`` (the first). All ranks call this. It draws no random numbers that the update would have drawn.
+    """
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    batches, _ = surveyed(accelerator, model, window.batches, window.targets.sum())
+    load = {name: value for name, value in batches[0].items() if name == "load" and isinstance(plain, MeasuresItself)}
+    alone = [{name: one[i : i + 1] for name, one in window.columns.items()} for i in range(len(window.rows))]
+    with torch.random.fork_rng(devices):
+        mine = [(forward or plain)(**row, **load) for row in alone]
+    units = torch.stack([plain.units(row) for row in alone]) if isinstance(plain, MeasuresItself) else window.targets
+    ids = window.columns["input_ids"][:, :_ROW_TOKENS].contiguous()
+    sums = torch.stack([nll.float().reshape(()) for nll in mine])
+    columns = [gather_rows(accelerator, column).tolist() for column in (window.rows, window.targets, units, sums, ids)]
+    return [
+        {"row": row, "targets": targets, "loss": nll / max(count, 1), "tokens": tokens}
+        for row, targets, count, nll, tokens in zip(*columns, strict=True)
+        if row >= 0
+    ]
+
+
+@torch.no_grad()
+def sample(accelerator: Accelerator, model: nn.Module, tokenizer: Any, prompts: list[str], how: Sampling) -> list[str]:
+    """Return how the model, as it stands, goes on from each prompt, or answers it where there is a chat template.
+
+    All ranks call this and compute the same, for none may hold the full model. Torch's own generators stay as they are.
+    """
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    was_training = plain.training
+    plain.eval()
+    texts = [_continued(plain, tokenizer, _ids_of(tokenizer, prompt), how, accelerator.device) for prompt in prompts]
+    reshard(model)
+    plain.train(was_training)
+    return texts
+
+
+def _ids_of(tokenizer: Any, prompt: str) -> list[int]:
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+
+
+def _continued(plain: Any, tokenizer: Any, ids: list[int], how: Sampling, device: torch.device) -> str:
+    config: Any = getattr(plain, "config", None)
+    limit = getattr(config, "block_size", None) or getattr(config, "max_position_embeddings", None) or 2**31
+    generator = torch.Generator().manual_seed(how.seed)
+    made: list[int] = []
+    for _ in range(how.max_new_tokens):  # always as many: processes meet in each of these passes
+        out = plain(input_ids=torch.tensor([[*ids, *made][-limit:]], device=device))
+        made.append(draw(getattr(out, "logits", out)[0, -1].float().cpu(), how, generator))
+    text = made[: made.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in made else made
+    return str(tokenizer.decode(text, skip_special_tokens=True))

@@ -40,7 +40,7 @@ class Layout:
             fits = " or ".join(str(n) for n in (lower, lower + processes) if n)
             raise UserError(
                 f"--global_batch_size {rows} does not divide among {processes} processes; {fits} would, "
-                f"or --num_processes {_largest_divisor(rows, processes)}."
+                f"or --num_processes {max(n for n in range(1, processes + 1) if rows % n == 0)}."
             )
         share = rows // processes
         micro = min(data.per_device_train_batch_size, share)
@@ -73,7 +73,3 @@ class Layout:
             f"{self.global_batch_size} rows = {count(self.processes, 'process', 'processes')} x "
             f"{count(self.accumulation, 'micro-batch', 'micro-batches')} x {self.micro_batch}"
         )
-
-
-def _largest_divisor(n: int, limit: int) -> int:
-    return max(d for d in range(1, limit + 1) if n % d == 0)

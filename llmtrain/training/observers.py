@@ -38,10 +38,8 @@ from llmtrain.parallel.fsdp import is_sharded, weight_norm
 from llmtrain.parallel.mesh import gather_rows, model_parallel_size
 from llmtrain.parallel.method import is_whole
 from llmtrain.training.compiling import choose, eager_code
-from llmtrain.training.evaluate import evaluate
-from llmtrain.training.replay import row_losses
+from llmtrain.training.evaluate import evaluate, row_losses, sample
 from llmtrain.training.run import Run
-from llmtrain.training.samples import sample
 from llmtrain.training.step import plain_of, survey
 
 _SAMPLE_TOKENS = 64
@@ -288,25 +286,25 @@ class Evaluation(_Watching):
 
     def _evaluate(self) -> None:
         t, run, began = self.t, self.run, time.monotonic()
-        assert t.held_out is not None
         with eager_code(t.model):
-            windows = self.t.timing.heartbeat.through(t.held_out, "an evaluation")
             what = run.rows.facts.eval_bytes, t.forward, t.metric, run.rows.held_out_sources
-            results = evaluate(run.accelerator, t.model, windows, *what, self._surveyed())
+            results = evaluate(run.accelerator, t.model, self._windows(), *what, self._surveyed())
         run.deadline.reserve("evaluation", time.monotonic() - began)
         run.log(results)
         if run.patience.allowed:
             run.patience.judge(run.step, results)
         self.t.timing.progress.evaluated(run.step, results)
 
+    def _windows(self) -> Iterator[Window]:
+        assert self.t.held_out is not None
+        return self.t.timing.heartbeat.through(self.t.held_out, "an evaluation")
+
     def _surveyed(self) -> Batch | None:
         """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
         t, plain = self.t, plain_of(self.t.model)
         if not isinstance(plain, MeasuresItself) or not isinstance(plain, SurveysBatches) or not plain.balance:
             return None
-        assert t.held_out is not None
-        windows = t.timing.heartbeat.through(t.held_out, "an evaluation")
-        batches = (batch for window in windows for batch in window.batches)
+        batches = (batch for window in self._windows() for batch in window.batches)
         t.model.eval()
         load, _ = survey(self.accelerator, t.model, plain, batches, torch.zeros((), device=self.accelerator.device))
         return {"load": load}

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from llmtrain import GPT, GPTConfig
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.models.generation import Sampling
-from llmtrain.training.samples import sample
+from llmtrain.training.evaluate import sample
 
 
 def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(accelerator: Accelerator) -> None:
