@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Batch, Forward
+from llmtrain.contract import Batch
 from llmtrain.parallel.collectives import swap_with
 
 
@@ -51,8 +51,6 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
 
 class BitwiseGradients:
     """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... ranks."""
-
-    forward: Forward | None = None  # the model's own
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]) -> None:
         self.accelerator, self.model, self.before_exchange = accelerator, model, before_exchange

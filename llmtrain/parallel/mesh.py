@@ -97,6 +97,12 @@ def model_parallel_size(accelerator: Accelerator) -> int:
     return 1 if sharding is None else sharding.together
 
 
+def is_whole(accelerator: Accelerator) -> bool:
+    """Return whether each rank can run the whole model, if need be with gathered weights."""
+    sharding = sharding_of(accelerator)
+    return sharding is None or sharding.stages == 1
+
+
 def data_parallel_size(accelerator: Accelerator) -> int:
     """Return over how many replicas gradients are averaged: the factor that turns their mean into the sum."""
     return int(accelerator.num_processes) // model_parallel_size(accelerator)

@@ -20,10 +20,11 @@ from llmtrain.contract import Due, Facts, Forward, ForwardBackward, Metric, Obse
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError, require
 from llmtrain.observe.preview import preview
+from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows
-from llmtrain.parallel.method import is_whole, method_of
+from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, is_whole
+from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.training.observers import Timing, Training, observers_of
 from llmtrain.training.optim import OptimConfig, lr_at
 from llmtrain.training.run import Run
@@ -58,8 +59,7 @@ def train(
             observer.enter(phase)
 
     forward_backward, forward = _passes(run, model, enter)
-    timing = Timing(run, model)
-    observers += observers_of(Training(run, model, optimizer, held_out, forward, metric, enter, timing))
+    observers += observers_of(Training(run, model, optimizer, held_out, forward, metric, enter, Timing(run, model)))
     # each rank has a gradient of its own: what is not finite on one is not finite on all
     agree = functools.partial(accelerator.reduce, reduction="mean") if alone > 1 else None
     with contextlib.ExitStack() as around:
@@ -132,14 +132,17 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
 def _passes(run: Run, model: nn.Module, enter: Callable[[str], None]) -> tuple[ForwardBackward, Forward | None]:
     """Return what computes the gradients of a window; and the forward pass alone, where it is not the model's."""
     accelerator, parallel = run.accelerator, run.settings.parallel
-    method = method_of(accelerator, model, run.settings.loop.bitwise, lambda: enter("exchange"))
-    if method is None and is_sharded(accelerator) and not parallel.sync_each_batch and run.layout.accumulation > 1:
+    if not is_whole(accelerator):
+        pipeline = Pipeline(accelerator, model)
+        return pipeline, pipeline.forward
+    if run.settings.loop.bitwise:
+        return BitwiseGradients(accelerator, model, lambda: enter("exchange")), None
+    if is_sharded(accelerator) and not parallel.sync_each_batch and run.layout.accumulation > 1:
         size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**20
         held = f"of {run.layout.accumulation} micro-batches are held whole, {size:.1f} MiB a process, and reduced once"
         say("gradients", f"{held}; --sync_each_batch holds this process's shard")
     reduce: Literal["never", "each", "once"] = "each" if parallel.sync_each_batch else "once"
-    compute = method or Accumulation(accelerator, model, "never" if parallel.sync_every > 1 else reduce)
-    return compute, method.forward if method is not None else None
+    return Accumulation(accelerator, model, "never" if parallel.sync_every > 1 else reduce), None
 
 
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:

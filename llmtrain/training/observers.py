@@ -35,8 +35,7 @@ from llmtrain.observe.xray import XRay
 from llmtrain.parallel.ddp import GradientSyncs, handler_of, settle_buckets
 from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import is_sharded, weight_norm
-from llmtrain.parallel.mesh import gather_rows, model_parallel_size
-from llmtrain.parallel.method import is_whole
+from llmtrain.parallel.mesh import gather_rows, is_whole, model_parallel_size
 from llmtrain.training.compiling import choose, eager_code
 from llmtrain.training.evaluate import evaluate, row_losses, sample
 from llmtrain.training.run import Run
