@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -54,8 +54,7 @@ class Config:
     @property
     def origins(self) -> dict[str, str]:
         """Sources of the flags that a person has set, by name: the command line or a file."""
-        found: dict[str, str] = self.__dict__.setdefault("_origins", {})
-        return found
+        return cast(dict[str, str], self.__dict__.setdefault("_origins", {}))
 
 
 def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:

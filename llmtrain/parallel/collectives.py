@@ -1,7 +1,7 @@
 """Collectives over unequal shards, and those that have a gradient (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -92,8 +92,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def call(x: torch.Tensor, forwards: _Operation, backwards: _Operation) -> torch.Tensor:
-        out: torch.Tensor = _Collective.apply(x, forwards, backwards)  # type: ignore[no-untyped-call]
-        return out
+        return cast(torch.Tensor, _Collective.apply(x, forwards, backwards))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def forward(x: torch.Tensor, forwards: _Operation, backwards: _Operation) -> torch.Tensor:

@@ -193,8 +193,7 @@ def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str
         for name, one in shards.items()
     ]
     mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
-    total: torch.Tensor = accelerator.reduce(mine.to(accelerator.device), reduction="sum")
-    return total.sqrt()
+    return torch.sqrt(accelerator.reduce(mine.to(accelerator.device), reduction="sum"))
 
 
 def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:

@@ -26,12 +26,8 @@ def calibrated(recipe: str, flags: list[str], processes: int, rows: int, precisi
     common |= {"pipeline_stages": 1} if "--pipeline_stages" in flags else {}
     alone = {"sync_every": 10**6, "ddp_comm_hook": "none"} if processes > 1 else {}
     phases = _updates(recipe, flags, processes, precision, common | alone)
-    found = Compute(
-        _slowest(phases, "forward") / rows,
-        _slowest(phases, "backward") / rows,
-        optimizer=_slowest(phases, "norm", "optimizer"),
-        other=_slowest(phases, "data", "other"),
-    )
+    forward, backward = (_slowest(phases, name) / rows for name in ("forward", "backward"))
+    found = Compute(forward, backward, _slowest(phases, "norm", "optimizer"), other=_slowest(phases, "data", "other"))
     if processes == 1 or gpus() >= processes:
         return found
     together = _updates(recipe, flags, processes, precision, common)
@@ -49,11 +45,7 @@ def _updates(recipe: str, flags: list[str], processes: int, precision: str, forc
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
         run = Path(folder) / "run"
         forced |= {"report_to": "none", "eval_steps": 0, "output_dir": run}
-        run_to_end(
-            command_of([recipe, *flags], forced, processes),
-            on_cpu=processes > gpus(),
-            ACCELERATE_MIXED_PRECISION=precision,
-        )
+        command = command_of([recipe, *flags], forced, processes)
+        run_to_end(command, processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
         lines = read_lines(run / "metrics.jsonl")
-    found: dict[str, list[float]] = next(line["phases"] for line in reversed(lines) if "phases" in line)
-    return found
+    return dict(next(line["phases"] for line in reversed(lines) if "phases" in line))

@@ -32,8 +32,7 @@ def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows:
     more, logits = kept.peak
     at_work = more - kept.before - kept.block * kept.blocks  # beyond what is kept for backward
     waiting = min(sharding.stages - stage, accumulation)
-    one = kept.block * blocks + (_passed(memory, rows) if stage else kept.before)
-    activations = waiting * one + at_work
+    activations = waiting * (kept.block * blocks + (_passed(memory, rows) if stage else kept.before)) + at_work
     at_loss = activations, logits if stage == last else 0.0
     if waiting == accumulation:  # at its fullest before its first backward pass: no gradient is there
         accumulation = 1

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import runpy
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from llmtrain.errors import UserError, first_line, require
 from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.gpt import GPTConfig
 from llmtrain.models.summed import SummedLoss
+from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.mesh import Staged
 from llmtrain.plan.activations import list_of_blocks
 
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from llmtrain.training.settings import Settings
 
 _NEEDED = ("DEFAULTS", "tokenized", "build")
-
-
-@runtime_checkable
-class _CountsFlops(Protocol):
-    def flops_per_token(self) -> int: ...
 
 
 class Subject(NamedTuple):
@@ -61,7 +57,7 @@ class Subject(NamedTuple):
     @property
     def flops_per_token(self) -> int:
         """FLOPs of a forward and a backward pass; 0 where nobody knows."""
-        return self.model.flops_per_token() if isinstance(self.model, _CountsFlops) else 0
+        return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
 
     @property
     def recomputes(self) -> bool:

@@ -1,7 +1,6 @@
 """A run's folder, as the run itself writes it: status, incidents and ledgers. Only rank 0 writes."""
 
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -14,7 +13,7 @@ import filelock
 
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError
-from llmtrain.files import append_json_line, forget_after, sync_file, write_json
+from llmtrain.files import append_json_line, forget_after, read_object, sync_file, write_json
 from llmtrain.record.resume import lock
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
@@ -77,15 +76,10 @@ class RunFolder:
 
     def taken_over(self) -> bool:
         """Return whether another start writes here: seen where a file system does not keep locks."""
-        return self._incarnation_there() not in (None, self.incarnation)
+        return read_object(self.path / "status.json").get("incarnation") not in (None, self.incarnation)
 
     def can_write(self) -> bool:
         """Return whether this rank sees the folder of this very start, and may write there."""
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path):
-            return self._incarnation_there() == self.incarnation
+            return bool(read_object(self.path / "status.json").get("incarnation") == self.incarnation)
         return False
-
-    def _incarnation_there(self) -> str | None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return str(json.loads((self.path / "status.json").read_text())["incarnation"])
-        return None

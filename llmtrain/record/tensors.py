@@ -113,12 +113,8 @@ def _blocks(share: Share) -> Iterator[bytes | memoryview]:
     yield from _bytes_of(tensor.view(torch.uint8) for tensor in flat)
 
 
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def _bytes_of(
-    tensors: Iterator[torch.Tensor], staged: Callable[[torch.Tensor], bool] = _is_on_gpu
+    tensors: Iterator[torch.Tensor], staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda
 ) -> Iterator[memoryview]:
     """Yield the bytes of tensors [N] of bytes; those that are ``staged`` go through pinned memory.
 

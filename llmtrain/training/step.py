@@ -85,8 +85,7 @@ def count_units(
     if not isinstance(plain, MeasuresItself):
         return tokens
     mine = torch.stack([plain.units(batch) for batch in batches]).sum()
-    units: torch.Tensor = accelerator.reduce(mine, reduction="sum")
-    return units // model_parallel_size(accelerator)
+    return cast(torch.Tensor, accelerator.reduce(mine, reduction="sum") // model_parallel_size(accelerator))
 
 
 @torch.no_grad()
