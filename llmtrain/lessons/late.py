@@ -23,7 +23,7 @@ def main() -> None:
         return my_rows(accelerator, 16, step)
 
     found = []
-    for step in updates(accelerator, model, optimizer, phases, 13, load):
+    for step in updates(phases, optimizer, 13, load):
         if step % 4 == 0:
             readings = phases.read()
             found.append(phases.late(readings))

@@ -61,7 +61,7 @@ def _look(accelerator: Accelerator, name: str, mib: float, exchange: Exchange, t
     phases = Phases(accelerator, model)
     xray = XRay(accelerator, phases, model, range(4, 24))  # a median of twenty: other programs run as well
     handler.watch(model, xray.bucket)
-    for step in updates(accelerator, model, optimizer, phases, 23, partial(my_rows, accelerator, 16)):
+    for step in updates(phases, optimizer, 23, partial(my_rows, accelerator, 16)):
         xray.between(step)
     if xray.report is None:
         return Communication(0.0, 0.0, 0.0)

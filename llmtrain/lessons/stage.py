@@ -91,21 +91,15 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
 
 
 def updates(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    phases: Phases,
-    steps: int,
-    load: Callable[[int], torch.Tensor],
+    phases: Phases, optimizer: AcceleratedOptimizer, steps: int, load: Callable[[int], torch.Tensor]
 ) -> Iterator[int]:
-    """Train on the rows that ``load`` gives for each step, telling the phases as the package's loop does.
+    """Train the phases' model on the rows that ``load`` gives for each step, telling them as the package's loop does.
 
     Yields the number of updates made, after each.
     """
     for step in range(steps):
         phases.at("data", step)
-        window = [batch(load(step))]
-        train_step(accelerator, model, optimizer, window, 1.0, enter=phases.at)
+        train_step(phases.accelerator, phases.model, optimizer, [batch(load(step))], 1.0, enter=phases.at)
         phases.at("other", step + 1)
         if step == 0:
             phases.read()  # the first update takes longer for many reasons
