@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.contract import Batch, Facts, Forward, MeasuresItself, Metric, Window
-from llmtrain.errors import UserError
+from llmtrain.errors import require
 from llmtrain.models.generation import Sampling, draw
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.mesh import gather_rows, model_parallel_size, reshard
@@ -59,10 +59,8 @@ def evaluate(
             here = bisect.bisect_right(ends, int(window.rows.max())) if ends else 0
             of_sources = {f"loss/{name}": whole if i == here else (none, none) for i, name in enumerate(sources)}
             found = {"": whole, **of_sources, **found}
-            if sums and sums.keys() != found.keys():
-                raise UserError(
-                    f"a metric must have the same names for every batch, not {sorted(sums)} and {sorted(found)}."
-                )
+            same = not sums or sums.keys() == found.keys()
+            require(same, f"a metric must have the same names for every batch, not {sorted(sums)} and {sorted(found)}.")
             for name, pair in found.items():  # added up where they are: to read each would wait for the device
                 values = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in pair])
                 sums[name] = sums[name] + values if name in sums else values

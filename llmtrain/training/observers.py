@@ -10,19 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.contract import (
-    Batch,
-    Due,
-    Facts,
-    Forward,
-    MeasuresItself,
-    Metric,
-    Observer,
-    SurveysBatches,
-    TakesReference,
-    Update,
-    Window,
-)
+from llmtrain.contract import Due, Facts, Forward, MeasuresItself, Metric, Observer, SurveysBatches, Update, Window
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -200,9 +188,7 @@ class Averaging(_Watching):
         if self.t.saves(due):
             state = self.t.optimizer.optimizer.state
             order = [state[p] for group in self.t.optimizer.param_groups for p in group["params"] if p in state]
-            average(
-                value for entries in order for value in entries.values() if value.is_floating_point() and value.ndim
-            )
+            average(one for entries in order for one in entries.values() if one.is_floating_point() and one.ndim)
         self.t.enter("other")
 
 
@@ -237,7 +223,7 @@ class Readings(_Watching):
             told[plain.surveyed_as] = float(update.survey)
         if update.measured is not None and isinstance(plain, MeasuresItself):
             told |= plain.readings((accelerator.reduce(update.measured, reduction="sum") / same).tolist())
-            falls = isinstance(plain, TakesReference) and plain.takes_reference and told["rewards/chosen"] < 0
+            falls = getattr(plain, "takes_reference", False) and told["rewards/chosen"] < 0
             if falls and not self.warned:
                 self.warned = True
                 fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
@@ -298,7 +284,7 @@ class Evaluation(_Watching):
         assert self.t.held_out is not None
         return self.t.timing.heartbeat.through(self.t.held_out, "an evaluation")
 
-    def _surveyed(self) -> Batch | None:
+    def _surveyed(self) -> dict[str, torch.Tensor] | None:
         """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
         t, plain = self.t, plain_of(self.t.model)
         if not isinstance(plain, MeasuresItself) or not isinstance(plain, SurveysBatches) or not plain.balance:

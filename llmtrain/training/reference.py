@@ -21,7 +21,7 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.rows import Tokenized
 from llmtrain.data.table import TokenRows
-from llmtrain.errors import UserError
+from llmtrain.errors import require
 from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, reshard
 from llmtrain.record.provenance import digest
 from llmtrain.record.team import Team
@@ -59,10 +59,8 @@ def _with_column(accelerator: Accelerator, key: str, name: str, rows: TokenRows,
     again = "; what was damaged there is computed again" if damaged else ""
     say("reference", f"log-probabilities under the first weights, {name}: {found}{again}")
     for chunk in _computed(accelerator, rows, len(values), slots, built):
-        if not np.isfinite(chunk).all():
-            raise UserError(
-                "the first weights give log-probabilities that are not finite: they cannot be compared with."
-            )
+        finite = np.isfinite(chunk).all()
+        require(finite, "the first weights give log-probabilities that are not finite: they cannot be compared with.")
         team.main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
     kind = pyarrow.list_(pyarrow.float32(), slots)

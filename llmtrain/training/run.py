@@ -77,8 +77,7 @@ class Run:
 
     def log(self, reading: Facts) -> None:
         """Write one line of ``metrics.jsonl``, and tell the trackers."""
-        now = round(time.time(), 3)
-        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": now})
+        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": round(time.time(), 3)})
         if "eval/loss" in reading:
             self.evaluated = self.step, reading
 
@@ -124,10 +123,7 @@ class Run:
         at_step, results = self.evaluated or (None, {})
         loss, scaler, patience = results.get("eval/loss", math.inf), self.accelerator.scaler, self.patience
         return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "compiled": self.compiled,
+            **{name: getattr(self, name) for name in ("step", "tokens", "skipped", "compiled")},
             "eval_loss": loss if at_step == self.step and math.isfinite(loss) else None,
             **({"best": patience.state} if patience.allowed else {}),
             "identity": self.identity,
@@ -159,8 +155,7 @@ class Run:
 
     def end(self, model: nn.Module) -> None:
         """Note how the updates have ended: all of them made, or stopped before. A finished model is written."""
-        loop = self.settings.loop
-        if loop.replay_step is not None:
+        if self.settings.loop.replay_step is not None:
             self.outcome = "preempted", f"made up to update {self.step} again, to look at it"
         elif self.patience.over or self.step == self.settings.optim.max_steps:
             self._on_writers(self.saver.wait)
