@@ -155,13 +155,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         name = action.option_strings[0]
         if action.nargs == 0 or isinstance(action.const, bool):
             return name
-        if action.choices:
-            return f"{name} {{{','.join(map(str, action.choices))}}}"
-        if action.metavar:
-            return f"{name} {action.metavar}"
         known: dict[Any, str] = {int: "N", float: "X"}
         word = known.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()
-        return f"{name} {word}" + (" ..." if action.nargs == "+" else "")
+        return f"{name} {self._metavar_formatter(action, word)(1)[0]}" + (" ..." if action.nargs == "+" else "")
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
