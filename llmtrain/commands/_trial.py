@@ -197,10 +197,8 @@ class Comparison(NamedTuple):
 
 def table(reference: Outcome, others: list[Comparison]) -> list[str]:
     """Return the lines that show runs beside the first."""
-    lines = [
-        f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}",
-        f"{reference.name:<18}{reference.digest[:7]:>49}",
-    ]
+    head = f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}"
+    lines = [head, f"{reference.name:<18}{reference.digest[:7]:>49}"]
     for one in others:
         rows = "same" if one.same_rows else "OTHER"
         numbers = f"{one.loss:>11.1e}{one.grad_norm:>11.1e}{one.weights:>11.1e}"

@@ -18,8 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
     sampling = sampling_of(arguments)
     model = TextModel(model_folder(arguments.model))
     if arguments.json:
-        text = "".join(model.stream(arguments.prompt, sampling))
-        print(json.dumps({"prompt": arguments.prompt, "text": text}))
+        print(json.dumps({"prompt": arguments.prompt, "text": "".join(model.stream(arguments.prompt, sampling))}))
         return
     print(arguments.prompt, end="", flush=True)
     for piece in model.stream(arguments.prompt, sampling):

@@ -70,9 +70,8 @@ def _print_head(arguments: argparse.Namespace, found: "Plan") -> None:
     rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
     print(f"run       {settings.optim.max_steps:,} updates of {rows}, {'bf16' if found.memory.bf16 else 'float32'}")
     links = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside, {cluster.between.bandwidth / 1e9:.4g} GB/s to another"
-    print(
-        f"devices   {arguments.processes:,} x {device_name(arguments.device)}, {cluster.per_machine} a machine: {links}"
-    )
+    name = device_name(arguments.device)
+    print(f"devices   {arguments.processes:,} x {name}, {cluster.per_machine} a machine: {links}")
     if compute is not None:
         said = "measured here" if arguments.calibrate else f"of {arguments.mfu:.0%} of the peak (--mfu)"
         print(f"speed     {compute.forward + compute.backward:.4g} s a row, {said}")

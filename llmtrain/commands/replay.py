@@ -119,10 +119,8 @@ def _launch(folder: Path, start: "Facts", config_file: str | None, forced: "Fact
     recipe, *flags = without_retired(start["command"], RETIRED)
     if not Path(recipe).is_file():
         raise UserError(f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started.")
-    if Path(recipe).resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it."
-        )
+    own = Path(recipe).resolve().is_relative_to(folder.resolve())
+    require(not own, f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it.")
     shares = re.match(r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or "")  # replicas, shards, shards of matrices
     if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
         raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")

@@ -99,5 +99,4 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     if not repeats:
         history.append("bits are not compared: on a GPU updates repeat to the last bit with --bitwise alone")
     same_bits = straight.has("bitwise") or (repeats and len(set(starts)) == 1)
-    compared = straight.compare(resumed, same_bits)
-    return _Found(straight, [compared], lost, history)
+    return _Found(straight, [straight.compare(resumed, same_bits)], lost, history)

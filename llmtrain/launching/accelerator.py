@@ -58,10 +58,8 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     )
     if sharding is not None:
         sharding.set_mesh(accelerator)
-    require(
-        bool(sharding) == is_sharded(accelerator),
-        f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.",
-    )
+    as_asked = bool(sharding) == is_sharded(accelerator)
+    require(as_asked, f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.")
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
     several = ("MULTI_GPU", "FSDP")
     asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
@@ -180,17 +178,14 @@ def _make_accelerator(cpu: bool, precision: str, timeout: timedelta, sharding: S
             os.environ.pop(name, None)
     elif cpu:
         let_cpus_shard(timeout=timeout)
+    loading = DataLoaderConfiguration(
+        split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False, non_blocking=not cpu
+    )
     return Accelerator(
         cpu=cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True,
-            even_batches=False,
-            dispatch_batches=False,
-            use_seedable_sampler=False,
-            non_blocking=not cpu,
-        ),
+        dataloader_config=loading,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
         **(sharding_settings(sharding, cpu, precision) if sharding else {}),

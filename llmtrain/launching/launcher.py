@@ -76,8 +76,7 @@ class Launcher:
 
     def wants_cpu(self) -> bool:
         """Return whether the CPU was asked for, even where there is a GPU."""
-        said = self.said("use_cpu", "ACCELERATE_USE_CPU")
-        return "--cpu" in self.words or str(said).lower() in ("true", "1", "yes")
+        return "--cpu" in self.words or str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
 
 
 def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | None]:

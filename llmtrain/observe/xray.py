@@ -104,9 +104,8 @@ class XRay:
             if phase in PHASES
         ]
         spans: list[Span] = gather_object(mine)
-        sent: list[Sent] = gather_object(
-            [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
-        )
+        timed = [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
+        sent: list[Sent] = gather_object(timed)
         if self.accelerator.is_main_process:
             self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
             if self.folder is not None:

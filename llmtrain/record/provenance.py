@@ -96,9 +96,8 @@ def run_record(
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": [] if "ipykernel" in sys.modules else redacted(sys.argv),  # which a notebook's is not
         "host": platform.node(),
-        **{key: start[key] for key in ("processes", "sharded", "device")},
+        **start,
         "threads": torch.get_num_threads(),
-        "mixed_precision": start["mixed_precision"],
         "versions": versions(),
         "git_sha": _git_sha(),
         "code_sha256": code_digest(),

@@ -130,9 +130,8 @@ def differing(runs: Sequence[History]) -> dict[str, list[str]]:
         versions = {f"version of {name}": value for name, value in (start.get("versions") or {}).items()}
         made_of = {key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")}
         sides.append(settings | of_start | versions | made_of)
-    rows = {
-        key: [side.get(key, _ABSENT) for side in sides] for key in dict.fromkeys(key for side in sides for key in side)
-    }
+    keys = dict.fromkeys(key for side in sides for key in side)
+    rows = {key: [side.get(key, _ABSENT) for side in sides] for key in keys}
     return {key: [str(value) for value in row] for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
@@ -174,8 +173,7 @@ def saved(runs: Sequence[History]) -> list[Saved]:
 def _spread(samples: list[Facts]) -> list[Facts]:
     """Return the samples of at most so many updates, the first and the last among them."""
     steps = sorted({line["step"] for line in samples})
-    places = range(_LOOKS if steps else 0)
-    shown = {steps[round(place * (len(steps) - 1) / (_LOOKS - 1))] for place in places}
+    shown = {steps[round(place * (len(steps) - 1) / (_LOOKS - 1))] for place in range(_LOOKS if steps else 0)}
     return [line for line in samples if line["step"] in shown and {"prompt", "text"} <= line.keys()]
 
 
