@@ -143,14 +143,12 @@ _ROWS = (
 _LIMITS = {
     "FSDP_VERSION": ("2", ", which is not supported; set fsdp_version: 2 in its fsdp_config"),
     "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", _OWN_UNITS),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("", _OWN_UNITS),
-    "FSDP_IGNORED_MODULES": ("", _OWN_UNITS),
+    **dict.fromkeys(("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"), ("", _OWN_UNITS)),
     "FSDP_RESHARD_AFTER_FORWARD": ("true|false", ", which is a value of FSDP 1; write true or false"),
     # it would not draw the same dropout again
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "; leave it out, and use --gradient_checkpointing"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ", which is not supported; leave it out"),
-    "PARALLELISM_CONFIG_CP_SIZE": ("1", _ROWS),
-    "PARALLELISM_CONFIG_SP_SIZE": ("1", _ROWS),
+    **dict.fromkeys(("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"), ("1", _ROWS)),
 }
 
 

@@ -42,13 +42,10 @@ class Style(NamedTuple):
 STYLES = {
     "colwise": Style("output"),
     "colwise_of_3": Style("output", pieces=3),
-    "colwise_gather_output": Style("output", gathers=True),
-    "colwise_rep": Style("output", gathers=True),
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style("output", gathers=True)),
     "rowwise": Style("input"),
-    "rowwise_split_input": Style("input", scatters=True),
-    "rowwise_rep": Style("input", scatters=True),
-    "embedding_rowwise": Style("vocabulary"),
-    "head": Style("vocabulary"),  # computes with its shard by itself
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style("input", scatters=True)),
+    **dict.fromkeys(("embedding_rowwise", "head"), Style("vocabulary")),  # the head computes with its shard by itself
     "replicated_with_grad_allreduce": Style(None),
 }
 

@@ -177,10 +177,7 @@ _FACTS = {  # of a run's record or its first start: where it acts, and its name 
     "mixed_precision": ("pass", "precision"),
     "code_sha256": ("code", "code of the package and the recipe"),
     "versions": ("code", "versions"),
-    "processes": ("layout", "processes"),
-    "sharded": ("layout", "sharded"),
-    "threads": ("layout", "threads"),
-    "device": ("layout", "device"),
+    **{name: ("layout", name) for name in ("processes", "sharded", "threads", "device")},
 }
 
 
