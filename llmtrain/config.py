@@ -212,7 +212,7 @@ class _Parser(HfArgumentParser):
 
     def given(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
         """Return what ``argv`` says, and nothing else: a name that it does not set is absent."""
-        self._source = source
+        self.place = f"{source}: " if source else ""
         blank = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         namespace, unknown = self.parse_known_args(argv, blank)
         if unknown:
@@ -226,14 +226,13 @@ class _Parser(HfArgumentParser):
     def check_retired(self, name: str) -> None:
         found = self.retired.get(name.removeprefix("no_"))
         if found is not None:
-            raise UserError(f"{f'{self._source}: ' if self._source else ''}--{name} is retired: {found.use}.")
+            raise UserError(f"{self.place}--{name} is retired: {found.use}.")
 
     def error(self, message: str) -> NoReturn:
-        place = f"{self._source}: " if self._source else ""
         message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # one name of two
-        raise UserError(f"{place}{message}; --help lists the flags.")
+        raise UserError(f"{self.place}{message}; --help lists the flags.")
 
-    _source: str | None = None
+    place = ""  # before an error: the file that says it
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -262,7 +261,7 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
     names = [option[2:] for option in parser.flags if option[2:] not in (*_OWN, "help")]
     argv: list[str] = []
     seen = set()
-    parser._source = path
+    parser.place = f"{path}: "
     for key_node, value in tree.value:
         key = str(key_node.value)
         if key not in names:

@@ -69,7 +69,7 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == plain else " (default)"
     if cpu and how == "bf16" and not cpu_has_bfloat16():
         said = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    say("device", f"{_count(world, 'process')} on {device}{over}, {_count(threads, 'thread')} each, {how}{said}")
+    say("device", f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, {how}{said}")
     return accelerator
 
 
@@ -83,7 +83,7 @@ def use_cpu(launcher: Launcher) -> bool:
     here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     require(
         here <= devices,
-        f"{here} processes were started on a machine with {_count(devices, 'GPU')}; start one a GPU "
+        f"{here} processes were started on a machine with {counted(devices, 'GPU')}; start one a GPU "
         f"(--num_processes), or use {shipped_config('cpu_ddp')}.",
     )
     return False
@@ -95,8 +95,9 @@ def cpu_has_bfloat16() -> bool:
     return known is not None and bool(known())
 
 
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('s') else 's'}"
+def counted(n: int, word: str) -> str:
+    """Return a number of things, for a person."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith(('s', 'ch')) else 's'}"
 
 
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:

@@ -1,6 +1,6 @@
 """How a global batch is computed: processes x micro-batches x rows of a micro-batch."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from llmtrain.contract import Facts
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import counted
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a global batch is computed: ``processes`` x ``accumulation`` micro-batches x ``micro_batch`` rows."""
 
     processes: int
@@ -66,10 +66,5 @@ class Layout:
         return cls(processes, share // micro, micro)
 
     def __str__(self) -> str:
-        def count(n: int, one: str, many: str) -> str:
-            return f"{n} {one if n == 1 else many}"
-
-        return (
-            f"{self.global_batch_size} rows = {count(self.processes, 'process', 'processes')} x "
-            f"{count(self.accumulation, 'micro-batch', 'micro-batches')} x {self.micro_batch}"
-        )
+        processes, batches = counted(self.processes, "process"), counted(self.accumulation, "micro-batch")
+        return f"{self.global_batch_size} rows = {processes} x {batches} x {self.micro_batch}"
