@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,7 +65,7 @@ class Saver:
             copies[name] = self._copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in share.spread.tensors.values()):
             torch.cuda.synchronize()
-        return replace(share, spread=Spread(copies))
+        return share._replace(spread=Spread(copies))
 
     def _write(self, step: int, weights: Share, optimizer: Share, state: Facts, done: Callable[[], None]) -> None:
         began = time.monotonic()

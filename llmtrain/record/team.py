@@ -1,9 +1,8 @@
 """The ranks of a run that act together: either an action works on all of them, or all of them raise."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -12,8 +11,7 @@ from llmtrain.errors import UserError, first_line
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Team:
+class Team(NamedTuple):
     """Ranks that act together; ``writers`` are those that see the run's folder, and write what all of them hold."""
 
     rank: int = 0

@@ -7,9 +7,8 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -35,8 +34,7 @@ def as_it_is(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: whole}
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The tensors of a file that the writers of a team write, the largest first, dealt out in turn.
 
     They may be sharded, and lie on any device: each is gathered to the rank that writes it, as many at a time as there
