@@ -163,9 +163,8 @@ def as_facts(report: Report) -> Facts:
 
 def as_lines(report: Report) -> list[str]:
     """Return the table, for a person."""
-    facts = as_facts(report)
     share = report.cost / statistics.mean(sum(phases.values()) for phases in report.seconds())
-    return _render("table.txt", **facts, recording_share=share).splitlines()
+    return _render("table.txt", **as_facts(report), recording_share=share).splitlines()
 
 
 def as_trace(report: Report) -> Facts:

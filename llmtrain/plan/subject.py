@@ -3,7 +3,7 @@
 import contextlib
 import io
 import runpy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from llmtrain.models.summed import SummedLoss
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.mesh import Staged
 from llmtrain.plan.activations import list_of_blocks
-
-if TYPE_CHECKING:
-    from llmtrain.training.settings import Settings
+from llmtrain.training.settings import AnySettings
 
 _NEEDED = ("DEFAULTS", "tokenized", "build")
 
@@ -29,7 +27,7 @@ class Subject(NamedTuple):
     """A model to plan for, and how it would be trained."""
 
     model: nn.Module  # on the meta device
-    settings: "Settings[Any, Any]"
+    settings: AnySettings
     precision: str  # "no" or "bf16"
     positions: int  # of a row, that a micro-batch computes
 
@@ -78,7 +76,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
         raise UserError(f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}") from None
     missing = " and no ".join(name for name in _NEEDED if name not in found)
     require(not missing, f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.")
-    settings: Settings[Any, Any] = parse(found["DEFAULTS"], flags)
+    settings: AnySettings = parse(found["DEFAULTS"], flags)
     with contextlib.redirect_stdout(io.StringIO()):
         rows = found["tokenized"](settings)
         try:

@@ -101,11 +101,10 @@ def _hardware(asked: Asked) -> tuple[Device, Cluster]:
             f"{asked.processes} processes are more than a machine has ({per_machine}): say what each sends to "
             "another, such as --link 400Gbit."
         )
-    inside = Link(device.link, hop["inside"])
     between = Link(bytes_per_second(asked.link) if asked.link else device.link, hop["between"])
     if asked.calibrate and is_gpu and (not gpus() or device.title not in torch.cuda.get_device_name()):
         raise UserError(f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu.")
-    return device, Cluster(per_machine, inside, between, is_gpu)
+    return device, Cluster(per_machine, Link(device.link, hop["inside"]), between, is_gpu)
 
 
 def device_name(asked: str | None) -> str:

@@ -89,12 +89,11 @@ def row_losses(
     Keys are ``row``, ``targets`` (trained tokens), ``loss`` (their mean, nats; or that over what the model counts) and
     ``tokens`` (the first). All ranks call this. It draws no random numbers that the update would have drawn.
     """
-    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     batches, _ = surveyed(accelerator, model, window.batches, window.targets.sum())
     load = {name: value for name, value in batches[0].items() if name == "load" and isinstance(plain, MeasuresItself)}
     alone = [{name: one[i : i + 1] for name, one in window.columns.items()} for i in range(len(window.rows))]
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
         mine = [(forward or plain)(**row, **load) for row in alone]
     units = torch.stack([plain.units(row) for row in alone]) if isinstance(plain, MeasuresItself) else window.targets
     ids = window.columns["input_ids"][:, :_ROW_TOKENS].contiguous()

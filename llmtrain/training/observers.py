@@ -223,8 +223,7 @@ class Readings(_Watching):
             told[plain.surveyed_as] = float(update.survey)
         if update.measured is not None and isinstance(plain, MeasuresItself):
             told |= plain.readings((accelerator.reduce(update.measured, reduction="sum") / same).tolist())
-            falls = getattr(plain, "takes_reference", False) and told["rewards/chosen"] < 0
-            if falls and not self.warned:
+            if getattr(plain, "takes_reference", False) and told["rewards/chosen"] < 0 and not self.warned:
                 self.warned = True
                 fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
                 self.run.incident("chosen", f"{fallen}: see docs/preference.md")

@@ -48,6 +48,4 @@ def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
 def _command() -> str:
     """Return how to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
     beside = Path(sys.executable).parent / "llmtrain"
-    if shutil.which("llmtrain") or not beside.exists():
-        return "llmtrain"
-    return os.path.relpath(beside)
+    return "llmtrain" if shutil.which("llmtrain") or not beside.exists() else os.path.relpath(beside)
