@@ -17,15 +17,14 @@ from llmtrain.commands._trial import Asked
 def test_bits_are_demanded_where_updates_repeat(
     device: str, bitwise: bool, demanded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "run.json").write_text('{"starts": [{"step": 0}, {"step": 5}]}')
+    starts = [{"step": 0, "device": device}, {"step": 5, "device": device}]
     asked: list[bool] = []
 
     def compare(other: Any, same_bits: bool) -> str:
         asked.append(same_bits)
         return "compared"
 
-    outcome = SimpleNamespace(has=lambda name: bitwise, record={"starts": [{"device": device}]}, compare=compare)
+    outcome = SimpleNamespace(has=lambda name: bitwise, record={"starts": starts}, compare=compare)
     trial = SimpleNamespace(layouts=[Asked(1)], run=lambda *_, **__: outcome, run_and_kill=lambda *_: 5)
     monkeypatch.setattr(verify, "Trial", lambda *_: trial)
     found = verify._resume(Namespace(steps=20), tmp_path)

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import re
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError, require
 from llmtrain.launching.children import command_of, gpus, read_config, run_to_end, started, why_it_failed
-from llmtrain.record.history import read_lines
+from llmtrain.record.history import History, read_lines
 from llmtrain.shipped import shipped_config
 
 if TYPE_CHECKING:
@@ -133,22 +132,22 @@ class Outcome:
         from llmtrain.record.tensors import read_tensors
 
         self.name = name
-        lines, ledger = read_lines(folder / "metrics.jsonl"), read_lines(folder / "rows.jsonl")
-        self.record: Facts = json.loads((folder / "run.json").read_text())
+        history, ledger = History.of(folder), read_lines(folder / "rows.jsonl")
+        self.record, self.settings = history.record, history.settings
         mixed = self.record["starts"][0]["mixed_precision"]
         self.precision: str = "float64" if float64 else {"no": "float32"}.get(mixed, mixed)
         self.rows: dict[int, list[int]] = {line["step"]: line["rows"] for line in ledger}
         counts = itertools.accumulate(sum(line["targets"]) for line in ledger)
         self.targets = dict(zip(self.rows, counts, strict=True))  # trained tokens up to each step, by the data's count
         self.series: dict[str, dict[int, float | None]] = {  # JSON has no word for a number that is not finite
-            key: {line["step"]: line[key] for line in lines if key in line} for key in _SERIES
+            key: {line["step"]: line[key] for line in history.readings if key in line} for key in _SERIES
         }
         self.weights = {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
         self.digest = digest_of(checkpoints(folder / "checkpoints")[-1])
 
     def has(self, setting: str) -> bool:
         """Return whether a switch was on; a recipe need not have it."""
-        return bool(self.record["settings"].get(setting, {}).get("value"))
+        return bool(self.settings.get(setting))
 
     def miscounted(self) -> list[str]:
         """Say where the update counted other tokens than its rows hold; a wrong count is the same on every layout."""

@@ -1,7 +1,6 @@
 """Check on this machine that a recipe is the same run on another layout, or when it is killed and goes on."""
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
         history.append(f"{layout}, killed after update {made}")
     resumed = trial.run(starts[-1], folder, name="killed, resumed")
     history = ["; ".join([*history, f"{starts[-1]} to the end, update {steps}"])]
-    began = [start["step"] for start in json.loads((folder / "run.json").read_text())["starts"]]
+    began = [start["step"] for start in resumed.record["starts"]]
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
     repeats = straight.has("bitwise") or straight.record["starts"][0]["device"] == "cpu"
     if not repeats:
