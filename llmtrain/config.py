@@ -77,8 +77,7 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
 
 def configs_of(settings: Any) -> dict[str, Config]:
     """Return the configs that a dataclass of settings holds, by the names of its fields."""
-    found = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    return {name: value for name, value in found.items() if isinstance(value, Config)}
+    return {name: value for name, value in vars(settings).items() if isinstance(value, Config)}
 
 
 def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]:

@@ -21,13 +21,10 @@ Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 
 def launcher_of(processes: int, config_file: str | None) -> list[str]:
     """Return the words before a recipe that start so many processes of it."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     if config_file:
         words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
-    elif processes > 1:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    else:
-        words = []
-    return [sys.executable, *words]
+    return [sys.executable, *(words if config_file or processes > 1 else [])]
 
 
 def command_of(recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None) -> list[str]:

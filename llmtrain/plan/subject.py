@@ -34,8 +34,7 @@ class Subject(NamedTuple):
     @property
     def kind(self) -> str:
         """The name of the model's class, as its author calls it."""
-        own: type = getattr(self.model, "own_class", type(self.model))
-        return own.__name__
+        return str(getattr(self.model, "own_class", type(self.model)).__name__)
 
     @property
     def width(self) -> int:

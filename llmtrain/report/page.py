@@ -48,8 +48,7 @@ def html(runs: Sequence[History]) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {}  # whose keys keep their order
-    environment.filters["moment"] = _moment
-    environment.filters["shown"] = _shown
+    environment.filters |= {"moment": _moment, "shown": _shown}
     drawn, processes = charts(runs), bars(runs)
     return environment.from_string(_PAGE.read_text()).render(
         title=" and ".join(names_of(runs)) if len(runs) <= 3 else f"{len(runs)} runs",

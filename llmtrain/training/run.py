@@ -111,9 +111,9 @@ class Run:
 
         def write() -> None:
             state = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
-            weights = self._of_all(plain, self.built.files.tensors(plain))
+            weights = of_all_stages(self.accelerator, plain, self.built.files.tensors(plain))
             done = functools.partial(self.folder.status, "running", self.step)
-            self.saver.save(self.step, weights, self._of_all(plain, state), self._state(), done)
+            self.saver.save(self.step, weights, of_all_stages(self.accelerator, plain, state), self._state(), done)
 
         self._on_writers(ready)
         self._on_writers(write)
@@ -200,17 +200,14 @@ class Run:
             if self.saver.team.group is None:
                 checkpoint.write_model(target, files, Spread(files.exported(plain)))
             else:
-                tensors, published = self._of_all(plain, files.tensors(plain)), files.publishing(plain)
-                checkpoint.write_model(target, files, tensors, self.saver.team, published)
+                tensors = of_all_stages(self.accelerator, plain, files.tensors(plain))
+                checkpoint.write_model(target, files, tensors, self.saver.team, files.publishing(plain))
 
         self._on_writers(write)
 
     def _plain(self, model: nn.Module) -> nn.Module:
         plain: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return plain
-
-    def _of_all(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
-        return of_all_stages(self.accelerator, model, tensors)
 
     def _on_writers(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the ranks that write; a failure of one is everyone's."""
