@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import sqlite3
@@ -163,9 +162,9 @@ def kept(folder: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained) -> None:
-    answers = Path(os.environ["LLMTRAIN_CACHE"]) / "answers"
-    process = begin(scored(trained, "many", "--batch_size", "1"))
+def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained, tmp_path: Path) -> None:
+    answers, own = tmp_path / "answers", {"LLMTRAIN_CACHE": str(tmp_path)}  # others end in errors and leave theirs
+    process = begin(scored(trained, "many", "--batch_size", "1"), own)
     until = time.monotonic() + 120
     while kept(answers) < 100:
         assert process.poll() is None, process.communicate()
@@ -174,7 +173,7 @@ def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained) -> None
     stop_group(process)
     before = kept(answers)
     assert 100 <= before < 2400, "killed in the middle"
-    ended = run(scored(trained, "many", "--json"), timeout=180).assert_ok()
+    ended = run(scored(trained, "many", "--json"), own, timeout=180).assert_ok()
     [asked] = set(re.findall(r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err))
     assert int(asked) == 2400 - before
     share, _ = by_hand(trained[0], trained[0].parent / "many.jsonl")
