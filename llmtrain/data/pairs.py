@@ -6,6 +6,7 @@ has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
 """
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ from llmtrain.config import flag
 from llmtrain.data.chat import Judged, judged_of, recognise
 from llmtrain.data.config import DataConfig
 from llmtrain.data.conversations import Records, RowConfig
-from llmtrain.data.sources import Source
+from llmtrain.data.sources import Fields, Source
 from llmtrain.data.table import Second, TokenStore, Written
-from llmtrain.data.template import BadRow
+from llmtrain.data.template import BadRow, Message
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Document, Renderer
 from llmtrain.errors import UserError
@@ -79,7 +80,7 @@ class Pairs(Records[Judged]):
     def __init__(
         self, source: Source, config: DataConfig, chat: PairConfig, stops: Collection[int] = (), alone: bool = False
     ) -> None:
-        super().__init__(source, judged_of, config, chat, stops)
+        super().__init__(source, judged_of if alone else _two_answers, config, chat, stops)
         self.share, self.alone = chat.share_prompts and chat.packing, alone
 
     def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
@@ -90,14 +91,9 @@ class Pairs(Records[Judged]):
         """
         render, width, audit = Renderer(tokenizer, self.stops), 2 * block_size, PairAudit()
         store, digest, size, total = TokenStore(path), hashlib.sha256(), 0, self.documents[held_out]
-        for place, record in tqdm(self._judged(held_out), total=total, desc="rendering", leave=False):
+        judged = self._judged(render, held_out, audit)
+        for place, answers, desirable in tqdm(judged, total=total, desc="rendering", leave=False):
             audit.pairs += 1
-            try:
-                answers = [render.judged(record, answer) for answer in record.answers]
-            except BadRow as error:
-                self._refuse(place, error)
-                audit.bad += 1
-                continue
             if max(len(answer.ids) for answer in answers[: 1 if self.alone else 2]) > block_size:
                 audit.overlong += 1
                 if self.chat.overlong == "error":
@@ -115,15 +111,15 @@ class Pairs(Records[Judged]):
             shared = _shared(first, second) if self.share else 0
             ids = np.concatenate([first.ids, second.ids[shared:]])
             trained = np.concatenate([first.trained, second.trained[shared:]])
-            store.add(ids, trained, Second(len(first.ids), shared, record.desirable))
+            store.add(ids, trained, Second(len(first.ids), shared, desirable))
             audit.kept += 1
             audit.tokens += len(first.ids) + len(second.ids)
             audit.shared += shared
             audit.judged += int(trained.sum())
-            audit.desirable += self.alone and record.desirable
+            audit.desirable += self.alone and desirable
             size += first.trained_bytes + second.trained_bytes
             digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
-            digest.update(f"{len(first.ids)} {shared} {record.desirable}".encode())
+            digest.update(f"{len(first.ids)} {shared} {desirable}".encode())
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
         digest.update(f"{width} {self.chat.packing} {self.alone}".encode())
@@ -137,20 +133,48 @@ class Pairs(Records[Judged]):
             )
         return Written(total, audit.rows, audit.judged, size, digest.hexdigest(), audit, store.pairs)
 
-    def _judged(self, held_out: bool) -> Iterator[tuple[str, Judged]]:
-        """Yield pairs; or examples, each with an answer to the prompt before it, the first with one to the last."""
+    def _judged(self, render: Renderer, held_out: bool, audit: PairAudit) -> Iterator[tuple[str, list[Document], bool]]:
+        """Yield pairs; or examples, each with an answer to the prompt before it, the first with one to the last.
+
+        That is one that can be rendered, which is why the first comes last.
+        """
+        rendered = self._rendered(render, held_out, audit)
         if not self.alone:
-            yield from self._read(held_out)
+            yield from ((place, answers, record.desirable) for place, record, answers in rendered)
             return
-        other: Judged | None = None
-        for _, last in self._read(held_out):
-            other = last
+        examples = [*itertools.islice(rendered, 1)]
+        before = examples[0][1] if examples else None
+        for place, record, answers in itertools.chain(rendered, examples):
+            assert before is not None
+            other = self._render(render, place, record, before.answers[:1], audit)
+            for number, answer in enumerate(answers if other else ()):
+                yield place, [answer, *other], record.desirable and number == 0
+            before = record
+
+    def _rendered(
+        self, render: Renderer, held_out: bool, audit: PairAudit
+    ) -> Iterator[tuple[str, Judged, list[Document]]]:
         for place, record in self._read(held_out):
-            assert other is not None
-            for number, answer in enumerate(record.answers):
-                desirable = record.desirable and number == 0
-                yield place, Judged(record.prompt, record.tools, [answer, other.answers[0]], desirable)
-            other = record
+            if answers := self._render(render, place, record, record.answers, audit):
+                yield place, record, answers
+
+    def _render(
+        self, render: Renderer, place: str, record: Judged, answers: list[list[Message]], audit: PairAudit
+    ) -> list[Document]:
+        """Return a record's prompt with each of some answers, or nothing where it is bad."""
+        try:
+            return [render.judged(record, answer) for answer in answers]
+        except BadRow as error:
+            self._refuse(place, error)
+            audit.bad += 1
+            return []
+
+
+def _two_answers(fields: Fields) -> Judged:
+    record = judged_of(fields)
+    if len(record.answers) < 2:
+        raise BadRow("it has one answer and its label, and this loss compares two")
+    return record
 
 
 def judged_format(source: Source, alone: bool) -> str:
