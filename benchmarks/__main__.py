@@ -10,7 +10,8 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "data", "loss", "scale", "links", "plan", "steps", "time_to_loss"]
+TABLES = ["overhead", "processes", "trainer", "sft", "preference", "data", "loss", "scale", "links", "plan", "steps"]
+TABLES += ["time_to_loss"]
 NEEDS_NANOGPT = {"steps", "time_to_loss"}
 NEEDS_ROOT = {"links", "plan"}
 

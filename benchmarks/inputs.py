@@ -40,6 +40,13 @@ def write_chats(file: Path) -> list[str]:
     return [text for pair in pairs for text in pair]
 
 
+def write_pairs(file: Path) -> list[str]:
+    """Write functions with their docstrings and wrong ones, where they fit in a row, as pairs; returns the texts."""
+    pairs = [pair for pair in builtin.python_preferences() if len("".join(pair.values())) < 1800]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return [text for pair in pairs for text in pair.values()]
+
+
 def write_tokenizer(folder: Path, chat: bool = False) -> None:
     """Write a tokenizer of 4,096 tokens; for conversations it has a template."""
     texts = [record["text"] for record in builtin.python_docs()]
@@ -49,7 +56,7 @@ def write_tokenizer(folder: Path, chat: bool = False) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_base(folder: Path, texts: list[str], length: int = 512) -> None:
+def write_base(folder: Path, texts: list[str], length: int = 512, width: int = 128) -> None:
     """Write a small random Llama with a tokenizer that has a chat template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,8 +67,8 @@ def write_base(folder: Path, texts: list[str], length: int = 512) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=352,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=length,

@@ -3,7 +3,7 @@
 What only some of them need is imported inside: the seconds from a command to its first update are measured, too.
 
 python -m benchmarks.peers nanogpt | loss FOLDER ...       FOLDER: a checkout of github.com/karpathy/nanoGPT
-python -m benchmarks.peers ddp | trainer | sft | map ...
+python -m benchmarks.peers ddp | trainer | sft | dpo | map ...
 """
 
 import argparse
@@ -192,31 +192,18 @@ def trainer(arguments: argparse.Namespace) -> None:
     say_figure(readings.median)
 
 
-def sft(arguments: argparse.Namespace) -> None:
-    """Run TRL's SFTTrainer on conversations; print its real tokens per second, padding not counted."""
+def real_tokens_per_second(trainer: Any, arguments: argparse.Namespace, **settings: Any) -> None:
+    """Run a trainer of TRL's on the lines of a file; print its real tokens per second, padding not counted."""
     import datasets
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
-    flags = json.loads(arguments.flags)
-    settings = SFTConfig(
-        output_dir=str(arguments.rows.parent / "sft"),
-        per_device_train_batch_size=arguments.batch,
-        max_steps=arguments.steps,
-        max_length=arguments.length,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=arguments.device == "cpu",
-        disable_tqdm=True,
-        **flags,
-    )
     seen: list[tuple[float, int]] = []  # when, and the tokens until then
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append((time.perf_counter(), Counting.tokens))
 
-    class Counting(SFTTrainer):
+    class Counting(trainer):  # type: ignore[misc]
         tokens = 0
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,25 +212,53 @@ def sft(arguments: argparse.Namespace) -> None:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     lines = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-    data = datasets.Dataset.from_list(lines)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    loop = Counting(
+        model=str(arguments.model),
+        train_dataset=datasets.Dataset.from_list(lines),
+        processing_class=tokenizer,
+        callbacks=[Watch()],
+        **settings,
+    )
+    loop.train()
+    (began, before), (ended, after) = seen[len(seen) // 5], seen[-1]
+    say_figure((after - before) / (ended - began))
+
+
+def flags_of_trl(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the training arguments that all trainers of TRL are given."""
+    return {
+        "output_dir": str(arguments.rows.parent / "trl"),
+        "per_device_train_batch_size": arguments.batch,
+        "max_steps": arguments.steps,
+        "max_length": arguments.length,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": arguments.device == "cpu",
+        "disable_tqdm": True,
+        **json.loads(arguments.flags),
+    }
+
+
+def sft(arguments: argparse.Namespace) -> None:
+    """Run TRL's SFTTrainer on conversations."""
+    from trl import SFTConfig, SFTTrainer
+
     adapters = None
     if arguments.lora:
         from peft import LoraConfig
 
         adapters = LoraConfig(r=arguments.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    loop = Counting(
-        model=str(arguments.model),
-        args=settings,
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[Watch()],
-        peft_config=adapters,
-    )
-    loop.train()
-    (began, before), (ended, after) = seen[len(seen) // 5], seen[-1]
-    say_figure((after - before) / (ended - began))
+    settings = SFTConfig(**flags_of_trl(arguments))
+    real_tokens_per_second(SFTTrainer, arguments, args=settings, peft_config=adapters)
+
+
+def dpo(arguments: argparse.Namespace) -> None:
+    """Run TRL's DPOTrainer on pairs."""
+    from trl import DPOConfig, DPOTrainer
+
+    real_tokens_per_second(DPOTrainer, arguments, args=DPOConfig(**flags_of_trl(arguments)))
 
 
 def tokenise(arguments: argparse.Namespace) -> None:
@@ -288,7 +303,7 @@ def main() -> None:
     saved.add_argument("tokens", type=Path)
     saved.set_defaults(run=nanogpts_loss)
     peers.add_parser("ddp", parents=[loop]).set_defaults(run=ddp)
-    for name, function in (("trainer", trainer), ("sft", sft), ("map", tokenise)):
+    for name, function in (("trainer", trainer), ("sft", sft), ("dpo", dpo), ("map", tokenise)):
         other = peers.add_parser(name)
         other.add_argument("model", type=Path)
         other.add_argument("rows", type=Path)

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-GPT_RECIPE, FINETUNE_RECIPE = "recipes/gpt.py", "recipes/finetune.py"
+GPT_RECIPE, FINETUNE_RECIPE, PREFERENCE_RECIPE = "recipes/gpt.py", "recipes/finetune.py", "recipes/preference.py"
 UPDATES_ALONE = {"eval_fraction": 0, "save_steps": 100_000}  # flags of a run that only makes updates
 NAMES = {"bf16": "bf16", "no": "float32"}
 
@@ -96,7 +96,7 @@ def median_reading(folder: Path, key: str) -> float:
 def with_ignored(folder: Path, trained: float) -> float:
     """Return a rate of all tokens, also those that are not trained on, from the rate of those that are."""
     audit = json.loads(newest(folder, "run.json").read_text())["audit"]
-    return float(trained * audit["tokens"] / audit["trained"])
+    return float(trained * audit["tokens"] / audit.get("trained", audit.get("judged")))
 
 
 def recipe(

@@ -183,7 +183,7 @@ def words() -> Any:
 @pytest.fixture
 def sides(words: Any, accelerator: Any, tmp_path: Path) -> Callable[..., tuple[Ours, Theirs]]:
     """Both sides of a loss, with the flags of the table or others."""
-    pytest.importorskip("trl", reason="trl is not installed: pip install 'llmtrain[bench]'")
+    pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
 
     def sides(loss: str, pad: str = "!", **flags: Any) -> tuple[Ours, Theirs]:
         flags = TRAINERS[loss][2] | flags

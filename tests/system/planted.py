@@ -1,4 +1,4 @@
-"""recipes/gpt.py with a known bug, for test_verify.py: PLANTED names it."""
+"""recipes/gpt.py, or preference.py, with a known bug, for test_verify.py: PLANTED names it."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import gpt
+import preference
 
 from llmtrain import launch
 from llmtrain.data.loader import Collate
@@ -43,6 +44,24 @@ def rows_of_rank_0(collate: Collate, items: list[Any]) -> Any:
     return HONEST["collate"](collate, collate.first if RANK and len(items) == len(collate.first) else items)  # type: ignore[attr-defined]
 
 
+def mean_of_ranks_means(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.stack([step.plain_of(model).units(batch) for batch in batches]).sum() * WORLD  # type: ignore[operator]
+
+
+def parted_pairs(collate: Collate, items: list[Any]) -> Any:
+    """The first rank has the chosen answers of the rows, the second the rejected ones."""
+    made = HONEST["collate"](collate, items)
+    for batch in made.batches if WORLD > 1 else ():
+        batch["labels"][(batch["answers"] & 1) != RANK] = -100
+    return made
+
+
+def survey_of_one_rank(accelerator: Any, model: Any, plain: Any, batches: Any, tokens: Any, enter: Any) -> Any:
+    with torch.no_grad():
+        counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
+    return plain.loads(counts, tokens)
+
+
 PLANT = {
     "nothing": (step.Accumulation, "__call__", step.Accumulation.__call__),
     "a mean of means": (step.Accumulation, "__call__", controls.mean_of_means),
@@ -55,8 +74,14 @@ PLANT = {
     "buckets that are not settled": (observers, "settle_buckets", lambda accelerator, model, batch: None),
     "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
+OF_PAIRS = {
+    "a mean of ranks' means of pairs": (step, "count_units", mean_of_ranks_means),
+    "a pair split over two processes": (Collate, "__call__", parted_pairs),
+    "a baseline of each process": (step, "survey", survey_of_one_rank),
+}
 
 if __name__ == "__main__":
-    owner, name, value = PLANT[os.environ["PLANTED"]]
+    bug = os.environ["PLANTED"]
+    owner, name, value = (PLANT | OF_PAIRS)[bug]
     setattr(owner, name, value)
-    launch(gpt.main)
+    launch(preference.main if bug in OF_PAIRS else gpt.main)
