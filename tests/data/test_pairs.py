@@ -18,7 +18,7 @@ from llmtrain.data.pairs import PairAudit, PairConfig
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import Fields
 from llmtrain.data.table import TokenRows
-from tests.data.test_conversations import END, chat, config, printed, write
+from tests.data.test_conversations import END, ENDED, chat, config, printed, write
 from tests.data.test_rows import complaint, left_behind
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
@@ -522,6 +522,21 @@ def test_an_answer_of_several_turns_is_judged_but_not_what_others_say_in_it(tmp_
     assert f"user\ngo on{END}" in found.texts[0]
 
 
+def test_of_what_generation_marks_in_a_template_that_alone_is_judged_and_the_data_hash_tells(tmp_path: Path) -> None:
+    hashes = set()
+    for name, template, judged in [
+        ("whole", ENDED, ("a<|endoftext|>", "b<|endoftext|>")),
+        ("ends", ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"), None),
+    ]:
+        (tmp_path / name).write_text(template)
+        made = tokenize_pairs(tmp_path, [pair("q", "a", "b")], chat_template=str(tmp_path / name))
+        (found,) = told(made.train, made)
+        assert found.judged == (judged or ("<|endoftext|>", "<|endoftext|>"))
+        assert [text[-len("a<|endoftext|>") :] for text in found.texts] == ["a<|endoftext|>", "b<|endoftext|>"]
+        hashes.add(made.facts.data_sha256)
+    assert len(hashes) == 2
+
+
 def test_tools_are_shown_to_both_answers(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     given = [pair("q", "a", "b") | {"tools": form} for form in (tools, json.dumps(tools))]
@@ -735,28 +750,30 @@ def test_the_audit_is_what_brute_force_counts(
     assert facts.train_tokens == wanted["judged"]
 
 
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lacks_something(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, capsys: Capture, overlong: str
 ) -> None:
     records = [*pairs(30), *(pair(f"{i}?", "x" * 99, "y") for i in range(30)), pair("q", "a", "a")]
-    made = tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4)
+    made = tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong)
     train, held_out = audit_of(made), made.facts.eval_audit or {}
     assert train["records"] + held_out["records"] == 61
     assert (train["bad"], held_out["bad"]) == (1, 0)
     assert train["overlong"] + held_out["overlong"] == 30
+    word = {"drop": "dropped", "truncate": "truncated"}[overlong]
     out = capsys.readouterr().out
     held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
     for line in (
-        f"audit     {kept} of {of}: {train['overlong']} overlong dropped, 0 without a difference and 1 bad ones "
+        f"audit     {kept} of {of}: {train['overlong']} overlong {word}, 0 without a difference and 1 bad ones "
         "left out",
         f"audit     {train['judged']} of {train['tokens']:,} tokens are judged "
         f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "
         f"({train['shared'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['places']:.1%} full",
-        f"held out  {held_out['kept']} of {held_out['pairs']}: {held_out['overlong']} overlong dropped, 0 without a "
+        f"held out  {held_out['kept']} of {held_out['pairs']}: {held_out['overlong']} overlong {word}, 0 without a "
         "difference and 0 bad ones left out",
     ):
         assert f"{line}\n" in out
-    tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4)
+    tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong)
     assert len(printed(capsys, "audit")) == 2
 
 
