@@ -40,9 +40,10 @@ def write_chats(file: Path) -> list[str]:
     return [text for pair in pairs for text in pair]
 
 
-def write_pairs(file: Path) -> list[str]:
+def write_pairs(file: Path, count: int) -> list[str]:
     """Write functions with their docstrings and wrong ones, where they fit in a row, as pairs; returns the texts."""
     pairs = [pair for pair in builtin.python_preferences() if len("".join(pair.values())) < 1800]
+    pairs = pairs[:: len(pairs) // count][:count]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return [text for pair in pairs for text in pair.values()]
 

@@ -24,14 +24,14 @@ from benchmarks.runs import (
     with_ignored,
 )
 
-LENGTH, ROWS, PAIRS, UPDATES = 1024, 4, 8, 20
+LENGTH, ROWS, PAIRS, UPDATES, COUNT = 1024, 2, 8, 30, 400
 COMMON = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-6}
-BEST = {**COMMON, "precompute_ref_log_probs": True, "train_sampling_strategy": "group_by_length"}
+BEST = {**COMMON, "precompute_ref_log_probs": True}
 
 
 def ours(folder: Path, pairs: Path, base: Path, loss: str = "sigmoid") -> float:
     words = flags(model_name_or_path=base, dataset=pairs, block_size=LENGTH - 1, global_batch_size=ROWS)
-    words += flags(per_device_train_batch_size=ROWS, max_steps=UPDATES, logging_steps=2, loss_type=loss)
+    words += flags(per_device_train_batch_size=ROWS, max_steps=UPDATES, logging_steps=5, loss_type=loss)
     return with_ignored(folder, recipe(PREFERENCE_RECIPE, folder, *words, *flags(**UPDATES_ALONE)))
 
 
@@ -50,7 +50,7 @@ def peak(folder: Path) -> float:
 def main() -> None:
     with scratch() as folder:
         pairs, base = folder / "pairs.jsonl", folder / "base"
-        write_base(base, write_pairs(pairs), LENGTH, width=256)
+        write_base(base, write_pairs(pairs, COUNT), LENGTH, width=256)
         arguments = [base, pairs, "--batch", PAIRS, "--length", LENGTH, "--steps", UPDATES]
         contenders = {
             "ours": partial(ours, folder / "run", pairs, base),

@@ -97,12 +97,12 @@ def judged_of(record: Fields) -> Judged:
     if "prompt" in record:
         prompt = _messages(record, "prompt", "user")
         answers = [answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in answers]
-    elif all(isinstance(record[name], list) for name in names):
+    elif pair and all(isinstance(record[name], list) for name in names):
         same = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))
         prompt = answers[0][: len([*same])]
         answers = [answer[len(prompt) :] for answer in answers]
     else:
-        raise BadRow("it has no prompt, without which its answers must be lists of messages")
+        raise BadRow("it has no prompt, without which chosen and rejected must be lists of messages")
     if pair and answers[0] == answers[1]:
         raise BadRow("chosen and rejected are the same")
     for name, answer in zip(names, answers, strict=True):
@@ -111,6 +111,7 @@ def judged_of(record: Fields) -> Judged:
     if not prompt or prompt[-1]["role"] == "assistant":
         raise BadRow("the prompt ends with the assistant's turn" if prompt else "chosen and rejected share no prompt")
     label = True if pair else record.get("label")
+    label = {"true": True, "false": False}.get(label.lower(), label) if isinstance(label, str) else label  # of CSV
     if label not in (True, False):
         raise BadRow(f"field 'label' is {label!r:.40}, not true or false")
     tools = {"tools": _from_json(record.get("tools") or [])}

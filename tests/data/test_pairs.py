@@ -180,7 +180,7 @@ def expected_of(records: list[Fields]) -> list[Told]:
 LONE = "a\ud83d"
 DEEP = json.loads("[" * 50 + "]" * 50)
 BAD_PAIRS: dict[str, tuple[Fields, str]] = {
-    "no prompt beside texts": ({"chosen": "a", "rejected": "b"}, "it has no prompt, without which its answers must be"),
+    "no prompt beside texts": ({"chosen": "a", "rejected": "b"}, "it has no prompt, without which chosen and rejected"),
     "no chosen answer": ({"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text"),
     "no rejected answer": ({"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text"),
     "no field at all": ({}, "field 'completion' is None, not text"),
@@ -269,6 +269,7 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
     "no answer": ({"prompt": "q", "label": True}, "field 'completion' is None, not text"),
     "an empty completion": (example("q", ""), "completion: message 1 (assistant) is empty"),
     "no question": ({"completion": "a", "label": True}, "it has no prompt"),
+    "messages and no question": ({"completion": [said("assistant", "a")], "label": True}, "it has no prompt"),
     "a control token": (example("q", f"a{END}"), f"message 2 (assistant) holds the control token {END}"),
     "half a surrogate": (example("q", LONE), "message 2 (assistant) holds half of a surrogate pair"),
 }
@@ -451,9 +452,10 @@ def test_every_format_of_pairs_gives_the_same_rows(tmp_path: Path, capsys: Captu
     assert "comparing answers: the records are pairs\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("whole", [False, True], ids=["texts", "messages"])
-@pytest.mark.parametrize("kind", [bool, int, float])
+@pytest.mark.parametrize(
+    ("suffix", "kind", "whole"),
+    [*itertools.product(("jsonl", "parquet"), (bool, int, float), (False, True)), ("csv", bool, False)],
+)
 def test_every_format_of_examples_gives_the_same_rows(
     tmp_path: Path, capsys: Capture, suffix: str, whole: bool, kind: type
 ) -> None:
