@@ -184,7 +184,7 @@ class TokenStore:
 
     def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
         stored, ends = np.memmap(self._path, np.int32, "r"), np.cumsum(self.lengths)
-        shape = len(rows), width
+        shape, longest = (len(rows), width), width // 2 if self.seconds else width
         ids, labels, positions, answers = (np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1))
         for i, documents in enumerate(rows):
             at = 0
@@ -201,5 +201,5 @@ class TokenStore:
                     positions[i, here] = np.arange(first, first + len(part))
                     answers[i, here] = code + which
                     at = here.stop
-            positions[i, at:] = np.arange(width - at)  # padding is a document of its own
+            positions[i, at:] = np.arange(width - at) % longest  # padding is a document of its own, or two
         return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}

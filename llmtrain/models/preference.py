@@ -152,7 +152,7 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         Args:
             reference: float [B, slots], the log-probabilities of the answers under the first weights.
             load: the baseline of ``kto``, of :meth:`loads`.
-            survey: return what that is made of, float [2].
+            survey: return what that is made of, float64 [2].
             logps: return the log-probabilities themselves, float [B, slots].
             hidden: return the last hidden states [B, T, C].
         """
@@ -185,7 +185,10 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         values, tokens, first = (one.view(-1, 2) for one in (values, tokens, first))
         valid, both = tokens[:, 0] > 0, (tokens > 0).all(1)
         if survey:
-            return torch.stack([((values - first)[:, 1] * both).sum(), both.sum()])
+            wide = torch.float32 if values.device.type == "mps" else torch.float64
+            moved = ((values - first)[:, 1] * both).to(wide)
+            moved = (moved * 2**30).round() / 2**30  # whose sum, below 2^23 nats, is exact: the same in any order
+            return torch.stack([moved.sum(), both.sum().to(wide)])
         if self.preference.loss_type != "reward":  # numbers that every formula takes, where there is no answer
             values = values.where(tokens > 0, -1)
         found = Answers(values, tokens.clamp(min=1), first, ~bad.view(-1, 2)[:, 0])

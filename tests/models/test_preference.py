@@ -212,6 +212,29 @@ def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
         score(f"preferences: {family}, {loss}, {layout}: gradient beside the formula's {apart:.1e}")
 
 
+def test_the_baseline_has_the_same_bits_in_whatever_order_rows_are_added(
+    load, tmp_path: Path, accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(some_pairs(40), tmp_path, "one prompt")
+    model: Any = load(rows, "gpt2", "kto").model.eval()
+    reference = torch.from_numpy(np.random.default_rng(1).normal(-40, 8, (len(rows), model.slots)))
+    batches = batches_of(with_reference(rows, reference), model, 1)
+    monkeypatch.setattr(model, "loads", lambda counts, tokens: (counts, tokens))
+    assert len(batches) > 6
+    found = []
+    for seed in range(20):
+        order = np.random.default_rng(seed).permutation(len(batches))
+        found.append(survey(accelerator, model, model, [batches[i] for i in order], torch.zeros(()))[0])
+    assert found[0][0] != 0
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_the_padding_of_a_nearly_empty_row_has_positions_that_the_model_knows(tmp_path: Path) -> None:
+    rows = rows_of(some_pairs(1), tmp_path, "one prompt")
+    assert (np.stack(rows["input_ids"]) == 0).sum() > BLOCK
+    assert np.stack(rows["position_ids"]).max() < BLOCK
+
+
 @pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "gemma2"), "olmo3", "nanochat"])
 def test_two_answers_go_on_from_one_prompt_as_from_two(family: str, load, tmp_path: Path) -> None:
     pairs = some_pairs(6)
