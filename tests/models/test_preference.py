@@ -230,7 +230,7 @@ def test_the_baseline_has_the_same_bits_in_whatever_order_rows_are_added(
 
 
 def test_the_padding_of_a_nearly_empty_row_has_positions_that_the_model_knows(tmp_path: Path) -> None:
-    row = rows_of(some_pairs(1), tmp_path, "one prompt")[0]
+    row = rows_of([Pair(([5], [6], [7], True))], tmp_path, "one prompt")[0]
     assert np.sum(np.array(row["input_ids"]) == 0) > BLOCK > max(row["position_ids"])
 
 

@@ -307,7 +307,7 @@ if __name__ == '__main__': launch(gpt.main)
 """
 
 
-@pytest.mark.parametrize(("launcher", "who"), [(PYTHON, ""), (torchrun(2), "rank 1: ")])
+@pytest.mark.parametrize(("launcher", "who"), [(PYTHON, ""), pytest.param(torchrun(2), "rank 1: ", marks=long_form)])
 def test_too_little_memory_is_one_line_with_what_to_try(
     launcher: list[str], who: str, text_file: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.launching.accelerator import cpu_has_bfloat16
-from tests.launching import GPT, PYTHON, TINY, accelerate, metrics, read_json, run, series, torchrun
+from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, metrics, read_json, run, series, torchrun
 from tests.wandb_file import read_history
 
 
@@ -45,6 +45,7 @@ def test_two_processes_are_one_run_that_looks_like_one(text_file: Path, plain_ru
     assert_same_losses(folder, plain_run)
 
 
+@long_form
 def test_torchrun_gives_the_losses_of_one_process(text_file: Path, plain_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
@@ -90,7 +91,7 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert not [path for path in plain_run.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
-@pytest.mark.parametrize("config", ["cpu", "single_gpu", "multi_gpu"])
+@pytest.mark.parametrize("config", ["cpu", "single_gpu", pytest.param("multi_gpu", marks=long_form)])
 def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(folder)]

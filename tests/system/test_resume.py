@@ -120,6 +120,7 @@ def test_four_processes_end_in_the_same_bits_once_their_buckets_are_settled(tmp_
     assert read_json(tmp_path / "same.json") == {"settled": True, "not settled": False}
 
 
+@long_form
 def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*LONG, "--max_steps", "100000", "--dataset", str(text_file), "--output_dir", str(folder)]

@@ -46,6 +46,7 @@ def answer(config: Path, machine: str, processes: int) -> None:
         wizard.close(force=True)
 
 
+@long_form
 def test_the_wizards_file_for_one_cpu_process_starts_the_recipe(text_file: Path, tmp_path: Path) -> None:
     answer(tmp_path / "wizard.yaml", "No distributed training", 1)
     flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
