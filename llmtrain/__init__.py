@@ -14,26 +14,26 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.config import parse as parse
     from llmtrain.contract import Built as Built
     from llmtrain.data.config import BatchConfig as BatchConfig
+    from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
-    from llmtrain.data.conversations import ChatConfig as ChatConfig
-    from llmtrain.data.pairs import PairConfig as PairConfig
+    from llmtrain.data.config import PairConfig as PairConfig
     from llmtrain.data.rows import Tokenized as Tokenized
     from llmtrain.data.rows import tokenize as tokenize
     from llmtrain.launching.process import launch as launch
-    from llmtrain.models.architecture import ModelConfig as ModelConfig
+    from llmtrain.models.config import GPTConfig as GPTConfig
+    from llmtrain.models.config import LoraConfig as LoraConfig
+    from llmtrain.models.config import ModelConfig as ModelConfig
+    from llmtrain.models.config import PreferenceConfig as PreferenceConfig
     from llmtrain.models.gpt import GPT as GPT
-    from llmtrain.models.gpt import GPTConfig as GPTConfig
-    from llmtrain.models.lora import LoraConfig as LoraConfig
     from llmtrain.models.loss import summed_nll as summed_nll
-    from llmtrain.models.preference import PreferenceConfig as PreferenceConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import PipelineConfig as PipelineConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
-    from llmtrain.training.optim import OptimConfig as OptimConfig
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.run import open_run as open_run
     from llmtrain.training.settings import LoopConfig as LoopConfig
+    from llmtrain.training.settings import OptimConfig as OptimConfig
     from llmtrain.training.settings import RunConfig as RunConfig
     from llmtrain.training.settings import Settings as Settings
     from llmtrain.training.start import loaders as loaders

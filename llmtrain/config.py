@@ -18,8 +18,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain.console import say
-from llmtrain.errors import UserError
-from llmtrain.errors import require as require  # noqa: PLC0414 - other rooms have it from here
+from llmtrain.errors import UserError, require
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")

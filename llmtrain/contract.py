@@ -1,15 +1,16 @@
 """Types that rooms share, each defined once."""
 
+from __future__ import annotations  # torch is not loaded for them
+
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-import torch
-from torch import nn
-
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PreTrainedTokenizerFast
 
 IGNORED = -100  # a label that is not trained on (cross_entropy's default); in a stored row, a place without a token
@@ -17,16 +18,15 @@ IGNORED = -100  # a label that is not trained on (cross_entropy's default); in a
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Facts: TypeAlias = dict[str, Any]  # a JSON object of a run's record, whose shape its reader knows
 Batch: TypeAlias = dict[str, Any]  # a micro-batch by column: tensors, and what a model has prepared
-Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]  # names and full tensors, one at a time
+Weights: TypeAlias = Iterable[tuple[str, "torch.Tensor"]]  # names and full tensors, one at a time
 
 # A metric of one's own, of a held-out batch and the plain model: by name a sum, and what it is divided by.
-Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple[torch.Tensor, torch.Tensor]]]
+Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torch.Tensor"]]]
 # Turns a tensor of a checkpoint into those of a finished model's folder.
-Published: TypeAlias = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+Published: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
 # Leaves the gradient of sum(nll) / tokens of a window; returns this rank's summed nll.
-ForwardBackward: TypeAlias = Callable[[Sequence[Batch], torch.Tensor], torch.Tensor]
-BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's gradients, over the ranks
-Forward: TypeAlias = Callable[..., torch.Tensor]  # the summed nll of a batch, with or without a gradient
+ForwardBackward: TypeAlias = Callable[[Sequence[Batch], "torch.Tensor"], "torch.Tensor"]
+Forward: TypeAlias = Callable[..., "torch.Tensor"]  # the summed nll of a batch, with or without a gradient
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Window:
         """Positions for which the model computes something, trained on or not."""
         return self.columns["labels"][:, 1:].numel()
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Window":
+    def to(self, device: torch.device, non_blocking: bool = False) -> Window:
         """Return it with its columns on a device; Accelerate calls this."""
         return self._with(lambda one: one.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> "Window":
+    def pin_memory(self) -> Window:
         """Return it in memory from which a device copies by itself; torch calls this."""
         return self._with(lambda one: one.pin_memory())
 
-    def _with(self, moved: Callable[[Any], Any]) -> "Window":
+    def _with(self, moved: Callable[[Any], Any]) -> Window:
         columns, *prepared = ({key: moved(one) for key, one in part.items()} for part in (self.columns, *self.prepared))
         return replace(self, columns=columns, prepared=tuple(prepared))
 
@@ -149,7 +149,7 @@ class ModelWriter(Protocol):
         """The description of the model in a run's identity."""
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerFast": ...
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
 
     @property
     def weights(self) -> str:

@@ -3,6 +3,8 @@
 accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16
 """
 
+from __future__ import annotations
+
 from typing import TypeAlias
 
 import llmtrain as lt

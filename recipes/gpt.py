@@ -3,9 +3,9 @@
 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100
 """
 
-from typing import TypeAlias
+from __future__ import annotations
 
-import torch
+from typing import TypeAlias
 
 import llmtrain as lt
 
@@ -25,6 +25,8 @@ def tokenized(s: Settings) -> lt.Tokenized:
 
 
 def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
+    import torch  # here: --help and what is wrong with a flag are said without it
+
     with torch.device("meta"):  # without memory: its weights come when it is placed
         model = lt.GPT(s.model, rows.vocabulary)
     return lt.Built(model, model.files(rows.tokenizer, rows.facts.dataset), model.first_weights(s.loop.seed))

@@ -3,6 +3,8 @@
 accelerate launch recipes/preference.py --model_name_or_path runs/finetune/model --dataset pairs.jsonl
 """
 
+from __future__ import annotations
+
 from typing import TypeAlias
 
 import llmtrain as lt

@@ -12,9 +12,8 @@ import pytest
 from llmtrain.config import Config, Retired, configs_of, flag, parse, resolved, without_retired
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
-from llmtrain.models.gpt import GPTConfig
-from llmtrain.training.optim import OptimConfig
-from llmtrain.training.settings import LoopConfig, RunConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 

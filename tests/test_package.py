@@ -81,6 +81,31 @@ def test_importing_the_package_imports_nothing_else() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "said"),
+    [
+        ("gpt", ["--help"], "--n_embd"),
+        ("gpt", ["--max_steps", "many"], "--max_steps: invalid int value"),
+        ("finetune", ["--lora_rank", "8"], "unknown flag --lora_rank"),
+        ("preference", ["--beta", "-1"], "--beta -1.0 is out of range"),
+        ("preference", ["--config", "bad.yaml"], "is not YAML"),
+    ],
+)
+def test_a_recipe_says_what_is_wrong_with_its_flags_without_loading_torch(
+    recipe: str, words: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("beta: [")
+    command = [sys.executable, "-X", "importtime", ROOT / "recipes" / f"{recipe}.py", *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    lines = ended.stderr.splitlines()
+    loaded = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time")}
+    told = [ended.stdout, *(line for line in lines if not line.startswith("import time"))]
+    assert ended.returncode == (0 if words == ["--help"] else 2)
+    assert said in "".join(told)
+    assert "yaml" in loaded
+    assert not loaded & {"torch", "accelerate", "datasets", "wandb"}
+
+
 @pytest.mark.parametrize("name", llmtrain.__all__)
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(llmtrain, name)

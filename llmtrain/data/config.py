@@ -1,10 +1,11 @@
-"""The settings of the data of a run, and of its global batch."""
+"""The settings of the data of a run, of its global batch, and of conversations and pairs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from llmtrain.config import Config, Retired, flag, require, require_at_least
+from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.errors import require
 
 
 @dataclass
@@ -66,3 +67,35 @@ class DataConfig(BatchConfig):
     @property
     def proportions(self) -> list[float]:
         return self.mixture
+
+
+@dataclass
+class RowConfig(Config):
+    """How conversations become rows. Each field is a flag."""
+
+    _argument_group_name: ClassVar[str] = "conversations"
+    acts: ClassVar[str] = "data"
+
+    chat_template: str | None = flag(None, "chatml or a Jinja file, where the tokenizer has no template or another's")
+    overlong: Literal["drop", "truncate", "error"] = flag("drop", "a conversation that is longer than a row")
+    on_bad_row: Literal["error", "skip"] = flag("error", "a conversation that cannot be trained on")
+    packing: bool = flag(True, "several conversations a row, which do not see each other")
+
+
+@dataclass
+class ChatConfig(RowConfig):
+    """How records become conversations, and what of them is trained. Each field is a flag."""
+
+    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
+        "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"
+    )
+    turns: Literal["all", "last"] = flag(
+        "all", "what is trained of a conversation: every turn of the assistant's, or those since the last question"
+    )
+
+
+@dataclass
+class PairConfig(RowConfig):
+    """How pairs of answers become rows. Each field is a flag."""
+
+    share_prompts: bool = flag(True, "one copy of a prompt for both answers")

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.config import Config, flag
 from llmtrain.data.chat import Conversation, Judged, conversation_of, recognise
-from llmtrain.data.config import DataConfig
+from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.table import TokenStore, Written, hash_place
 from llmtrain.data.template import BadRow
@@ -25,31 +24,6 @@ if TYPE_CHECKING:
     from llmtrain.data.pairs import PairAudit
 
 A = TypeVar("A", bound="Audit | PairAudit")
-
-
-@dataclass
-class RowConfig(Config):
-    """How conversations become rows. Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "conversations"
-    acts: ClassVar[str] = "data"
-
-    chat_template: str | None = flag(None, "chatml or a Jinja file, where the tokenizer has no template or another's")
-    overlong: Literal["drop", "truncate", "error"] = flag("drop", "a conversation that is longer than a row")
-    on_bad_row: Literal["error", "skip"] = flag("error", "a conversation that cannot be trained on")
-    packing: bool = flag(True, "several conversations a row, which do not see each other")
-
-
-@dataclass
-class ChatConfig(RowConfig):
-    """How records become conversations, and what of them is trained. Each field is a flag."""
-
-    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
-        "auto", "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued"
-    )
-    turns: Literal["all", "last"] = flag(
-        "all", "what is trained of a conversation: every turn of the assistant's, or those since the last question"
-    )
 
 
 @dataclass

@@ -14,23 +14,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.config import flag
 from llmtrain.data.chat import Judged, judged_of, recognise
-from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Records, RowConfig
+from llmtrain.data.config import DataConfig, PairConfig
+from llmtrain.data.conversations import Records
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.table import Second, TokenStore, Written
 from llmtrain.data.template import BadRow, Message
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Document, Renderer
 from llmtrain.errors import UserError
-
-
-@dataclass
-class PairConfig(RowConfig):
-    """How pairs of answers become rows. Each field is a flag."""
-
-    share_prompts: bool = flag(True, "one copy of a prompt for both answers")
 
 
 @dataclass

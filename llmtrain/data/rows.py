@@ -15,11 +15,11 @@ from llmtrain.console import say
 from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
-from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, RowConfig, format_of
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.conversations import Audit, Conversations, format_of
 from llmtrain.data.facts import Facts, facts_of
 from llmtrain.data.order import Mixture, counts_of
-from llmtrain.data.pairs import PairAudit, PairConfig, Pairs, judged_format
+from llmtrain.data.pairs import PairAudit, Pairs, judged_format
 from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.template import ChatTemplate, set_template, template_text

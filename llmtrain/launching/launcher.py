@@ -8,15 +8,17 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 import yaml
 
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError, require
-from llmtrain.parallel.mesh import Sharding
 from llmtrain.shipped import shipped_config
+
+if TYPE_CHECKING:
+    from llmtrain.parallel.mesh import Sharding
 
 _ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -106,6 +108,8 @@ def check_launch() -> None:
     asked_sharding(int(world or 1))
     for variable, name in _UNSUPPORTED.items():
         if _is_on(variable):
+            import torch  # not before: what is wrong with a flag is said without it
+
             ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
             raise UserError(
                 f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
@@ -152,13 +156,19 @@ _LIMITS = {
 }
 
 
-def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
+def asked_sharding(processes: int, stages: int = 1) -> "Sharding | None":
     """Return how a model is to be sharded, as the accelerate config asks and its launcher passes on.
 
     It is ``None`` where the config does not ask, or where there is one process. Raises :class:`UserError` for what this
     package does not do.
     """
     fsdp, asked = _is_on("ACCELERATE_USE_FSDP"), sharding_is_asked()
+    if not asked and stages == 1:
+        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+            raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
+        return None
+    from llmtrain.parallel.mesh import Sharding
+
     if stages > 1:
         require(not asked, "--pipeline_stages is for a DDP config; this one shards the model.")
         if processes % stages:
@@ -167,10 +177,6 @@ def asked_sharding(processes: int, stages: int = 1) -> Sharding | None:
                 f"accelerate launch --multi_gpu --num_processes {stages}"
             )
         return Sharding(processes // stages, 1, stages=stages)
-    if not asked:
-        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
-        return None
     said = {"FSDP_VERSION": "1"} | os.environ
     for name, (fine, why) in _LIMITS.items():
         unused = name.startswith("FSDP") and not fsdp  # whose defaults are always there

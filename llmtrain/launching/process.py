@@ -11,9 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, Protocol, runtime_checkable
 
-import torch
-from accelerate import PartialState
-
 from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
 from llmtrain.launching.launcher import Launcher, check_launch
@@ -87,7 +84,10 @@ def leave_group() -> None:
     The group is left, not freed: DDP's reducer holds it too, and were that the last to let go, with the interpreter's
     lock in its hand, it would wait for a thread of gloo's that may wait for this lock.
     """
-    if torch.distributed.is_initialized():  # else it was left before
+    torch = sys.modules.get("torch")  # which --help and an error in a flag do without
+    if torch is not None and torch.distributed.is_initialized():  # else it was left before
+        from accelerate import PartialState
+
         state = PartialState()
         state.wait_for_everyone()
         _LEFT.append(torch.distributed.group.WORLD)

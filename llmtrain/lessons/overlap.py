@@ -13,12 +13,12 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
-from llmtrain.contract import BucketMean
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
+from llmtrain.parallel.collectives import BucketMean
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.exchange import Exchange

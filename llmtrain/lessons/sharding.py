@@ -14,7 +14,7 @@ import torch.distributed as dist
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import LEARNING_RATE, batch, claim, my_rows, prepare, rows, show, small_gpt
 from llmtrain.parallel.fsdp import held_bytes, shard
-from llmtrain.training.optim import OptimConfig
+from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 
 PROCESSES = 2

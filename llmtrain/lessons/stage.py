@@ -13,13 +13,16 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
-from llmtrain.contract import Batch, BucketMean
+from llmtrain.contract import Batch
 from llmtrain.launching.children import started
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.observe.phases import Phases
+from llmtrain.parallel.collectives import BucketMean
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.shipped import shipped
-from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 
 VOCABULARY, BLOCK = 64, 32

@@ -2,17 +2,16 @@
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import yaml
 
-from llmtrain.config import Config, did_you_mean, flag, require, require_at_least
-from llmtrain.errors import UserError, hub_said
+from llmtrain.config import did_you_mean
+from llmtrain.errors import UserError, hub_said, require
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.lora import is_adapter
 from llmtrain.models.streaming import load_buffers
 from llmtrain.models.untrusted import load_causal_lm, local_folder, refuse_pickles
@@ -28,43 +27,6 @@ _SMALL = {
     **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 32},
 }
-
-
-@dataclass
-class ModelConfig(Config):
-    """The model of Hugging Face's that is trained, and the weights that it starts from. Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "model"
-    acts: ClassVar[str] = "model"
-
-    model_name_or_path: str | None = flag(None, "the folder or hub name of a causal LM to start from")
-    from_config: str | None = flag(
-        None,
-        "random weights: a model type such as llama, qwen3 or gpt2 (a small one), or a folder or hub name whose "
-        "configuration is taken",
-    )
-    config_overrides: str | None = flag(None, 'of --from_config: "hidden_size=256,num_hidden_layers=8"')
-    block_size: int = flag(512, "tokens of a row", acts="model data")
-    attn_implementation: str | None = flag(
-        None, "sdpa, eager, flash_attention_2, ... (default: the model's)", acts="pass"
-    )
-    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
-    router_aux_loss_coef: float | None = flag(
-        None, "weight of the routers' balancing loss in a mixture of experts (default: the model's); 0: none"
-    )
-    freeze: str | None = flag(None, "a regular expression: parameters with a matching name are not trained")
-    load_in_4bit: bool = flag(False, "hold the frozen weights of a LoRA run in 4 bits (bitsandbytes, on a GPU)")
-    trust_remote_code: bool = flag(False, "run code that comes with a model or a tokenizer")
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 2, "block_size")
-        require((self.router_aux_loss_coef or 0) >= 0, "--router_aux_loss_coef must be at least 0.")
-        try:
-            re.compile(self.freeze or "")
-        except re.error as error:
-            raise UserError(f"--freeze '{self.freeze}' is no regular expression: {error}.") from None
-        overrides = self.config_overrides and self.model_name_or_path
-        require(not overrides, "--config_overrides is for --from_config: the weights of a model fit its own sizes.")
 
 
 def build_model(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from llmtrain.config import require
-from llmtrain.errors import UserError, first_line, hub_said
+from llmtrain.errors import UserError, first_line, hub_said, require
 from llmtrain.files import read_object
 from llmtrain.models.export import gives_scores
 from llmtrain.models.lora import adapted_model, is_adapter

@@ -6,7 +6,6 @@ B rows, T positions, C = n_embd, H heads, V vocabulary. The state dict of this m
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
+from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
 from llmtrain.parallel.mesh import fill
@@ -26,32 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _INIT_STD = 0.02
-
-
-@dataclass
-class GPTConfig(Config):
-    """The size of a GPT. Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "model"
-    acts: ClassVar[str] = "model"
-
-    n_layer: int = flag(4, "transformer blocks")
-    n_head: int = flag(4, "attention heads in a block; must divide n_embd")
-    n_embd: int = flag(256, "width of the residual stream")
-    block_size: int = flag(128, "tokens that the model can look at", acts="model data")
-    dropout: float = flag(0.0, "share of activations dropped after the embedding and in each branch", acts="pass")
-    gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
-        require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1.")
-        if self.n_embd % self.n_head:
-            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:3])
-            raise UserError(
-                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; n_head {', '.join(map(str, near))} "
-                f"would, or n_embd {-(-self.n_embd // self.n_head) * self.n_head}."
-            )
 
 
 class Projection(nn.Module):

@@ -11,10 +11,10 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from llmtrain.config import did_you_mean, require
+from llmtrain.config import did_you_mean
 from llmtrain.console import say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, explained, hub_said
+from llmtrain.errors import UserError, explained, hub_said, require
 from llmtrain.models.generation import TextModel
 from llmtrain.models.lora import is_adapter
 

@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config import Config, Retired, flag, require, require_at_least
 from llmtrain.console import say
 from llmtrain.contract import Facts, Weights
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
+from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
 
@@ -24,32 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
-
-
-@dataclass
-class LoraConfig(Config):
-    """The adapter that is trained in place of a model (Hu et al. 2021, arXiv:2106.09685). Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "LoRA"
-    acts: ClassVar[str] = "model"
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "use_rslora": Retired("multiply --lora_alpha by the square root of --lora_r", harmless=False)
-    }
-
-    lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")
-    lora_alpha: int = flag(32, "their product is scaled by alpha / r")
-    lora_target_modules: list[str] = flag(["all-linear"], "modules beside which they stand, by the end of their names")
-    lora_dropout: float = flag(0.0, "share of their inputs dropped", acts="pass")
-    use_dora: bool = flag(False, "train magnitudes apart from directions (Liu et al. 2024, arXiv:2402.09353)")
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 0, "lora_r")
-        idle = not self.lora_r and (self.lora_dropout or self.use_dora)
-        require(not idle, "--lora_dropout and --use_dora need --lora_r.")
-        whole = "all-linear" not in self.lora_target_modules or len(self.lora_target_modules) == 1
-        require(whole, "--lora_target_modules: all-linear is all of them; name no others beside it.")
-        require(self.lora_alpha > 0, f"--lora_alpha {self.lora_alpha} must be above 0.")
-        require(0 <= self.lora_dropout < 1, f"--lora_dropout {self.lora_dropout} must be at least 0 and below 1.")
 
 
 def add_lora(

@@ -12,17 +12,16 @@ where they differ), and those of these papers:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config import Config, flag, require
 from llmtrain.contract import IGNORED, Batch
 from llmtrain.errors import UserError
 from llmtrain.models.attention import NAME, Documents
+from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.loss import inputs_of, targets_of
 from llmtrain.models.summed import SummedLoss, arguments_of, differ, smallest_window, tokens_of, trying
 
@@ -45,44 +44,6 @@ class JudgedRows(Protocol):
     @property
     def facts(self) -> _Facts:
         """The facts about the data: pairs of a row, and whether their answers share prompts."""
-
-
-@dataclass
-class PreferenceConfig(Config):
-    """How answers are compared. Each field is a flag."""
-
-    _argument_group_name: ClassVar[str] = "preferences"
-    acts: ClassVar[str] = "pass"
-
-    loss_type: Literal["sigmoid", "ipo", "robust", "kto", "orpo", "simpo", "reward"] = flag(
-        "sigmoid", "sigmoid is DPO's; reward trains a model that gives an answer a score"
-    )
-    beta: float = flag(0.1, "how far the model may move from its first weights; of orpo and simpo the weight or scale")
-    label_smoothing: float = flag(0.0, "share of pairs that are the wrong way round, for sigmoid, robust and simpo")
-    desirable_weight: float = flag(1.0, "weight of desirable answers, for kto")
-    undesirable_weight: float = flag(1.0, "weight of undesirable answers, for kto")
-    simpo_gamma: float = flag(0.5, "margin that simpo wants between two answers, in units of beta times nats a token")
-
-    def __post_init__(self) -> None:
-        require(0 < self.beta < float("inf"), f"--beta {self.beta} is out of range: it must be above 0.")
-        require(0 <= self.label_smoothing < 0.5, f"--label_smoothing {self.label_smoothing}: at least 0, below 0.5.")
-        smoothed = self.loss_type in ("sigmoid", "robust", "simpo")
-        require(smoothed or not self.label_smoothing, f"--label_smoothing: --loss_type {self.loss_type} has none.")
-        for name in ("desirable_weight", "undesirable_weight"):
-            weight = getattr(self, name)
-            require(0 < weight < float("inf"), f"--{name} {weight} is out of range: it must be above 0.")
-            require(weight == 1 or self.loss_type == "kto", f"--{name} is for --loss_type kto.")
-        require(self.simpo_gamma == 0.5 or self.loss_type == "simpo", "--simpo_gamma is for --loss_type simpo.")
-
-    @property
-    def alone(self) -> bool:
-        """True where an answer is judged alone, not beside another."""
-        return self.loss_type == "kto"
-
-    @property
-    def takes_reference(self) -> bool:
-        """True where the loss compares with the weights that a run starts from."""
-        return self.loss_type not in ("orpo", "simpo", "reward")
 
 
 class Answers(NamedTuple):

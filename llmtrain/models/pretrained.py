@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import nn
 
-from llmtrain.config import require
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts, Weights
-from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig, build_model
+from llmtrain.errors import UserError, require
+from llmtrain.models.architecture import build_model
+from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.lora import AdapterFiles, LoraConfig, add_lora, with_magnitudes
-from llmtrain.models.preference import JudgedRows, PreferenceConfig, PreferenceLoss, check_answers, compare_answers
+from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
+from llmtrain.models.preference import JudgedRows, PreferenceLoss, check_answers, compare_answers
 from llmtrain.models.streaming import drawn, stored
 from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import local_folder, origin_of

@@ -15,10 +15,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 
 from llmtrain.console import say
-from llmtrain.contract import BucketMean
 from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
+from llmtrain.parallel.collectives import BucketMean
 
 _ROUNDS = 9  # in which the machines' clocks are compared
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
+BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's gradients, over the ranks
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, Retired, flag, require, require_at_least
+from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.errors import require
 
 
 @dataclass

@@ -14,7 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import say
-from llmtrain.contract import BucketMean, Weights
+from llmtrain.contract import Weights
+from llmtrain.parallel.collectives import BucketMean
 
 Watcher: TypeAlias = Callable[[GradBucket, Callable[[GradBucket], BucketMean], int], BucketMean]
 

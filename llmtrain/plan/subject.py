@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from llmtrain.config import parse
 from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line, require
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.gpt import GPTConfig
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.summed import SummedLoss
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.mesh import Staged

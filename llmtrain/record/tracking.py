@@ -21,7 +21,7 @@ from accelerate.tracking import GeneralTracker, filter_trackers
 
 from llmtrain.console import note, say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.errors import first_line
 from llmtrain.files import append_json_line
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
@@ -31,21 +31,6 @@ _START_SECONDS = 120  # a tracker with all its attempts
 _CLOSE_SECONDS = 60  # all trackers
 _MODEL_SECONDS = 1500  # all trackers, where the model is sent, too
 _BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
-
-
-def tracker_names(report_to: list[str]) -> list[str]:
-    """Return the trackers that ``--report_to`` asks for.
-
-    Raises :class:`UserError` for one that is unknown or not installed.
-    """
-    names = [name for name in report_to if name != "none"]
-    for name in names:
-        if name not in ("wandb", "tensorboard"):
-            raise UserError(f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
-    require(not names or "none" not in report_to, f"--report_to none and {' '.join(names)} contradict each other.")
-    if "tensorboard" in names and not filter_trackers(["tensorboard"], "."):
-        raise UserError("--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'.")
-    return names
 
 
 def wants_model() -> bool:

@@ -26,8 +26,9 @@ from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, is_whole
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.training.observers import Timing, Training, observers_of
-from llmtrain.training.optim import OptimConfig, lr_at
+from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
+from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import Accumulation, train_step
 
 

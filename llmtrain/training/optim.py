@@ -1,46 +1,18 @@
 """AdamW, Muon beside it, and the learning rate as a pure function of the step."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.config import Config, flag, require, require_at_least
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.training.muon import Muon
+from llmtrain.training.settings import OptimConfig
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
-
-
-@dataclass
-class OptimConfig(Config):
-    """How long a run updates its weights, how fast, and by which rule. Each field is a flag of the recipe."""
-
-    _argument_group_name: ClassVar[str] = "optimization"
-    acts: ClassVar[str] = "update"
-
-    optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")
-    max_steps: int = flag(400, "updates in the run")
-    learning_rate: float = flag(1e-3, "peak learning rate")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
-        "cosine", "the learning rate after the warm-up; all but constant end at zero"
-    )
-    warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
-    weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
-    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's", hidden=True)
-    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", hidden=True)
-    max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "max_steps")
-        require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)} must be at least 0 and below 1.")
-        require(self.max_grad_norm > 0, f"--max_grad_norm {self.max_grad_norm} must be above 0.")
 
 
 def lr_at(step: int, config: OptimConfig) -> float:

@@ -31,7 +31,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.team import Team
 from llmtrain.record.tensors import headers, read_tensors
-from llmtrain.record.tracking import Metrics, tracker_names
+from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
 from llmtrain.training.identity import identity_of
 from llmtrain.training.layout import Layout
@@ -284,7 +284,7 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
             run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
         held.enter_context(stop_signals(run.ask_to_stop))
         try:
-            run.metrics.start(tracker_names(s.run.report_to), told, s.run.run_name or folder.path.name, choice.run_id)
+            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, choice.run_id)
             yield
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")

@@ -3,20 +3,41 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from llmtrain.config import Config, Retired, flag, require, require_at_least
-from llmtrain.data.config import BatchConfig, DataConfig
-from llmtrain.data.conversations import ChatConfig, RowConfig
-from llmtrain.data.pairs import PairConfig
-from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.gpt import GPTConfig
-from llmtrain.models.lora import LoraConfig
-from llmtrain.models.preference import PreferenceConfig
+from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.errors import UserError, require
+from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
-from llmtrain.record.tracking import tracker_names
-from llmtrain.training.optim import OptimConfig
+
+
+@dataclass
+class OptimConfig(Config):
+    """How long a run updates its weights, how fast, and by which rule. Each field is a flag of the recipe."""
+
+    _argument_group_name: ClassVar[str] = "optimization"
+    acts: ClassVar[str] = "update"
+
+    optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")
+    max_steps: int = flag(400, "updates in the run")
+    learning_rate: float = flag(1e-3, "peak learning rate")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
+        "cosine", "the learning rate after the warm-up; all but constant end at zero"
+    )
+    warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
+    weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
+    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's", hidden=True)
+    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", hidden=True)
+    max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "max_steps")
+        require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)} must be at least 0 and below 1.")
+        require(self.max_grad_norm > 0, f"--max_grad_norm {self.max_grad_norm} must be above 0.")
 
 
 @dataclass
@@ -112,7 +133,20 @@ class RunConfig(Config):
         require_at_least(self, 1, "save_steps")
         require_at_least(self, 2, "save_total_limit")
         require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
-        tracker_names(self.report_to)
+        _ = self.trackers
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers that are told. Raises :class:`UserError` for one that is unknown or not installed."""
+        names = [name for name in self.report_to if name != "none"]
+        for name in names:
+            known = name in ("wandb", "tensorboard")
+            require(known, f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
+        alone = not names or "none" not in self.report_to
+        require(alone, f"--report_to none and {' '.join(names)} contradict each other.")
+        if "tensorboard" in names and not any(map(find_spec, ("tensorboard", "tensorboardX"))):
+            raise UserError("--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'.")
+        return names
 
 
 M = TypeVar("M")

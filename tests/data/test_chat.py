@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrain.data.chat import FORMATS, conversation_of, recognise
-from llmtrain.data.conversations import ChatConfig
+from llmtrain.data.config import ChatConfig
 from llmtrain.data.template import BadRow
 from llmtrain.data.turns import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from llmtrain.data import rows as tokenizing
 from llmtrain.data.chat import conversation_of
-from llmtrain.data.config import DataConfig
-from llmtrain.data.conversations import Audit, ChatConfig, Conversations, _limit_of, _place_of, audit_of
+from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.conversations import Audit, Conversations, _limit_of, _place_of, audit_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import open_source

@@ -13,8 +13,8 @@ import pytest
 
 from llmtrain.contract import IGNORED
 from llmtrain.data import rows as tokenizing
-from llmtrain.data.config import DataConfig
-from llmtrain.data.pairs import PairAudit, PairConfig
+from llmtrain.data.config import DataConfig, PairConfig
+from llmtrain.data.pairs import PairAudit
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import Fields
 from llmtrain.data.table import TokenRows

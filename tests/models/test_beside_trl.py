@@ -18,8 +18,7 @@ from llmtrain.contract import Batch
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.table import Second, TokenRows, TokenStore
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.preference import PreferenceConfig
+from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.training.step import survey

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.experts import balancing, counted_positions
 from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import load_model

@@ -18,10 +18,11 @@ from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig, configuration_of
+from llmtrain.models.architecture import configuration_of
 from llmtrain.models.attention import NAME, Documents
+from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.lora import LoraConfig, add_lora
+from llmtrain.models.lora import add_lora
 from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.streaming import drawn

@@ -6,9 +6,10 @@ import torch
 from llmtrain.data.template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel, model_folder
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
 from tests.models.test_gpt import jolted

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.models.gpt import GPT, GPTConfig, KeyedDropout, keys_at
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
 from llmtrain.models.loss import count_targets, summed_nll
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model

@@ -13,9 +13,9 @@ from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
+from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.generation import Sampling, TextModel
-from llmtrain.models.lora import LoraConfig, write_merged
+from llmtrain.models.lora import write_merged
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Spread, fill

@@ -18,9 +18,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.table import Second, TokenRows, TokenStore
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
 from llmtrain.models.attention import NAME
-from llmtrain.models.preference import PreferenceConfig
+from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Spread

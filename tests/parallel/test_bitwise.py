@@ -6,7 +6,8 @@ from accelerate import Accelerator
 
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.parallel.bitwise import BitwiseGradients, TreeSum
 from llmtrain.training.layout import Layout
 from llmtrain.training.step import Accumulation, count_tokens

@@ -6,7 +6,8 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import asked_sharding
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.parallel.fsdp import sharding_settings
 from llmtrain.parallel.mesh import Sharding, block_classes
 

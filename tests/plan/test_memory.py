@@ -11,8 +11,8 @@ from torch import nn
 from llmtrain.data import tokenizer as tok
 from llmtrain.devices import DEVICES, bytes_per_second, device_called, peak_of
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig, ModelConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.fsdp import place
@@ -21,7 +21,7 @@ from llmtrain.plan import pipeline
 from llmtrain.plan.activations import MicroBatch, kept
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.subject import Subject, subject_of
-from llmtrain.training.optim import OptimConfig
+from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
@@ -160,7 +160,10 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
 def recipe(folder: Path, *lines: str) -> str:
     rows = "SimpleNamespace(positions=8)"
     head = ["from dataclasses import dataclass, field", "from types import SimpleNamespace", "import torch"]
-    head += ["from llmtrain.parallel.config import ParallelConfig", "from llmtrain.training.optim import OptimConfig"]
+    head += [
+        "from llmtrain.parallel.config import ParallelConfig",
+        "from llmtrain.training.settings import OptimConfig",
+    ]
     head += ["@dataclass", "class Settings:"]
     head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
     head += ["    parallel: ParallelConfig = field(default_factory=ParallelConfig)", "    model: object = None"]

@@ -12,7 +12,8 @@ from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
 from llmtrain.record.tensors import Share, read_tensors
-from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.settings import OptimConfig
 
 
 class Files:

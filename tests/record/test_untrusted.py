@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.models.untrusted import load_causal_lm
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint

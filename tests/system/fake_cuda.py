@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from llmtrain.contract import Window
 from llmtrain.models import attention
 from llmtrain.models.attention import NAME, Documents, register
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.models.loss import linear_nll, trained_positions
 from llmtrain.models.summed import summed
 from llmtrain.observe import replicas

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig, ModelConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.training import compiling

@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from llmtrain.data.loader import eval_loader
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.training.evaluate import evaluate
 
 

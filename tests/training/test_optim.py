@@ -11,11 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain.training.muon as muon_module
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
-from llmtrain.training.optim import OptimConfig, lr_at, make_optimizer
-from llmtrain.training.settings import LoopConfig
+from llmtrain.training.optim import lr_at, make_optimizer
+from llmtrain.training.settings import LoopConfig, OptimConfig
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")

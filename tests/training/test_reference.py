@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from llmtrain.contract import Built
-from llmtrain.data.config import DataConfig
-from llmtrain.data.pairs import PairConfig
+from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import ModelConfig
-from llmtrain.models.preference import PreferenceConfig
+from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.training.reference import with_reference

@@ -14,9 +14,9 @@ from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume, tracking
 from llmtrain.training import run as running
-from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import Run, open_run
-from llmtrain.training.settings import LoopConfig, RunConfig, Settings
+from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from tests.launching import read_json
 from tests.record.test_checkpoint import Files
 from tests.wandb_file import read_history

@@ -10,10 +10,12 @@ from torch import nn
 
 from llmtrain.contract import Due
 from llmtrain.errors import UserError
-from llmtrain.models.gpt import GPT, GPTConfig
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
 from llmtrain.models.loss import count_targets
 from llmtrain.training.loop import check_wrapping
-from llmtrain.training.optim import OptimConfig, make_optimizer
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import Accumulation, count_tokens, train_step
 
 VOCABULARY = 40
