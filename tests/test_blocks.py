@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, long_form, run, write_chats, write_text
+from tests.launching import BIN, ROOT, long_form, run, write_chats, write_pairs, write_text
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = {
@@ -20,6 +20,7 @@ SMALL_FINETUNE = {
     **{"block_size": "128", "tokenizer": "byte", "dataset": "chats.jsonl", "max_steps": "4", "report_to": "none"},
 }
 SMALL_BASE = {name: SMALL_FINETUNE[name] for name in ("block_size", "max_steps", "report_to")}
+SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report_to")}
 ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands there
     "pip install": ("system/test_install.py", '"--editable"'),
     "single_gpu.yaml": ("system/test_launch.py", '"single_gpu"'),
@@ -68,6 +69,8 @@ def made_small(command: str) -> str:
             del flags["global_batch_size"]
     elif "recipes/finetune.py" in command:
         flags = SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
+    elif "recipes/preference.py" in command:
+        flags = SMALL_PREFERENCE
     command = command.replace("FOLDER_OR_HUB_NAME", "runs/finetune/model")
     more = [f"--{name} {value}" for name, value in flags.items() if f"--{name} " not in command]
     return " ".join([command, *more])
@@ -118,6 +121,7 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         shutil.copy(tmp_path / "small.txt", tmp_path / name / "part" / "one.txt")
         shutil.copy(tmp_path / "small.txt", tmp_path / name / "one.txt")
     write_chats(tmp_path / "chats.jsonl")
+    write_pairs(tmp_path / "pairs.jsonl")
     (tmp_path / "my.yaml").write_text("n_layer: 1\nsave_steps: 4\n")
     environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline"}
     for command in [*made, *here]:

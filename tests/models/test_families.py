@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
 
 from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import configuration_of
+from llmtrain.models.architecture import configuration_of, fit_block_size
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
@@ -329,6 +329,21 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
     words.add_tokens([f"<{i}>" for i in range(40)])
     with pytest.raises(UserError, match=r"tokens and .* a vocabulary of 257; use the model's own tokenizer"):
         load(model_name_or_path=str(base), tokenizer=words)
+
+
+def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    GPT2Config(n_positions=32).save_pretrained(tmp_path)
+    for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
+        config = ModelConfig(model_name_or_path=str(tmp_path), block_size=size)
+        config.origins.update({"block_size": "the command line"} if asked else {})
+        fit_block_size(config)
+        assert config.block_size == expected
+    assert "--block_size 32" in capsys.readouterr().out
+    nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), block_size=64)
+    fit_block_size(nowhere)  # is refused when it is loaded
+    assert nowhere.block_size == 64
 
 
 @pytest.mark.parametrize(
