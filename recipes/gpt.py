@@ -28,7 +28,7 @@ def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
     import torch  # here: --help and what is wrong with a flag are said without it
 
     with torch.device("meta"):  # without memory: its weights come when it is placed
-        model = lt.GPT(s.model, rows.vocabulary)
+        model = lt.GPT.of(s.model, rows.vocabulary)
     return lt.Built(model, model.files(rows.tokenizer, rows.facts.dataset), model.first_weights(s.loop.seed))
 
 

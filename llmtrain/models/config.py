@@ -16,6 +16,9 @@ class GPTConfig(Config):
     _argument_group_name: ClassVar[str] = "model"
     acts: ClassVar[str] = "model"
 
+    architecture: Literal["gpt2", "nanochat"] = flag(
+        "gpt2", "the class of transformers that loads it: gpt2, to learn from, or nanochat, which learns faster"
+    )
     n_layer: int = flag(4, "transformer blocks")
     n_head: int = flag(4, "attention heads in a block; must divide n_embd")
     n_embd: int = flag(256, "width of the residual stream")

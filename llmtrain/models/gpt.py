@@ -104,7 +104,7 @@ class MLP(nn.Module):
         self.c_proj = Projection(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_proj(F.gelu(self.c_fc(x)))
         return x
 
 
@@ -125,30 +125,41 @@ class Block(nn.Module):
         return x
 
 
-class Transformer(nn.Module):
+class Stack(nn.Module):
+    """Blocks that are computed one after the other, or those of one stage of a pipeline."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.compute_again = config.gradient_checkpointing
+        self.held = range(config.n_layer)  # the blocks of this stage
+
+    def through(self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *others: Tensor) -> Tensor:
+        for index in self.held:
+            block, own = blocks[index], keys_at(keys, 2 * index + 1)
+            if self.compute_again and self.training:  # dropout has its keys
+                x = checkpoint(block, x, own, *others, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, own, *others)
+        return x
+
+
+class Transformer(Stack):
     """The embeddings, the blocks and the last norm."""
 
     def __init__(self, config: GPTConfig, vocab_size: int) -> None:
-        super().__init__()
+        super().__init__(config)
         self.wte = nn.Embedding(vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = KeyedDropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.compute_again = config.gradient_checkpointing
-        self.layers = range(config.n_layer)  # that are here
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # [B, T] -> [B, T, C]
-        if self.layers.start == 0:
+        if self.held.start == 0:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.drop(self.wte(x) + self.wpe(positions), keys)
-        for index in self.layers:
-            block, own = self.h[index], keys_at(keys, 2 * index + 1)
-            if self.compute_again and self.training:
-                x = checkpoint(block, x, own, use_reentrant=False, preserve_rng_state=False)  # dropout has its keys
-            else:
-                x = block(x, own)
-        if self.layers.stop == len(self.h):
+        x = self.through(self.h, x, keys)
+        if self.held.stop == len(self.h):
             x = self.ln_f(x)
         return x
 
@@ -163,20 +174,45 @@ class GPT(nn.Module):
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
+    ends: ClassVar[dict[str, tuple[int, ...]]] = {"wte": (0, -1), "wpe": (0,), "ln_f": (-1,)}  # stages that hold them
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
         """Draw the first weights from ``seed``, but on the meta device, where they are filled later."""
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        self.transformer = Transformer(config, vocab_size)
-        if not self.transformer.wte.weight.is_meta:
+        self._build(config, vocab_size)
+        if not self.head.is_meta:
             fill(dict(self.named_parameters()), self.first_weights(seed))
+
+    def _build(self, config: GPTConfig, vocab_size: int) -> None:
+        self.transformer = Transformer(config, vocab_size)
+
+    @property
+    def body(self) -> Stack:
+        """All but the head."""
+        return self.transformer
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix [V, C] that makes logits."""
+        return self.transformer.wte.weight
+
+    @property
+    def embedded(self) -> int:
+        """The number of weights that are looked up and not multiplied with."""
+        return self.transformer.wpe.weight.numel()
+
+    @classmethod
+    def of(cls, config: GPTConfig, vocab_size: int, seed: int = 0) -> "GPT":
+        """Return the GPT that ``config.architecture`` names."""
+        from llmtrain.models.nanochat import NanoChat
+
+        return {"gpt2": GPT, "nanochat": NanoChat}[config.architecture](config, vocab_size, seed)
 
     def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the first weights of every parameter, one at a time, drawn from ``seed`` alone.
 
-        They are normal with deviation 0.02, and 0.02 / sqrt(2 n_layer) for what is added to the residual stream
-        (Radford et al. 2019, section 2.3).
+        They are normal, with the deviation that :meth:`deviation_of` says.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -184,9 +220,16 @@ class GPT(nn.Module):
             if parameter.dim() < 2:
                 nn.init.constant_(drawn, 1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
             else:
-                scale = 1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0
-                nn.init.normal_(drawn, std=_INIT_STD * scale, generator=generator)
+                nn.init.normal_(drawn, std=self.deviation_of(name), generator=generator)
             yield name, drawn
+
+    def deviation_of(self, name: str) -> float:
+        """Return the deviation that a matrix is drawn with.
+
+        It is 0.02, and 0.02 / sqrt(2 n_layer) for what is added to the residual stream (Radford et al. 2019, section
+        2.3).
+        """
+        return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
@@ -195,12 +238,12 @@ class GPT(nn.Module):
         for the first, and come out, but for the last.
         """
         if labels is None:
-            return linear_logits(self.transformer(input_ids, dropout_keys), self.transformer.wte.weight)
-        layers = self.transformer.layers
-        hidden: Tensor = self.transformer(inputs_of(input_ids) if layers.start == 0 else input_ids, dropout_keys)
-        if layers.stop < self.config.n_layer:
+            return linear_logits(self.body(input_ids, dropout_keys), self.head)
+        held = self.body.held
+        hidden: Tensor = self.body(inputs_of(input_ids) if held.start == 0 else input_ids, dropout_keys)
+        if held.stop < self.config.n_layer:
             return hidden
-        return linear_nll(hidden, self.transformer.wte.weight, targets_of(labels))
+        return linear_nll(hidden, self.head, targets_of(labels))
 
     @property
     def columns(self) -> frozenset[str]:
@@ -214,17 +257,17 @@ class GPT(nn.Module):
 
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
         """Return the stages of a pipeline that hold a parameter."""
-        last = stages - 1
-        ends = {"wte": (0, last), "wpe": (0,), "ln_f": (last,)}
         _, module, *rest = name.split(".")
-        return ends[module] if module in ends else (int(rest[0]) * stages // self.config.n_layer,)
+        if module in self.ends:
+            return tuple(stage % stages for stage in self.ends[module])
+        return (int(rest[0]) * stages // self.config.n_layer,)
 
     def keep(self, stage: int, stages: int) -> None:
         """Compute one stage of a pipeline from now on. Raises :class:`UserError` where a stage has no layer."""
         if stages > self.config.n_layer:
             raise UserError(f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer).")
         held = [n for n in range(self.config.n_layer) if n * stages // self.config.n_layer == stage]
-        self.transformer.layers = range(held[0], held[-1] + 1)
+        self.body.held = range(held[0], held[-1] + 1)
 
     def flops_per_token(self) -> int:
         """Return the operations of forward and backward, matrix products alone.
@@ -232,7 +275,7 @@ class GPT(nn.Module):
         They are 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
         """
         c = self.config
-        weights = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        weights = sum(p.numel() for p in self.parameters()) - self.embedded
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
@@ -245,6 +288,6 @@ class GPT(nn.Module):
         sizes = {"n_positions": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head}
         drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
         ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        kind: Facts = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
+        kind: Facts = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu"}
         kind |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": _INIT_STD}
         return {**kind, "dtype": "float32", "vocab_size": self.vocab_size, **sizes, **drops, **ends}

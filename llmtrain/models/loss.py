@@ -209,7 +209,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: b
     ``fused`` subtracts the targets in an operation that a compiler merges with the others.
     """
     wide, last = torch.promote_types(logits.dtype, torch.float32), logits.shape[1] - 1
-    capped = logits if cap is None else cap * torch.tanh(logits.to(wide) / cap)
+    capped = logits if cap is None else (logits.to(wide) / cap).tanh_().mul_(cap)
     log_p = torch.log_softmax(capped, 1, dtype=wide)
     columns, shares = targets.clamp(0, last), _shares(targets, last + 1).to(wide)
     nll = -(log_p.gather(1, columns) * shares)[:, 0]
@@ -219,7 +219,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: b
         else:
             grad = log_p.exp_().scatter_add_(1, columns, torch.full_like(targets, -1, dtype=wide))
         if cap is not None:
-            grad.mul_(1 - (capped / cap).square())
+            grad.mul_(capped.div_(cap).square_().neg_().add_(1))
         logits.copy_(grad.mul_(shares))
     return nll
 

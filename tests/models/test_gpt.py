@@ -1,18 +1,27 @@
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
 from llmtrain.models.loss import count_targets, summed_nll
+from llmtrain.models.nanochat import relu_squared
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
+STOCK = {"gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM"}
+both = pytest.mark.parametrize("architecture", STOCK)
+
+
+def small(architecture: str, vocab_size: int, seed: int = 0, **changes: object) -> GPT:
+    return GPT.of(dataclasses.replace(CONFIG, architecture=architecture, **changes), vocab_size, seed)
 
 
 def tokenizer():
@@ -28,34 +37,64 @@ def jolted(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def test_an_exported_gpt_computes_what_the_stock_gpt2_computes(tmp_path: Path) -> None:
+@both
+def test_an_exported_gpt_computes_what_the_stock_class_computes(architecture: str, tmp_path: Path) -> None:
     words = tokenizer()
-    ours = jolted(GPT(CONFIG, vocab_size=len(words), seed=1))
+    ours = jolted(small(architecture, len(words), seed=1))
     write_model(tmp_path, ours.files(words, "text"), Spread(ours.state_dict()))
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(theirs) is GPT2LMHeadModel
+    assert type(theirs).__name__ == STOCK[architecture]
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (ours(ids) - theirs.eval()(ids).logits).abs().max() < 1e-5
+        logits = ours(ids)
+        assert (logits - theirs.eval()(ids).logits).abs().max() < 1e-5
+        follows = theirs.generate(ids[:1, :8], max_new_tokens=12, do_sample=False, use_cache=True, eos_token_id=None)
+        for length in range(8, 20):  # each of our passes is over the whole text
+            assert int(ours(follows[:, :length])[0, -1].argmax()) == int(follows[0, length])
 
 
-def test_the_loss_is_hugging_faces_loss(tmp_path: Path) -> None:
+@both
+def test_the_loss_and_its_gradients_are_hugging_faces(architecture: str) -> None:
     words = tokenizer()
-    ours = jolted(GPT(CONFIG, vocab_size=len(words))).double().requires_grad_(False)
-    theirs = GPT2LMHeadModel(GPT2Config(**ours.hf_config())).double().eval().requires_grad_(False)
-    theirs.load_state_dict({**ours.state_dict(), "lm_head.weight": ours.transformer.wte.weight})
+    ours = jolted(small(architecture, len(words))).double()
+    config = AutoConfig.for_model(architecture, **{k: v for k, v in ours.hf_config().items() if k != "model_type"})
+    theirs = AutoModelForCausalLM.from_config(config).double().eval()
+    theirs.load_state_dict({"lm_head.weight": ours.head, **ours.state_dict()})
     ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
     mean = ours(ids, labels) / count_targets(labels)
-    assert float(mean) == pytest.approx(float(theirs(ids, labels=labels).loss), rel=1e-6)  # theirs is float32
-    shifted_twice = ours(ids, torch.roll(labels, -1, 1)) / count_targets(labels)
-    assert abs(shifted_twice - mean) > 1e-3
+    expected = theirs(ids, labels=labels).loss
+    assert mean.item() == pytest.approx(expected.item(), rel=1e-6)  # theirs is float32
+    assert abs(ours(ids, torch.roll(labels, -1, 1)) / count_targets(labels) - mean) > 1e-3
+    mean.backward()
+    expected.backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_stock_nanochat_trains_every_row_of_its_embedding() -> None:
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("nanochat", 30).hf_config()))
+    ids = torch.arange(30).repeat(2)[None]
+    theirs(ids, labels=ids).loss.backward()
+    assert (theirs.get_input_embeddings().weight.grad.abs().sum(1) > 0).all()  # a padding token's would be 0
+
+
+def test_relu_squared_has_its_gradient() -> None:
+    x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.testing.assert_close(relu_squared(x), x.relu().square())
+    assert torch.autograd.gradcheck(relu_squared, x)
+
+
+def test_an_odd_head_cannot_be_rotated() -> None:
+    with pytest.raises(UserError, match="must be even"):
+        small("nanochat", 30, n_head=4, n_embd=12)
 
 
 def test_weights_of_a_gpt2_checkpoint_fit() -> None:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=12, vocab_size=50, resid_pdrop=0.0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 12, "vocab_size": 50}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, activation_function="gelu")
     theirs = jolted(GPT2LMHeadModel(config))
     ours = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12), vocab_size=50).eval()
     missing, unknown = ours.load_state_dict(theirs.state_dict(), strict=False)
@@ -65,14 +104,15 @@ def test_weights_of_a_gpt2_checkpoint_fit() -> None:
         assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+@both
+def test_weights_depend_on_the_seed_alone(architecture: str) -> None:
     torch.manual_seed(1)
-    first = GPT(CONFIG, 50, seed=3).state_dict()
+    first = small(architecture, 50, seed=3).state_dict()
     torch.manual_seed(2)
-    second = GPT(CONFIG, 50, seed=3).state_dict()
-    other = GPT(CONFIG, 50, seed=4).state_dict()
+    second = small(architecture, 50, seed=3).state_dict()
+    other = small(architecture, 50, seed=4).head
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
+    assert not any(torch.equal(other, tensor) for tensor in first.values())
 
 
 def test_what_is_added_to_the_residual_stream_is_scaled_down() -> None:
@@ -85,14 +125,16 @@ def test_what_is_added_to_the_residual_stream_is_scaled_down() -> None:
     assert float(block.ln_1.weight.min()) == 1
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+@both
+def test_the_first_loss_is_that_of_a_uniform_guess(architecture: str) -> None:
     ids = torch.randint(500, (4, 24), generator=torch.Generator().manual_seed(0))
-    model = GPT(CONFIG, 500).requires_grad_(False)
+    model = small(architecture, 500).requires_grad_(False)
     assert float(model(ids, ids)) / (4 * 23) == pytest.approx(math.log(500), rel=0.02)
 
 
-def test_dropout_drops_a_row_alike_in_any_batch() -> None:
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, dropout=0.3), 30).train()
+@both
+def test_dropout_drops_a_row_alike_in_any_batch(architecture: str) -> None:
+    model = jolted(small(architecture, 30, dropout=0.3)).train()
     ids = torch.randint(30, (6, 9), generator=torch.Generator().manual_seed(0))
     keys = torch.tensor([11, 2**62 + 5, 13, 14, 2**40, 16])
     whole = torch.stack([model(ids[i : i + 1], ids[i : i + 1], keys[i : i + 1]) for i in range(6)])
@@ -101,6 +143,16 @@ def test_dropout_drops_a_row_alike_in_any_batch() -> None:
     torch.testing.assert_close(halves, whole.sum())
     assert not torch.allclose(model(ids, ids, keys + 1), whole.sum())
     assert not torch.allclose(model(ids, ids), whole.sum())
+
+
+@both
+def test_each_site_of_dropout_has_keys_of_its_own(architecture: str) -> None:
+    model, seen = small(architecture, 30, dropout=0.3).train(), []
+    for module in model.modules():
+        if isinstance(module, KeyedDropout):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
+    model(torch.arange(9)[None], torch.arange(9)[None], torch.tensor([5]))
+    assert len({tuple(keys) for keys in seen}) == 2 * CONFIG.n_layer + 1
 
 
 def test_dropout_keeps_its_share_and_its_mean_and_draws_anew_in_every_place() -> None:
@@ -142,29 +194,29 @@ def test_targets_are_counted_after_the_shift() -> None:
     assert int(count_targets(labels)) == 4
 
 
-def test_flops_count_every_matrix_but_the_positions() -> None:
-    model = GPT(CONFIG, 100)
-    weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n)
+@both
+def test_flops_count_every_matrix_but_what_is_looked_up(architecture: str) -> None:
+    model = small(architecture, 100)
+    weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n and "embed_tokens" not in n)
     assert model.flops_per_token() == 6 * weights + 12 * 3 * 32 * 24
 
 
-def test_activations_computed_again_give_the_same_gradients_and_dropout() -> None:
+@both
+def test_activations_computed_again_give_the_same_gradients_and_dropout(architecture: str) -> None:
     ids, keys = torch.randint(50, (3, 9)), torch.tensor([5, 6, 7])
     gradients = []
     for again in (False, True):
-        model = GPT(
-            GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, dropout=0.2, gradient_checkpointing=again), 50
-        )
+        model = jolted(small(architecture, 50, dropout=0.2, gradient_checkpointing=again)).train()
         model(ids, ids, keys).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_a_model_built_without_memory_is_given_the_same_first_weights() -> None:
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8)
+@both
+def test_a_model_built_without_memory_is_given_the_same_first_weights(architecture: str) -> None:
     with torch.device("meta"):
-        empty = GPT(config, 50, seed=4)
+        empty = small(architecture, 50, seed=4)
     assert all(parameter.is_meta for parameter in empty.parameters())
-    drawn, real = dict(empty.first_weights(4)), dict(GPT(config, 50, seed=4).named_parameters())
+    drawn, real = dict(empty.first_weights(4)), dict(small(architecture, 50, seed=4).named_parameters())
     assert drawn.keys() == real.keys()
     assert all(torch.equal(drawn[name], real[name]) for name in real)

@@ -31,7 +31,14 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.ddp import GradientSyncs
 from llmtrain.parallel.fsdp import held_bytes, parameter_groups, place
-from llmtrain.parallel.mesh import Spread, data_parallel_rank, data_parallel_size, gather_rows, of_all_stages
+from llmtrain.parallel.mesh import (
+    HasEmbeddings,
+    Spread,
+    data_parallel_rank,
+    data_parallel_size,
+    gather_rows,
+    of_all_stages,
+)
 from llmtrain.parallel.pipeline import Pipeline
 from llmtrain.record.checkpoint import write_model
 from llmtrain.record.team import Team
@@ -60,10 +67,12 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
 
 def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
     kind, _, rest = case.partition("-")
-    if kind == "gpt":
-        config = GPTConfig(n_layer=2, n_head=2, n_embd=66, block_size=LENGTH)  # 66 rows do not divide by four
+    if kind in ("gpt", "nanochat"):
+        size = 66 if kind == "gpt" else 64  # 66 rows do not divide by four; of the others' heads half is a number
+        architecture: Any = "gpt2" if kind == "gpt" else kind
+        config = GPTConfig(n_layer=2, n_head=2, n_embd=size, block_size=LENGTH, architecture=architecture)
         with torch.device("meta"):
-            gpt = GPT(config, 300)
+            gpt = GPT.of(config, 300)
         return place(accelerator, Built(gpt, gpt.files(words(), "nothing"), gpt.first_weights(3)))
     rank = 1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0  # of one row some hold nothing
     lora = LoraConfig(lora_r=rank, use_dora="dora" in rest)
@@ -86,7 +95,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     plain: Any = model
     # where most gradients begin as nothing, and signs as noise; and where rounding grows: of phi3, in ten updates, to
     # 1e-4 of the norm between one and four micro-batches of one process
-    gently = case.startswith(("base", "tied", "gpt2base", "phi3"))
+    gently = case.startswith(("base", "tied", "gpt2base", "nanochat", "phi3"))
     optim = OptimConfig(learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw")
     optimizer = make_optimizer(accelerator, model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -121,7 +130,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         write_model(folder / case.replace("/", "-"), files, tensors, Team.of_all(sees_folder=True))
     elif accelerator.is_main_process:
         write_model(folder / case.replace("/", "-"), files, Spread(files.exported(plain)))
-    if hasattr(plain, "get_output_embeddings"):
+    if isinstance(plain, HasEmbeddings):
         ends = plain.get_output_embeddings(), plain.get_input_embeddings()
         found["tied"] = bool({*ends[0].parameters()} & {*ends[1].parameters()})
     accelerator.free_memory()

@@ -90,9 +90,10 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
     chats.write_text(pairs.read_text().replace('"chosen"', '"completion"').replace(', "rejected": ', ', "not": '))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(re.findall(r'"[a-e]+"', pairs.read_text())) * 3)
+    shape = ["--architecture", "nanochat", "--n_layer", "2", "--n_head", "2", "--n_embd", "64"]
     steps = {GPT: 20, FINETUNE: 40, PREFERENCE: 40}
     more = {
-        GPT: ["--dataset", str(text), "--tokenizer", "byte", "--n_layer", "2", "--n_head", "2", "--n_embd", "64"],
+        GPT: ["--dataset", str(text), "--tokenizer", "byte", *shape],
         FINETUNE: ["--dataset", str(chats), "--chat_template", "chatml", "--learning_rate", "3e-3"],
         PREFERENCE: ["--dataset", str(pairs), "--learning_rate", "3e-3", "--eval_fraction", "0.2", "--beta", "0.3"],
     }

@@ -25,10 +25,14 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-@pytest.mark.parametrize("others", ["2", pytest.param("2,4,8", marks=long_form)])
-def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, text_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("others", "architecture"),
+    [("2", "nanochat"), *(pytest.param("2,4,8", which, marks=long_form) for which in ("gpt2", "nanochat"))],
+)
+def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, architecture: str, text_file: Path) -> None:
     flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    ended = run([*VERIFY, "--layouts", others, "--steps", "3", "--json", GPT, *flags], timeout=600).assert_ok()
+    command = [*VERIFY, "--layouts", others, "--steps", "3", "--json", GPT, *flags, "--architecture", architecture]
+    ended = run(command, timeout=600).assert_ok()
     found = json.loads(ended.out)
     assert (found["same"], found["failures"]) == (True, [])
     assert [other["layout"] for other in found["others"]][-1] == f"{others[-1]} processes"
@@ -72,6 +76,13 @@ def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_
     ended = run([*resume, "4", "tests/system/planted.py", *wide], env={"PLANTED": "buckets that are not settled"})
     assert ended.status == 1
     assert "killed, resumed: other bits of weights or optimizer" in ended.out
+
+
+@long_form
+@pytest.mark.parametrize("layout", ["1", "2"])
+def test_a_killed_nanochat_goes_on_in_the_same_bits(layout: str, text_file: Path) -> None:
+    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", layout, GPT, *TINY, "--architecture", "nanochat"]
+    assert "passed: the same run" in run([*command, "--dataset", str(text_file)]).assert_ok().out
 
 
 @long_form
