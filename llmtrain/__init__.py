@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.data.rows import Tokenized as Tokenized
     from llmtrain.data.rows import tokenize as tokenize
     from llmtrain.launching.process import launch as launch
-    from llmtrain.models.architecture import fit_block_size as fit_block_size
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
     from llmtrain.models.config import ModelConfig as ModelConfig

@@ -22,7 +22,7 @@ DEFAULTS = lt.Settings(
 
 
 def tokenized(s: Settings) -> lt.Tokenized:
-    lt.fit_block_size(s.model)
+    s.model.fit_block_size()
     s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
     return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code)
 

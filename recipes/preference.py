@@ -25,7 +25,7 @@ DEFAULTS = lt.Settings(
 def tokenized(s: Settings) -> lt.Tokenized:
     if not s.model.model_name_or_path and not s.model.from_config:
         s.model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")
-    lt.fit_block_size(s.model)
+    s.model.fit_block_size()
     s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
     alone = s.preference is not None and s.preference.alone
     return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code, judged_alone=alone)

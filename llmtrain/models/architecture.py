@@ -29,24 +29,6 @@ _SMALL = {
 }
 
 
-def positions_of(settings: "PreTrainedConfig", otherwise: int) -> int:
-    """Return the longest row that a model was made for."""
-    return getattr(settings.get_text_config(), "max_position_embeddings", None) or otherwise
-
-
-def fit_block_size(config: ModelConfig) -> None:
-    """Lower a block size that nobody has set to the positions that the named model has, and say so."""
-    from transformers import AutoConfig
-
-    name, size, trust = config.model_name_or_path, config.block_size, config.trust_remote_code
-    if name is None or config.given("block_size"):
-        return
-    with contextlib.suppress(Exception):  # what is wrong with the model is said where it is loaded
-        size = min(size, positions_of(AutoConfig.from_pretrained(name, trust_remote_code=trust), size))
-    if size < config.block_size:
-        config.default("block_size", size, "what this model has positions for")
-
-
 def build_model(
     config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool, scores: bool = False
 ) -> "PreTrainedModel":

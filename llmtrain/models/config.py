@@ -1,5 +1,6 @@
 """The settings of models: those of this package's GPT and of Hugging Face's, of LoRA, and of preferences."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,19 @@ class ModelConfig(Config):
             raise UserError(f"--freeze '{self.freeze}' is no regular expression: {error}.") from None
         overrides = self.config_overrides and self.model_name_or_path
         require(not overrides, "--config_overrides is for --from_config: the weights of a model fit its own sizes.")
+
+    def fit_block_size(self) -> None:
+        """Lower a block size that nobody has set to the positions of the model to load, and say so."""
+        from transformers import AutoConfig
+
+        name, positions = self.model_name_or_path, None
+        if name is None or self.given("block_size"):
+            return
+        with contextlib.suppress(Exception):  # what is wrong with the model is said where it is loaded
+            found = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            positions = getattr(found.get_text_config(), "max_position_embeddings", None)
+        if positions and positions < self.block_size:
+            self.default("block_size", positions, "what this model has positions for")
 
 
 @dataclass

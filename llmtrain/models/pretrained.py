@@ -13,7 +13,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts, Weights
 from llmtrain.errors import UserError, require
-from llmtrain.models.architecture import build_model, positions_of
+from llmtrain.models.architecture import build_model
 from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
@@ -76,7 +76,7 @@ def load_model(
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
     model = build_model(config, rows.tokenizer, dtype, lora is not None, scores)
     settings = model.config.get_text_config()
-    positions = positions_of(settings, config.block_size)
+    positions = getattr(settings, "max_position_embeddings", None) or config.block_size
     if positions < config.block_size:
         raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
     _weigh_balance(settings, config.router_aux_loss_coef, preference is not None)

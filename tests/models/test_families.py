@@ -18,7 +18,7 @@ from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import configuration_of, fit_block_size
+from llmtrain.models.architecture import configuration_of
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
@@ -338,11 +338,11 @@ def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
     for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
         config = ModelConfig(model_name_or_path=str(tmp_path), block_size=size)
         config.origins.update({"block_size": "the command line"} if asked else {})
-        fit_block_size(config)
+        config.fit_block_size()
         assert config.block_size == expected
     assert "--block_size 32" in capsys.readouterr().out
     nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), block_size=64)
-    fit_block_size(nowhere)  # is refused when it is loaded
+    nowhere.fit_block_size()  # is refused when it is loaded
     assert nowhere.block_size == 64
 
 
