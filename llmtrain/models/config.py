@@ -17,15 +17,15 @@ class GPTConfig(Config):
     _argument_group_name: ClassVar[str] = "model"
     acts: ClassVar[str] = "model"
 
-    architecture: Literal["gpt2", "nanochat"] = flag(
-        "gpt2", "the class of transformers that loads it: gpt2, to learn from, or nanochat, which learns faster"
-    )
     n_layer: int = flag(4, "transformer blocks")
     n_head: int = flag(4, "attention heads in a block; must divide n_embd")
     n_embd: int = flag(256, "width of the residual stream")
     block_size: int = flag(128, "tokens that the model can look at", acts="model data")
     dropout: float = flag(0.0, "share of activations dropped after the embedding and in each branch", acts="pass")
     gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
+    architecture: Literal["gpt2", "nanochat"] = flag(
+        "gpt2", "the class of transformers that loads it: gpt2, to learn from, or nanochat, which learns faster"
+    )
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
