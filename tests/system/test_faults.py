@@ -248,7 +248,7 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_
         "if __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
-    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), str(late), *TINY, "--max_steps", "300", "--save_steps"]
+    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), str(late), *TINY, "--max_steps", "120", "--save_steps"]
     command += ["5"]
     process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
@@ -260,7 +260,7 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_
     first, second = read_json(folder / "run.json")["starts"]
     assert first["step"] == 0 < second["step"]
     assert (first["restart"], second["restart"]) == (0, 1)
-    assert sorted(series(folder, "train/loss")) == list(range(1, 301))
+    assert sorted(series(folder, "train/loss")) == list(range(1, 121))
 
 
 POISONED = """

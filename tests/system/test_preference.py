@@ -40,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("kto", "1x1x8,2x2x2,4x1x2", [], marks=long_form),
         pytest.param("reward", "1x1x8,4x1x2", [], marks=long_form),
         pytest.param("sigmoid", "1x8x1,2x4x1,4x2x1", ["--bitwise"], marks=long_form),
-        ("kto", "1x8x1,2x4x1", ["--bitwise"]),
+        pytest.param("kto", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
     ],
 )
 def test_ragged_pairs_make_the_same_run_on_any_layout(loss: str, layouts: str, bits: list[str], pairs: Path) -> None:

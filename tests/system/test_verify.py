@@ -110,7 +110,9 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
             "a sync in every micro-batch", "2 processes: gradients are reduced 2 times an update", marks=long_form
         ),
         pytest.param("a scheduler stepped per rank", "2 processes: learning rate differs by", marks=long_form),
-        ("unshifted token counts", "264 tokens are counted up to step 1; its rows hold 256"),
+        pytest.param(
+            "unshifted token counts", "264 tokens are counted up to step 1; its rows hold 256", marks=long_form
+        ),
         pytest.param("a rank reading another's rows", "2 processes: other rows from step 2 on", marks=long_form),
         pytest.param(
             "one weight perturbed on rank 1",
