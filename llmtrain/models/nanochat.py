@@ -47,11 +47,9 @@ def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (first, second), (left, right) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=sign)
-    torch.mul(second, cos, out=right).addcmul_(first, sin, value=-sign)
-    return y
+    first, second = x.chunk(2, dim=-1)
+    left = (first * cos).addcmul_(second, sin, value=sign)
+    return torch.cat([left, (second * cos).addcmul_(first, sin, value=-sign)], dim=-1)
 
 
 class _Normed(torch.autograd.Function):

@@ -220,3 +220,14 @@ def test_a_model_built_without_memory_is_given_the_same_first_weights(architectu
     drawn, real = dict(empty.first_weights(4)), dict(small(architecture, 50, seed=4).named_parameters())
     assert drawn.keys() == real.keys()
     assert all(torch.equal(drawn[name], real[name]) for name in real)
+
+
+@both
+def test_a_block_is_one_graph_for_a_compiler(architecture: str) -> None:
+    model, ids = jolted(small(architecture, 50, n_layer=1)).train(), torch.randint(50, (3, 9))
+    expected = model(ids, ids).detach()
+    (blocks,) = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    blocks[0].compile(fullgraph=True, backend="eager")
+    compiled = model(ids, ids)
+    compiled.backward()
+    torch.testing.assert_close(compiled.detach(), expected)
