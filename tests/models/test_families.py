@@ -30,6 +30,7 @@ from llmtrain.models.summed import _logits, leaks
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.checkpoint import write_model
+from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
 from tests.models.some_rows import SomeRows
 
@@ -332,7 +333,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
 
 
 def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
     for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
@@ -344,6 +345,11 @@ def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
     nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), block_size=64)
     nowhere.fit_block_size()  # is refused when it is loaded
     assert nowhere.block_size == 64
+    monkeypatch.setattr("llmtrain.tokenize", lambda data, block_size, *_, **__: block_size)
+    for recipe in (finetune, preference):
+        settings = copy.deepcopy(recipe.DEFAULTS)
+        settings.model.model_name_or_path = str(tmp_path)
+        assert recipe.tokenized(settings) == 32
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The learning rate is a function of the step; weight decay is for matrices."""
 
+import re
 from dataclasses import asdict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -122,14 +123,15 @@ def test_the_optimizer_has_the_configured_moments():
     assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
 
 
-def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30)
+@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architecture: str) -> None:
+    model = GPT.of(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30)
     optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
     muon, *adamw = (
         {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
         for group in optimizer.param_groups
     )
-    assert muon == {name for name, p in model.named_parameters() if ".h." in name and p.dim() == 2}
+    assert muon == {name for name, p in model.named_parameters() if re.search(r"\.\d\.", name) and p.dim() == 2}
     assert set().union(*adamw) == {name for name, _ in model.named_parameters()} - muon
     ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
     losses = []
