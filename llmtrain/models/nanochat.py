@@ -24,18 +24,13 @@ _EPS, _THETA = 1e-6, 10_000.0
 _INIT_STD, _HEAD_STD = 0.02, 0.001
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """Return x divided by the root of the mean of its squares over the last dimension, taken in float32 or wider."""
-    y: Tensor = _Normed.apply(x, None, None)  # type: ignore[no-untyped-call]
-    return y
+def rms_norm(x: Tensor, *angles: Tensor) -> Tensor:
+    """Return x divided by the root of the mean of its squares over the last dimension, taken in float32 or wider.
 
-
-def rotated_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return :func:`rms_norm` of heads [B, H, T, D], each of whose pairs of dimensions (i, i + D / 2) is rotated.
-
-    ``cos`` and ``sin`` [T, D / 2] are of :func:`rotation`. The sign is the published model's.
+    With the ``angles`` of :func:`rotation` each pair of dimensions (i, i + D / 2) of heads x [B, H, T, D] is rotated
+    before, with the published model's sign.
     """
-    y: Tensor = _Normed.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    y: Tensor = _Normed.apply(x, *angles)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -46,7 +41,7 @@ def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, T
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotate(x: Tensor, sign: int, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     left = (first * cos).addcmul_(second, sin, value=sign)
     return torch.cat([left, (second * cos).addcmul_(first, sin, value=-sign)], dim=-1)
@@ -56,26 +51,26 @@ class _Normed(torch.autograd.Function):
     """RMSNorm of what may be rotated before. By itself autograd would keep, and pass over, four more tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *angles: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if cos is not None and sin is not None:
-            wide = _rotate(wide, cos, sin, 1)
+        if angles:
+            wide = _rotate(wide, 1, *angles)
         mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
         scale = (mean + _EPS).rsqrt()
         y: Tensor = wide * scale
-        ctx.save_for_backward(y, scale, cos, sin)
+        ctx.save_for_backward(y, scale, *angles)
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
-        y, scale, cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        y, scale, *angles = ctx.saved_tensors
         wide = incoming.to(y.dtype)
         along = (wide * y).mean(dim=-1, keepdim=True)
         wide = torch.addcmul(wide, y, along, value=-1).mul_(scale)
-        if cos is not None:
-            wide = _rotate(wide, cos, sin, -1)
-        return wide.to(incoming.dtype), None, None
+        if angles:
+            wide = _rotate(wide, -1, *angles)
+        return wide.to(incoming.dtype), *(None for _ in angles)
 
 
 class _ReluSquared(torch.autograd.Function):
@@ -102,7 +97,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with several heads, whose queries and keys have length one before they are scaled."""
+    """Causal self-attention with several heads, whose queries and keys are rotated and normalised."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -113,7 +108,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, C]
         projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in projected)  # [B, H, T, D]
-        y = causal_attention(rotated_norm(q, cos, sin), rotated_norm(k, cos, sin), v)
+        y = causal_attention(rms_norm(q, cos, sin), rms_norm(k, cos, sin), v)
         x = self.o_proj(y.transpose(1, 2).flatten(2))
         return x
 
@@ -166,7 +161,7 @@ class Model(Stack):
 class NanoChat(GPT):
     """Embedding, ``n_layer`` layers, and a head of its own.
 
-    Published models of the kind cap their logits, which costs a tenth of a small step; on short runs it gained nothing.
+    Published models of the kind cap their logits. That took a tenth of a small forward pass, and gained nothing.
     """
 
     tp_plan: ClassVar[dict[str, str]] = {
