@@ -23,8 +23,8 @@ class GPTConfig(Config):
     block_size: int = flag(128, "tokens that the model can look at", acts="model data")
     dropout: float = flag(0.0, "share of activations dropped after the embedding and in each branch", acts="pass")
     gradient_checkpointing: bool = flag(False, "keep no activations: compute them again in backward", acts="layout")
-    architecture: Literal["gpt2", "nanochat"] = flag(
-        "gpt2", "the class of transformers that loads it: gpt2, to learn from, or nanochat, which learns faster"
+    architecture: Literal["gpt2", "lfm2"] = flag(
+        "gpt2", "the class of transformers that loads it: gpt2, to learn from, or lfm2, which learns faster"
     )
 
     def __post_init__(self) -> None:

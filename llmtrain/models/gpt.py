@@ -202,12 +202,17 @@ class GPT(nn.Module):
         """The number of weights that are looked up and not multiplied with."""
         return self.transformer.wpe.weight.numel()
 
+    @property
+    def attending(self) -> int:
+        """The number of layers with attention."""
+        return self.config.n_layer
+
     @classmethod
     def of(cls, config: GPTConfig, vocab_size: int, seed: int = 0) -> "GPT":
         """Return the GPT that ``config.architecture`` names."""
-        from llmtrain.models.nanochat import NanoChat
+        from llmtrain.models.lfm2 import LFM2
 
-        return {"gpt2": GPT, "nanochat": NanoChat}[config.architecture](config, vocab_size, seed)
+        return {"gpt2": GPT, "lfm2": LFM2}[config.architecture](config, vocab_size, seed)
 
     def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the first weights of every parameter, one at a time, drawn from ``seed`` alone.
@@ -218,7 +223,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
             if parameter.dim() < 2:
-                nn.init.constant_(drawn, 1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
+                nn.init.constant_(drawn, 1.0 if name.endswith("weight") else 0.0)  # of norms; the others are biases
             else:
                 nn.init.normal_(drawn, std=self.deviation_of(name), generator=generator)
             yield name, drawn
@@ -230,6 +235,10 @@ class GPT(nn.Module):
         2.3).
         """
         return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
+
+    def rate_of(self, name: str) -> float:
+        """Return what the learning rate of a parameter is multiplied with, where AdamW updates it."""
+        return 1.0
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
@@ -272,11 +281,11 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Return the operations of forward and backward, matrix products alone.
 
-        They are 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+        They are 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), of L layers with attention.
         """
         c = self.config
         weights = sum(p.numel() for p in self.parameters()) - self.embedded
-        return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
+        return 6 * weights + 12 * self.attending * c.n_embd * c.block_size
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
         """Return the files of a folder that transformers loads as its stock ``gpt2`` model."""

@@ -28,7 +28,7 @@ from llmtrain.shipped import shipped_config
 class Style(NamedTuple):
     """How a module's parameters are sharded, and what becomes of its input and its output."""
 
-    along: Literal["output", "input", "vocabulary"] | None  # the vocabulary is the first dimension of an embedding
+    along: Literal["output", "input", "first"] | None  # the first dimension: of an embedding, the vocabulary
     pieces: int = 1  # one beside the other in the output, each of which is sharded
     scatters: bool = False  # an input that all ranks have
     gathers: bool = False  # the output
@@ -36,7 +36,7 @@ class Style(NamedTuple):
     @property
     def reduces(self) -> bool:
         """Tell whether each rank has a summand of the output."""
-        return self.along in ("input", "vocabulary")
+        return self.along in ("input", "first")
 
 
 STYLES = {
@@ -45,7 +45,7 @@ STYLES = {
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style("output", gathers=True)),
     "rowwise": Style("input"),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style("input", scatters=True)),
-    **dict.fromkeys(("embedding_rowwise", "head"), Style("vocabulary")),  # the head computes with its shard by itself
+    **dict.fromkeys(("embedding_rowwise", "by_itself"), Style("first")),  # the second computes with its shard by itself
     "replicated_with_grad_allreduce": Style(None),
 }
 
@@ -74,14 +74,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if full not in shared:
                 columns = full.shape[dimension]
-                if columns % (size * style.pieces) and style.along != "vocabulary" and not style.gathers:
+                if columns % (size * style.pieces) and style.along != "first" and not style.gathers:
                     raise UserError(f"{kind}: the {columns} columns of {name} do not divide among {size} processes.")
                 strided = _StridedShard(dimension, split_factor=style.pieces)
                 placement = strided if style.pieces > 1 else Shard(dimension)
                 shard = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=None)
                 shared[full] = nn.Parameter(shard, full.requires_grad)
             module.register_parameter(key, shared[full])
-        if said != "head":
+        if said != "by_itself":
             _compute_with_shards(module, style, mesh)
 
 
@@ -89,7 +89,7 @@ def _plan_of(model: nn.Module) -> Mapping[str, str]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     if plan and isinstance(model, HasEmbeddings):  # of transformers, some of which leave the ends out
         head = model.get_output_embeddings()
-        own = "head" if hasattr(head, "own_class") else "colwise_gather_output"
+        own = "by_itself" if hasattr(head, "own_class") else "colwise_gather_output"
         names = {module: name for name, module in model.named_modules()}
         plan[names[model.get_input_embeddings()]] = "embedding_rowwise"
         plan |= {names[head]: own} if head is not None else {}
@@ -109,14 +109,14 @@ def _dimension(module: nn.Module, key: str, style: Style) -> int | None:
     """Return the dimension that a parameter is sharded along: nn.Linear's weight is [out, in], others' [in, out]."""
     if style.along is None or (style.along == "input" and key == "bias"):
         return None
-    if style.along == "vocabulary" or key == "bias":
+    if style.along == "first" or key == "bias":
         return 0
     return int(isinstance(module, nn.Linear) != (style.along == "output"))
 
 
 def _compute_with_shards(module: nn.Module, style: Style, mesh: DeviceMesh) -> None:
     compute = module.forward
-    if style.along == "vocabulary" and isinstance(module, nn.Embedding):
+    if style.along == "first" and isinstance(module, nn.Embedding):
         compute = _look_up(module, mesh)
     dimension = _dimension(module, "weight", style)
     size = 0 if dimension is None else module.get_parameter("weight").shape[dimension]

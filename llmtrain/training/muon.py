@@ -46,7 +46,8 @@ class Muon(torch.optim.Optimizer):
         under_way: list[Callable[[], None]] = []
         for group in self.param_groups:
             for matrices in batches_of([p for p in group["params"] if p.grad is not None]):
-                momenta = torch.stack([_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices])
+                nesterov = self._nesterov(matrices, group["momentum"])
+                momenta = torch.stack([_wide(full_tensor(each)) for each in nesterov])
                 results, work = self._orthogonal(momenta.to(group["dtype"] or momenta.dtype))
                 del momenta
                 under_way.append(functools.partial(self._update, matrices, group, results, work))
@@ -79,12 +80,18 @@ class Muon(torch.optim.Optimizer):
             part = local_shard(p)
             part.mul_(1 - decay).add_(update.to(part), alpha=-lr * size)
 
-    def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
-        assert p.grad is not None
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-        mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-        return p.grad.lerp(mean, momentum)
+    def _nesterov(self, matrices: list[nn.Parameter], momentum: float) -> list[torch.Tensor]:
+        """Return the gradients of these, each drawn to the mean of its own, which is brought up to date."""
+        gradients = [p.grad for p in matrices if p.grad is not None]
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [self.state[p]["momentum_buffer"] for p in matrices]
+        torch._foreach_mul_(means, momentum)  # lerp says the same, but on a CPU takes eight times as long
+        torch._foreach_add_(means, gradients, alpha=1 - momentum)
+        nesterov = torch._foreach_mul(gradients, 1 - momentum)
+        torch._foreach_add_(nesterov, means, alpha=momentum)
+        return [*nesterov]
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:

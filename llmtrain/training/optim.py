@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.contract import HasRates
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.training.muon import Muon
@@ -39,13 +40,14 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
     With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
     precision.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
-    rest = [p for p in parameters if not any(p is matrix for matrix in hidden)]
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    rest: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): []}
+    for name, p in parameters.items():
+        if not any(p is matrix for matrix in hidden):
+            kind = model.rate_of(name) if isinstance(model, HasRates) else 1.0, (p.dim() >= 2) * config.weight_decay
+            rest.setdefault(kind, []).append(p)
+    groups = [{"params": some, "weight_decay": decay, "rate": rate} for (rate, decay), some in rest.items()]
     betas = (config.adam_beta1, config.adam_beta2)
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
     if not hidden:

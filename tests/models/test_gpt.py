@@ -4,19 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
+from llmtrain.models.lfm2 import _Gated, _Normed, rotation
 from llmtrain.models.loss import count_targets, summed_nll
-from llmtrain.models.nanochat import relu_squared
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record.checkpoint import write_model
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
-STOCK = {"gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM"}
+STOCK = {"gpt2": "GPT2LMHeadModel", "lfm2": "Lfm2ForCausalLM"}
 both = pytest.mark.parametrize("architecture", STOCK)
 
 
@@ -74,22 +75,33 @@ def test_the_loss_and_its_gradients_are_hugging_faces(architecture: str) -> None
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_stock_nanochat_trains_every_row_of_its_embedding() -> None:
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("nanochat", 30).hf_config()))
+def test_the_stock_lfm2_trains_every_row_of_its_embedding() -> None:
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("lfm2", 30).hf_config()))
     ids = torch.arange(30).repeat(2)[None]
     theirs(ids, labels=ids).loss.backward()
     assert (theirs.get_input_embeddings().weight.grad.abs().sum(1) > 0).all()  # a padding token's would be 0
 
 
-def test_relu_squared_has_its_gradient() -> None:
-    x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    torch.testing.assert_close(relu_squared(x), x.relu().square())
-    assert torch.autograd.gradcheck(relu_squared, x)
+def test_norms_and_gated_convolutions_have_their_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    angles = tuple(each.double() for each in rotation(3, 6, torch.device("cpu")))
+    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 2, 3, 6), drawn(6), *angles))
+    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 3, 6), drawn(6)))
+    for length in (1, 2, 5):  # also shorter than the filter
+        x, taps = drawn(2, length, 12), drawn(4, 3)
+        before, after, values = x.chunk(3, dim=-1)
+        channels = F.conv1d((before * values).mT, taps[:, None], padding=2, groups=4)[..., :length]
+        torch.testing.assert_close(_Gated.apply(x, taps), after * channels.mT)
+        assert torch.autograd.gradcheck(_Gated.apply, (x, taps))
 
 
 def test_an_odd_head_cannot_be_rotated() -> None:
     with pytest.raises(UserError, match="must be even"):
-        small("nanochat", 30, n_head=4, n_embd=12)
+        small("lfm2", 30, n_head=4, n_embd=12)
 
 
 def test_weights_of_a_gpt2_checkpoint_fit() -> None:
@@ -198,7 +210,8 @@ def test_targets_are_counted_after_the_shift() -> None:
 def test_flops_count_every_matrix_but_what_is_looked_up(architecture: str) -> None:
     model = small(architecture, 100)
     weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n and "embed_tokens" not in n)
-    assert model.flops_per_token() == 6 * weights + 12 * 3 * 32 * 24
+    attending = {"gpt2": 3, "lfm2": 2}[architecture]  # of its three layers
+    assert model.flops_per_token() == 6 * weights + 12 * attending * 32 * 24
 
 
 @both

@@ -67,7 +67,7 @@ def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict
 
 def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
     kind, _, rest = case.partition("-")
-    if kind in ("gpt", "nanochat"):
+    if kind in ("gpt", "lfm2"):
         size = 66 if kind == "gpt" else 64  # 66 rows do not divide by four; of the others' heads half is a number
         architecture: Any = "gpt2" if kind == "gpt" else kind
         config = GPTConfig(n_layer=2, n_head=2, n_embd=size, block_size=LENGTH, architecture=architecture)
@@ -95,7 +95,7 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     plain: Any = model
     # where most gradients begin as nothing, and signs as noise; and where rounding grows: of phi3, in ten updates, to
     # 1e-4 of the norm between one and four micro-batches of one process
-    gently = case.startswith(("base", "tied", "gpt2base", "nanochat", "phi3"))
+    gently = case.startswith(("base", "tied", "gpt2base", "lfm2", "phi3"))
     optim = OptimConfig(learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw")
     optimizer = make_optimizer(accelerator, model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]

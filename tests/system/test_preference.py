@@ -90,7 +90,7 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
     chats.write_text(pairs.read_text().replace('"chosen"', '"completion"').replace(', "rejected": ', ', "not": '))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(re.findall(r'"[a-e]+"', pairs.read_text())) * 3)
-    shape = ["--architecture", "nanochat", "--n_layer", "2", "--n_head", "2", "--n_embd", "64"]
+    shape = ["--architecture", "lfm2", "--n_layer", "2", "--n_head", "2", "--n_embd", "64"]
     steps = {GPT: 20, FINETUNE: 40, PREFERENCE: 40}
     more = {
         GPT: ["--dataset", str(text), "--tokenizer", "byte", *shape],

@@ -48,15 +48,15 @@ LAUNCHERS = {
 }
 TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
 MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
-MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1", "base_of_experts-lora/1", "nanochat/4", "nanochat-muon/1"]
+MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1", "base_of_experts-lora/1", "lfm2/4", "lfm2-muon/1"]
 SHORT = {"FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]}
-SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "nanochat-muon/1"]
+SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "lfm2-muon/1"]
 CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with outputs that are joined; with fused heads
-TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", "nanochat/4", *CUT]
-SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "nanochat/4"]}
+TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", "lfm2/4", *CUT]
+SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "lfm2/4"]}
 SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
-PIPELINE = ["gpt/1", "gpt/4", "gpt-muon/1", "nanochat/4"]  # with fewer micro-batches than stages, and with more
+PIPELINE = ["gpt/1", "gpt/4", "gpt-muon/1", "lfm2/4"]  # with fewer micro-batches than stages, and with more
 UPDATES = 10 if LONG_FORM else 3
 
 
@@ -156,7 +156,7 @@ def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found)
         assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
         assert readings["same_parameters"], f"{case}: the optimizer has other parameters than the model"
         tied = case.startswith(("tied", "gpt2base"))
-        blocks, ends = 2, 0 if case.startswith(("gpt-", "gpt/", "nanochat")) else 1 if tied else 2
+        blocks, ends = 2, 0 if case.startswith(("gpt-", "gpt/", "lfm2")) else 1 if tied else 2
         assert readings["units"] == blocks + ends + 1, case
         assert readings.get("tied", False) is tied, case
     assert found("one process")["llama/1"]["units"] == 0

@@ -27,7 +27,7 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("others", "architecture"),
-    [("2", "nanochat"), *(pytest.param("2,4,8", which, marks=long_form) for which in ("gpt2", "nanochat"))],
+    [("2", "lfm2"), *(pytest.param("2,4,8", which, marks=long_form) for which in ("gpt2", "lfm2"))],
 )
 def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, architecture: str, text_file: Path) -> None:
     flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
@@ -80,8 +80,8 @@ def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_
 
 @long_form
 @pytest.mark.parametrize("layout", ["1", "2"])
-def test_a_killed_nanochat_goes_on_in_the_same_bits(layout: str, text_file: Path) -> None:
-    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", layout, GPT, *TINY, "--architecture", "nanochat"]
+def test_a_killed_run_of_lfm2_goes_on_in_the_same_bits(layout: str, text_file: Path) -> None:
+    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", layout, GPT, *TINY, "--architecture", "lfm2"]
     assert "passed: the same run" in run([*command, "--dataset", str(text_file)]).assert_ok().out
 
 

@@ -123,7 +123,7 @@ def test_the_optimizer_has_the_configured_moments():
     assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+@pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
 def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architecture: str) -> None:
     model = GPT.of(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30)
     optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
@@ -145,6 +145,17 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architectur
         optimizer.zero_grad()
     assert losses[-1] < 0.5 * losses[0]
     assert muon == {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+
+
+def test_a_model_says_which_of_its_parameters_learn_faster() -> None:
+    model = GPT.of(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture="lfm2"), 30)
+    for optim in ("muon", "adamw"):
+        groups = make_optimizer(ALONE, model, OptimConfig(optim=optim)).param_groups
+        rates = {id(p): group.get("rate", 1.0) for group in groups for p in group["params"]}
+        faster = {name for name, p in model.named_parameters() if rates.pop(id(p)) == 3}
+        assert not rates
+        assert faster == {"model.embed_tokens.weight", "model.layers.0.conv.conv.weight"}
+        assert groups[0].get("rate", 1.0) == 1  # whose learning rate is the one that is logged
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
