@@ -32,7 +32,7 @@ TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold s
 
 @dataclass
 class Counts:
-    """What has become of the records of one side, as far as it is counted of all kinds."""
+    """Counts of what has become of one side's records, of whatever kind they are."""
 
     bad: int = 0  # records left out, with --on_bad_row skip
     overlong: int = 0  # dropped, or truncated, as --overlong says

@@ -47,14 +47,13 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     held-out character must not become an unknown one, which would flatter the loss.
     """
     size, kind = vocabulary_size(spec), spec.partition(":")[0]
+    alphabet = sorted({character for text in everything() for character in set(text)}) if kind == "char" else _BYTES
+    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
     if kind == "char":
-        alphabet = sorted({character for text in everything() for character in set(text)})
-        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
     else:
-        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
