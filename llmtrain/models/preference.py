@@ -23,10 +23,9 @@ from llmtrain.errors import UserError
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.loss import inputs_of, targets_of
-from llmtrain.models.summed import SummedLoss, arguments_of, differ, smallest_window, summed, tokens_of, trying
+from llmtrain.models.summed import SummedLoss, arguments_of, differ, smallest_window, tokens_of, trying
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from transformers.utils.generic import ModelOutput
 
 
@@ -249,15 +248,6 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
 
 _MEANS = (("rewards", "chosen"), ("logps", "chosen"), ("rewards", "rejected"), ("logps", "rejected"))
 _SUMS = ("right", "pairs", "chosen", "rejected", "moved", *(f"{what}/{which}" for what, which in _MEANS))
-
-
-def compare_answers(
-    model: "PreTrainedModel", row_length: int, config: PreferenceConfig, pairs: int, packs: bool, shares_prompts: bool
-) -> PreferenceLoss:
-    """Give a model the ``forward`` of :class:`PreferenceLoss`, in place; a row has so many ``pairs`` at most."""
-    made = cast(PreferenceLoss, summed(model, row_length, PreferenceLoss))
-    made.preference, made.slots, made.packs, made.shares_prompts = config, 2 * max(pairs, 1), packs, shares_prompts
-    return made
 
 
 def check_answers(model: PreferenceLoss) -> None:

@@ -17,7 +17,7 @@ from llmtrain.models.architecture import build_model
 from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
-from llmtrain.models.preference import PreferenceLoss, check_answers, compare_answers
+from llmtrain.models.preference import PreferenceLoss, check_answers
 from llmtrain.models.streaming import drawn, stored
 from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import local_folder, origin_of
@@ -108,11 +108,10 @@ def load_model(
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
-    if preference is not None:
-        about = rows.facts.pairs, rows.packed, rows.facts.shared
-        trained: SummedLoss = compare_answers(model, config.block_size, preference, *about)
-    else:
-        trained = summed(model, config.block_size)
+    trained = summed(model, config.block_size, PreferenceLoss if preference else SummedLoss)
+    if isinstance(trained, PreferenceLoss) and preference is not None:
+        trained.preference, trained.slots = preference, 2 * max(rows.facts.pairs, 1)
+        trained.packs, trained.shares_prompts = rows.packed, rows.facts.shared
     if bitwise:
         _check_no_dropout(trained)
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
