@@ -1,8 +1,9 @@
 """Errors in one line, for the person who can mend them."""
 
+import contextlib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llmtrain.shipped import shipped_config
 
@@ -21,10 +22,10 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
-def require(condition: object, message: str) -> None:
-    """Raise :class:`UserError` with the message where the condition does not hold."""
+def require(condition: object, message: str, kind: type[Exception] = UserError) -> None:
+    """Raise an error of a ``kind`` with the message where the condition does not hold."""
     if not condition:
-        raise UserError(message)
+        raise kind(message)
 
 
 class ToldElsewhereError(UserError):
@@ -104,6 +105,20 @@ _HUB = {  # by the names of huggingface_hub's errors, and of those of what it st
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it has not been fetched before",
     **dict.fromkeys(("LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TimeoutException"), _UNREACHED),
 }
+
+
+@contextlib.contextmanager
+def refused_as(what: str, said: Callable[[BaseException], str] = hub_said) -> Iterator[None]:
+    """Raise :class:`UserError` for all that other libraries raise in the block: what failed, and what they said.
+
+    Each has its own ways to refuse a folder, a name or a template.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {said(error)}") from None
 
 
 def _chain(error: BaseException | None, contexts: bool = False) -> Iterator[BaseException]:

@@ -3,10 +3,11 @@
 import itertools
 import json
 from collections.abc import Collection
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmtrain.data.sources import Fields
 from llmtrain.data.template import REASONING, BadRow, Message
+from llmtrain.errors import require
 
 # A format and the fields that it cannot do without; where two fit a record, the first has it.
 _NEEDED = {
@@ -61,27 +62,22 @@ def conversation_of(record: Fields, format: str) -> Conversation:
 
     A prompt and a completion are texts or lists of messages. ``None`` counts as absent, everywhere.
     """
-    record = {field: _without_none(value) for field, value in record.items() if value is not None}
-    given: list[object] = []
+    record, given = _without_none(record), list[object]()
     if format in ("sharegpt", "alpaca") and (system := _field(record, "system", str, "")):
         given.append({"role": "system", "content": system})
     if format == "prompt_completion":
-        for field, role in (("prompt", "user"), ("completion", "assistant")):
-            said = record.get(field)
-            given += said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
+        given = [*_said(record, "prompt", "user"), *_said(record, "completion", "assistant")]
     elif format == "alpaca":
         question = [_field(record, "instruction", str), _field(record, "input", str, "")]
         given.append({"role": "user", "content": "\n\n".join(filter(None, question))})
         given.append({"role": "assistant", "content": _field(record, "output", str)})
     else:
         given += _field(record, "messages" if format == "messages" else "conversations", list)
-    if not given:
-        raise BadRow("it has no messages")
+    require(given, "it has no messages", BadRow)
     messages = [_message(message, number) for number, message in enumerate(given, start=1)]
-    if all(message["role"] != "assistant" for message in messages):
-        raise BadRow("the assistant has no turn in it")
-    tools = {"tools": _from_json(record.get("tools") or [])}
-    return Conversation(messages, _field(tools, "tools", list) or None)
+    answered = any(message["role"] == "assistant" for message in messages)
+    require(answered, "the assistant has no turn in it", BadRow)
+    return Conversation(messages, _tools(record))
 
 
 def judged_of(record: Fields) -> Judged:
@@ -90,7 +86,7 @@ def judged_of(record: Fields) -> Judged:
     Each is a text or a list of messages. Without a prompt ``chosen`` and ``rejected`` are whole conversations, and it
     is what they share; with one they may begin with it.
     """
-    record = {field: _without_none(value) for field, value in record.items() if value is not None}
+    record = _without_none(record)
     pair = "chosen" in record or "rejected" in record
     names = ["chosen", "rejected"] if pair else ["completion"]
     answers = [_messages(record, name, "assistant") for name in names]
@@ -103,32 +99,38 @@ def judged_of(record: Fields) -> Judged:
         answers = [answer[len(prompt) :] for answer in answers]
     else:
         raise BadRow("it has no prompt, without which chosen and rejected must be lists of messages")
-    if pair and answers[0] == answers[1]:
-        raise BadRow("chosen and rejected are the same")
+    require(not pair or answers[0] != answers[1], "chosen and rejected are the same", BadRow)
     for name, answer in zip(names, answers, strict=True):
-        if not answer or answer[0]["role"] != "assistant":
-            raise BadRow(f"{name} does not go on from the prompt with what the assistant says")
+        goes_on = answer and answer[0]["role"] == "assistant"
+        require(goes_on, f"{name} does not go on from the prompt with what the assistant says", BadRow)
     if not prompt or prompt[-1]["role"] == "assistant":
         raise BadRow("the prompt ends with the assistant's turn" if prompt else "chosen and rejected share no prompt")
     label = True if pair else record.get("label")
     label = {"true": True, "false": False}.get(label.lower(), label) if isinstance(label, str) else label  # of CSV
-    if label not in (True, False):
-        raise BadRow(f"field 'label' is {label!r:.40}, not true or false")
-    tools = {"tools": _from_json(record.get("tools") or [])}
-    return Judged(prompt, _field(tools, "tools", list) or None, answers, bool(label))
+    require(label in (True, False), f"field 'label' is {label!r:.40}, not true or false", BadRow)
+    return Judged(prompt, _tools(record), answers, bool(label))
+
+
+def _said(record: Fields, field: str, role: str) -> list[object]:
+    """Return the messages of a field as they are given; of a text the one that ``role`` says."""
+    said = record.get(field)
+    return said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
 
 
 def _messages(record: Fields, field: str, role: str) -> list[Message]:
     """Return the messages of a field; of a text the one that ``role`` says."""
-    said = record.get(field)
-    given = said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
+    given = _said(record, field, role)
     try:
         return [_message(message, number) for number, message in enumerate(given, start=1)]
     except BadRow as error:
         raise BadRow(f"{field}: {error}") from None
 
 
-def _without_none(value: object) -> object:
+def _tools(record: Fields) -> list[Fields] | None:
+    return _field({"tools": _from_json(record.get("tools") or [])}, "tools", list) or None
+
+
+def _without_none(value: Any) -> Any:
     """Drop what is ``None``: Parquet gives every object the fields of all of them."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
@@ -172,8 +174,7 @@ def _message(given: object, number: int) -> Message:
     for field in REASONING:
         if field in message:
             message[field] = _joined(message[field])
-            if not isinstance(message[field], str):
-                raise BadRow(f"message {number} ({name}): its {field} is not text")
+            require(isinstance(message[field], str), f"message {number} ({name}): its {field} is not text", BadRow)
     content = _joined(given.get("content", given.get("value")))
     if content is None and calls:
         content = ""  # which more templates take than a field that is absent

@@ -58,10 +58,8 @@ class DataConfig(BatchConfig):
         require(0 <= self.eval_fraction < 1, f"--eval_fraction {self.eval_fraction} must be at least 0 and below 1.")
         require(self.tokenizer != "", "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.")
         require(all(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs.")
-        require(
-            len(self.mixture) in (0, len(self.dataset)),
-            f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; give one for each.",
-        )
+        numbers, sets = len(self.mixture), len(self.dataset)
+        require(numbers in (0, sets), f"--mixture has {numbers} numbers for {sets} data sets; give one for each.")
         require(all(0 < share < float("inf") for share in self.mixture), "--mixture must be numbers above 0.")
 
     @property

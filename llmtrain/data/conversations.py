@@ -1,46 +1,35 @@
 """Conversations -> packed rows, and the audit of what in them is trained."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
 from llmtrain.data.chat import Conversation, Judged, conversation_of, recognise
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.sources import Fields, Source
-from llmtrain.data.table import TokenStore, Written, hash_place
+from llmtrain.data.table import Counts, TokenStore, Written, hash_place
 from llmtrain.data.template import BadRow
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Renderer
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 
-if TYPE_CHECKING:
-    from llmtrain.data.pairs import PairAudit
-
-A = TypeVar("A", bound="Audit | PairAudit")
+LEFT = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}  # what --overlong does, once it has done it
 
 
 @dataclass
-class Audit:
+class Audit(Counts):
     """The supervision of fine-tuning, counted over the rows."""
 
     conversations: int = 0  # that were read
-    bad: int = 0  # of them: left out, with --on_bad_row skip
-    documents: int = 0  # that the others make: one each, if the chat template never changes what came before
-    overlong: int = 0  # documents dropped, or truncated, as --overlong says
+    documents: int = 0  # that those make that are not bad: one each, if the template never changes what came before
     untrained: int = 0  # left out: conversations without a single trained token, and documents truncated to that
-    kept: int = 0  # documents
-    tokens: int = 0  # of those that are kept
-    trained: int = 0  # of them
-    repeated: int = 0  # of them: in a longer document of the same conversation too
-    rows: int = 0
-    places: int = 0  # of all rows, filled or not
+    trained: int = 0  # tokens
+    repeated: int = 0  # tokens that are in a longer document of the same conversation too
     turns: int = 0  # of assistants that are trained, in documents that are not truncated
     ended: int = 0  # of them: with their end-of-turn token trained
     left_answers: int = 0  # turns that are left out, since they are shown otherwise than they are prompted for
@@ -50,11 +39,10 @@ class Audit:
 
     def left(self, overlong: str) -> str:
         """Return how many conversations are left, and why the others are not, in one line."""
-        word = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}[overlong]
         several = self.documents > self.conversations - self.bad
         of = f"{self.documents:,} documents" if several else f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {of}: {self.overlong:,} overlong {word}, "
+            f"{self.kept:,} of {of}: {self.overlong:,} overlong {LEFT[overlong]}, "
             f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
         )
 
@@ -111,18 +99,12 @@ class Records(Generic[R]):
     """
 
     def __init__(
-        self,
-        source: Source,
-        read: Callable[[Fields], R],
-        config: DataConfig,
-        chat: RowConfig,
-        stops: Collection[int] = (),
+        self, source: Source, read: Callable[[Fields], R], config: DataConfig, chat: RowConfig, stops: Collection[int]
     ) -> None:
         self.source, self.chat, self.stops = source, chat, stops
         self.read: Callable[[Fields], R] = read
         places = [_place_of(conversation) for _, conversation in self._read()]
-        if not places:
-            raise UserError(f"--dataset {source.name} holds no conversation.")
+        require(places, f"--dataset {source.name} holds no conversation.")
         self.limit = _limit_of(places, config.eval_fraction)
         held_out = sum(place < self.limit for place in places)
         self.documents = len(places) - held_out, held_out
@@ -150,6 +132,12 @@ class Records(Generic[R]):
         if self.chat.on_bad_row == "error":
             raise UserError(f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip.") from None
 
+    def _truncates(self, audit: Counts, complaint: str) -> bool:
+        """Count what is overlong, and return whether its beginning is kept; an error where --overlong says so."""
+        require(self.chat.overlong != "error", f"{complaint}; raise it, or set --overlong drop or truncate.")
+        audit.overlong += 1
+        return self.chat.overlong == "truncate"
+
 
 class Conversations(Records[Conversation]):
     """The conversations of a source, of which the assistant's turns are trained."""
@@ -167,8 +155,7 @@ class Conversations(Records[Conversation]):
         flags do not say to go on without it.
         """
         render, width = Renderer(tokenizer, self.stops, self.last), block_size + 1
-        store, digest, audit, size = TokenStore(path), hashlib.sha256(), Audit(), 0
-        total = self.documents[held_out]
+        store, audit, size, total = TokenStore(path), Audit(), 0, self.documents[held_out]
         for place, conversation in tqdm(self._read(held_out), total=total, desc="rendering", leave=False):
             audit.conversations += 1
             try:
@@ -186,14 +173,9 @@ class Conversations(Records[Conversation]):
             lengths = [0]
             for document in rendered.documents:
                 kept = document
-                if len(document.ids) > width:
-                    audit.overlong += 1
-                    if self.chat.overlong == "error":
-                        raise UserError(
-                            f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} has room "
-                            "for; raise it, or set --overlong drop or truncate."
-                        )
-                    if self.chat.overlong == "drop":
+                if (length := len(document.ids)) > width:
+                    what = f"{length:,} tokens are more than --block_size {block_size} has room for"
+                    if not self._truncates(audit, f"{place}: {what}"):
                         continue
                     kept = render.cut(document, width)
                 if not kept.trained.any():
@@ -205,18 +187,16 @@ class Conversations(Records[Conversation]):
                 audit.turns += kept.turns
                 audit.ended += kept.ended
                 size += kept.trained_bytes
-                digest.update(kept.ids.astype("<i4").tobytes() + np.packbits(kept.trained).tobytes())
                 store.add(kept.ids, kept.trained)
             audit.tokens += sum(lengths)
             audit.repeated += sum(lengths) - max(lengths)
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
-        digest.update(f"{width} {self.chat.packing}".encode())
         if not held_out:
             audit.bad += self._bad  # which side they would have been on, nobody knows
             audit.conversations += self._bad
             audit.check(self.source.name)
-        return Written(total, audit.rows, audit.trained, size, digest.hexdigest(), audit)
+        return Written(total, audit.rows, audit.trained, size, store.digest.hexdigest(), audit)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
@@ -245,6 +225,6 @@ def _place_of(record: Conversation | Judged) -> float:
     return hash_place(json.dumps(said, sort_keys=True, default=str))
 
 
-def audit_of(audits: Sequence[A]) -> A:
+def audit_of(audits: Sequence[Counts]) -> Counts:
     """Return the sum over several sources."""
     return type(audits[0])(*map(sum, zip(*map(astuple, audits), strict=True)))

@@ -47,7 +47,6 @@ def facts_of(
     """Return the facts about rows that were written, of one or several sources."""
     everything = [*train, *held_out]
     audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
-    pairs = max(written.pairs for written in everything)
     tasks = {Audit: "conversations", PairAudit: "preferences"}
     return Facts(
         dataset=dataset,
@@ -68,5 +67,5 @@ def facts_of(
         task=tasks[type(audits[0])] if audits else "text",
         audit=asdict(audit_of(audits)) if audits else None,
         eval_audit=asdict(audit_of(eval_audits)) if eval_audits else None,
-        pairs=pairs,
+        pairs=max(written.pairs for written in everything),
     )

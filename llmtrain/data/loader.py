@@ -110,9 +110,7 @@ class SlotRows(Dataset[Item]):
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
         places = list(zip(chunks, rows - self.starts[chunks], strict=True))
-        columns = {
-            name: np.stack([matrices[chunk][row] for chunk, row in places]) for name, matrices in self.columns.items()
-        }
+        columns = {name: np.stack([parts[chunk][row] for chunk, row in places]) for name, parts in self.columns.items()}
         labels = columns.setdefault("labels", columns["input_ids"])  # a text's places are -100 where it has ended
         labels[[slot.row is None for slot in slots]] = IGNORED
         return [(slot, {name: column[i] for name, column in columns.items()}) for i, slot in enumerate(slots)]

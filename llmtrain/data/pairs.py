@@ -5,7 +5,6 @@ differs. An answer that is judged alone is paired with one to another prompt, by
 has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
 """
 
-import hashlib
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -16,38 +15,31 @@ from tqdm import tqdm
 
 from llmtrain.data.chat import Judged, judged_of, recognise
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.conversations import Records
+from llmtrain.data.conversations import LEFT, Records
 from llmtrain.data.sources import Fields, Source
-from llmtrain.data.table import Second, TokenStore, Written
+from llmtrain.data.table import Counts, Second, TokenStore, Written
 from llmtrain.data.template import BadRow, Message
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Document, Renderer
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 
 
 @dataclass
-class PairAudit:
-    """Counts of what is compared, over the rows."""
+class PairAudit(Counts):
+    """Counts of what is compared, over the rows; in ``tokens`` the prompt is counted with each answer."""
 
     records: int = 0  # that were read
-    bad: int = 0  # of them: left out, with --on_bad_row skip
-    pairs: int = 0  # that the others make, or examples
-    overlong: int = 0  # of them: dropped, or truncated, as --overlong says
+    pairs: int = 0  # that those make that are not bad, or examples
     same: int = 0  # left out: their answers have the same tokens, or none
-    kept: int = 0
-    tokens: int = 0  # of those that are kept, the prompt counted with each answer
-    judged: int = 0  # of them
-    shared: int = 0  # of them: positions that sharing prompts has saved
+    judged: int = 0  # tokens
+    shared: int = 0  # tokens: positions that sharing prompts has saved
     desirable: int = 0  # of examples
-    rows: int = 0
-    places: int = 0  # of all rows, filled or not
 
     def left(self, overlong: str) -> str:
         """Return how many pairs are left, and why the others are not, in one line."""
-        word = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}[overlong]
         return (
-            f"{self.kept:,} of {self.pairs:,}: {self.overlong:,} overlong {word}, {self.same:,} without a difference "
-            f"and {self.bad:,} bad ones left out"
+            f"{self.kept:,} of {self.pairs:,}: {self.overlong:,} overlong {LEFT[overlong]}, {self.same:,} without a "
+            f"difference and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
@@ -60,17 +52,12 @@ class PairAudit:
             f"{held / max(self.places, 1):.1%} full",
         ]
 
-    @property
-    def untrained(self) -> int:
-        """Pairs that are left out since there is nothing to learn from them."""
-        return self.same
-
 
 class Pairs(Records[Judged]):
     """The judged answers of a source: pairs, or with ``alone`` examples of one answer each."""
 
     def __init__(
-        self, source: Source, config: DataConfig, chat: PairConfig, stops: Collection[int] = (), alone: bool = False
+        self, source: Source, config: DataConfig, chat: PairConfig, stops: Collection[int], alone: bool
     ) -> None:
         super().__init__(source, judged_of if alone else _two_answers, config, chat, stops)
         self.share, self.alone = chat.share_prompts and chat.packing, alone
@@ -82,18 +69,13 @@ class Pairs(Records[Judged]):
         not say to go on without it.
         """
         render, width, audit = Renderer(tokenizer, self.stops), 2 * block_size, PairAudit()
-        store, digest, size, total = TokenStore(path), hashlib.sha256(), 0, self.documents[held_out]
+        store, size, total = TokenStore(path), 0, self.documents[held_out]
         judged = self._judged(render, held_out, audit)
         for place, answers, desirable in tqdm(judged, total=total, desc="rendering", leave=False):
             audit.pairs += 1
             if max(len(answer.ids) for answer in answers[: 1 if self.alone else 2]) > block_size:
-                audit.overlong += 1
-                if self.chat.overlong == "error":
-                    raise UserError(
-                        f"{place}: an answer with its prompt has more than the {block_size} tokens of --block_size; "
-                        "raise it, or set --overlong drop or truncate."
-                    )
-                if self.chat.overlong == "drop":
+                what = f"an answer with its prompt has more than the {block_size} tokens of --block_size"
+                if not self._truncates(audit, f"{place}: {what}"):
                     continue
             first, second = (render.cut(a, block_size) if len(a.ids) > block_size else a for a in answers)
             untrained = not first.trained.any() or not (self.alone or second.trained.any())
@@ -110,11 +92,9 @@ class Pairs(Records[Judged]):
             audit.judged += int(trained.sum())
             audit.desirable += self.alone and desirable
             size += first.trained_bytes + second.trained_bytes
-            digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
-            digest.update(f"{len(first.ids)} {shared} {desirable}".encode())
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
-        digest.update(f"{width} {self.chat.packing} {self.alone}".encode())
+        store.digest.update(f" {self.alone}".encode())
         audit.records = total + (0 if held_out else self._bad)  # which side bad ones would be on, nobody knows
         audit.bad += 0 if held_out else self._bad
         if not held_out and not audit.kept:
@@ -123,14 +103,18 @@ class Pairs(Records[Judged]):
                 f"are overlong, {audit.bad:,} bad, {audit.same:,} without a difference); check --block_size and the "
                 "chat template."
             )
-        return Written(total, audit.rows, audit.judged, size, digest.hexdigest(), audit, store.pairs)
+        return Written(total, audit.rows, audit.judged, size, store.digest.hexdigest(), audit, store.pairs)
 
     def _judged(self, render: Renderer, held_out: bool, audit: PairAudit) -> Iterator[tuple[str, list[Document], bool]]:
         """Yield pairs; or examples, each with an answer to the prompt before it, the first with one to the last.
 
         That is one that can be rendered, which is why the first comes last.
         """
-        rendered = self._rendered(render, held_out, audit)
+        rendered = (
+            (place, record, found)
+            for place, record in self._read(held_out)
+            if (found := self._render(render, place, record, record.answers, audit))
+        )
         if not self.alone:
             yield from ((place, answers, record.desirable) for place, record, answers in rendered)
             return
@@ -142,13 +126,6 @@ class Pairs(Records[Judged]):
             for number, answer in enumerate(answers if other else ()):
                 yield place, [answer, *other], record.desirable and number == 0
             before = record
-
-    def _rendered(
-        self, render: Renderer, held_out: bool, audit: PairAudit
-    ) -> Iterator[tuple[str, Judged, list[Document]]]:
-        for place, record in self._read(held_out):
-            if answers := self._render(render, place, record, record.answers, audit):
-                yield place, record, answers
 
     def _render(
         self, render: Renderer, place: str, record: Judged, answers: list[list[Message]], audit: PairAudit
@@ -164,8 +141,7 @@ class Pairs(Records[Judged]):
 
 def _two_answers(fields: Fields) -> Judged:
     record = judged_of(fields)
-    if len(record.answers) < 2:
-        raise BadRow("it has one answer and its label, and this loss compares two")
+    require(len(record.answers) > 1, "it has one answer and its label, and this loss compares two", BadRow)
     return record
 
 

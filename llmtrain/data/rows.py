@@ -24,7 +24,7 @@ from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.template import ChatTemplate, set_template, template_text
 from llmtrain.data.text import Texts
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, require
 from llmtrain.files import new_folder
 
 Corpus: TypeAlias = Texts | Conversations | Pairs
@@ -71,8 +71,7 @@ class Tokenized:
     @property
     def positions(self) -> int:
         """The positions of a row that predict something."""
-        width: int = self.train.data.schema.field("input_ids").type.list_size
-        return width - 1
+        return int(self.train.data.schema.field("input_ids").type.list_size) - 1
 
     def unseen_question(self) -> list[int] | None:
         """Return the tokens before the first answer of a held-out conversation."""
@@ -136,8 +135,7 @@ def tokenize(
     if config.mixture:
         counts_of(config.mixture)  # a share too small as well
     if records is not None:
-        if config.given("dataset"):
-            raise UserError("--dataset: this recipe has data of its own; leave it out.")
+        require(not config.given("dataset"), "--dataset: this recipe has data of its own; leave it out.")
         config.dataset = [made(records).name]
     sources = [made(records)] if records else [open_source(name) for name in config.dataset]
     judged = isinstance(chat, PairConfig)
@@ -174,9 +172,8 @@ def tokenize(
                     ]
                     _make(folder, config, block_size, corpora, pretrained, chat, stops)
         except OSError as error:
-            raise UserError(
-                f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
-            ) from None
+            said = error.strerror or error
+            raise UserError(f"the cache folder {folder.parent}: {said}; set LLMTRAIN_CACHE to another.") from None
         rows = _open(folder)
         assert rows is not None, f"{folder} cannot be read back"
     rows.facts.dataset, rows.facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
@@ -232,8 +229,8 @@ def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, found: b
         say("task", f"{what}: the records are {', '.join(dict.fromkeys(formats))}")
         for line in kind(**facts.audit).lines(chat.overlong):
             say("audit", line)
-        if facts.eval_audit and (left := kind(**facts.eval_audit)) and (left.overlong or left.untrained or left.bad):
-            say("held out", left.left(chat.overlong))
+        if facts.eval_audit and any(map(facts.eval_audit.get, ("overlong", "untrained", "same", "bad"))):
+            say("held out", kind(**facts.eval_audit).left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
 
@@ -256,7 +253,7 @@ def _make(
     folder: Path,
     config: DataConfig,
     block_size: int,
-    corpora: "Sequence[Corpus]",
+    corpora: Sequence[Corpus],
     tokenizer: "tok.FastTokenizer | None",
     chat: RowConfig | None,
     stops: Sequence[int],
@@ -271,13 +268,10 @@ def _make(
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
         tokenizer.save_pretrained(working / "tokenizer")
-        train, held_out = (
-            [
-                corpus.write(tokenizer, block_size, working / f"{side}-{i}.arrow", unseen)
-                for i, corpus in enumerate(corpora)
-            ]
-            for side, unseen in (("train", False), ("eval", True))
-        )
+        train, held_out = list[Written](), list[Written]()
+        for i, corpus in enumerate(corpora):
+            train.append(corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", held_out=False))
+            held_out.append(corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", held_out=True))
         smallest = min(written.targets for written in train)
         if chat is None and smallest < block_size:
             raise UserError(

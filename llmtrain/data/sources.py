@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
-from llmtrain.errors import UserError, first_line, hub_said
+from llmtrain.errors import UserError, first_line, refused_as, require
 
 if TYPE_CHECKING:
     import datasets
@@ -61,8 +61,8 @@ def documents(source: Source, field: str) -> Iterator[str]:
 def open_source(name: str) -> Source:
     """Find what one name of ``--dataset`` means; a :class:`UserError` says what was looked for."""
     if name.startswith("builtin:"):
-        if name not in builtin.CORPORA:
-            raise UserError(f"--dataset {name} does not exist; there are {' and '.join(builtin.CORPORA)}.")
+        known = " and ".join(builtin.CORPORA)
+        require(name in builtin.CORPORA, f"--dataset {name} does not exist; there are {known}.")
         corpus = builtin.CORPORA[name]
         return Source(name, partial(builtin.fingerprint, name), lambda _: _numbered(corpus(), f"{name}, document"))
     try:
@@ -73,9 +73,8 @@ def open_source(name: str) -> Source:
         return Source(name, partial(_fingerprint_of_files, paths), partial(_read_files, paths))
     looks_local = _suffix(Path(name)) in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
     if looks_local or Path(name).exists():
-        raise UserError(
-            f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
-        )
+        where = f"check the path from {Path.cwd()}"
+        raise UserError(f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; {where}.")
     return _hub(name)
 
 
@@ -101,13 +100,8 @@ def _hub(name: str) -> Source:
         import datasets  # heavy, and only hub names need it here
 
         path, _, configuration = name.partition(":")
-        try:
-            loaded: datasets.Dataset = datasets.load_dataset(path, configuration or None, split="train")
-        except Exception as error:  # the hub has many ways to say no
-            raise UserError(
-                f"--dataset {name}: no file or folder of that name here, and the hub answered: {hub_said(error)}"
-            ) from None
-        return loaded
+        with refused_as(f"--dataset {name}: no file or folder of that name here, and the hub answered"):
+            return cast("datasets.Dataset", datasets.load_dataset(path, configuration or None, split="train"))
 
     def records(field: str | None) -> Iterator[Record]:
         dataset = load()
@@ -165,10 +159,8 @@ def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
-        raise UserError(
-            f"{path}, line {line}: byte {raw[error.start]:#04x} is not UTF-8; convert the file first."
-        ) from None
+        line, byte = first_line + raw.count(b"\n", 0, error.start), raw[error.start]
+        raise UserError(f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first.") from None
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
@@ -194,8 +186,7 @@ def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
             reader = csv.DictReader(file, strict=True)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
-                if None in fields:
-                    raise UserError(f"{place}: more fields than the header has; quote text with commas.")
+                require(None not in fields, f"{place}: more fields than the header has; quote text with commas.")
                 yield Record(place, fields)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None

@@ -12,6 +12,7 @@ the first's prompt: its ``position_ids`` then begin where that ends, and its fir
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -23,13 +24,22 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-    from llmtrain.data.conversations import Audit
-    from llmtrain.data.pairs import PairAudit
-
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 COLUMNS = ["input_ids", "labels", "position_ids"]
 JUDGED = ["input_ids", "labels", "answers", "position_ids"]
 TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
+
+
+@dataclass
+class Counts:
+    """Counts of what has become of one side's records, of whatever kind they are."""
+
+    bad: int = 0  # records left out, with --on_bad_row skip
+    overlong: int = 0  # dropped, or truncated, as --overlong says
+    kept: int = 0
+    tokens: int = 0  # of what is kept
+    rows: int = 0
+    places: int = 0  # of all rows, filled or not
 
 
 class Written(NamedTuple):
@@ -40,7 +50,7 @@ class Written(NamedTuple):
     targets: int  # tokens that are trained on, or counted in an evaluation
     bytes: int  # of the targets' text in UTF-8
     sha256: str  # of the tokens
-    audit: "Audit | PairAudit | None" = None  # of conversations
+    audit: Counts | None = None  # of conversations, or of pairs
     pairs: int = 0  # that a row has, at most
 
 
@@ -157,12 +167,16 @@ class TokenStore:
         self.lengths: list[int] = []
         self.seconds: list[Second] = []  # where documents are pairs
         self.pairs = 0  # of the row that has most
+        self.digest = hashlib.sha256()  # of what is stored, and then of how it became rows
 
     def add(self, ids: np.ndarray, trained: np.ndarray, second: Second | None = None) -> None:
         """Add a document, or a pair: its tokens, and of each whether it is trained."""
         self._file.write(np.where(trained, ids, ~ids).astype(np.int32).tobytes())
+        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
         self.lengths.append(len(ids))
-        self.seconds += [second] if second else []
+        if second is not None:
+            self.seconds.append(second)
+            self.digest.update(" ".join(map(str, second)).encode())
 
     def write_rows(self, path: Path, width: int, packing: bool) -> int:
         """Write all documents as rows of ``width`` tokens, drop the file, and return the number of rows.
@@ -180,6 +194,7 @@ class TokenStore:
                 filled = self._filled(rows[start : start + count], width, packing)
                 write(*(filled[name] for name in columns))
         self._path.unlink()
+        self.digest.update(f"{width} {packing}".encode())
         return len(rows)
 
     def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:

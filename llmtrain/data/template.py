@@ -20,7 +20,6 @@ Switch: TypeAlias = dict[str, bool]  # asks for a prompt with reasoning, or for 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields in which templates look for it
 _SWITCH = "enable_thinking"
-_SWITCHES: list[Switch] = [{_SWITCH: True}, {_SWITCH: False}]
 OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)  # as such a prompt is answered
@@ -142,7 +141,7 @@ class ChatTemplate:
         self._several = self._as_text is not None and "Arcadia" in self._attempt(both)
         self.reasoning = next((field for field in REASONING if self._shows_reasoning(field)), None)
         self.opens_reasoning = OPENED.search(self._attempt(_PROBE[:1], True)) is not None
-        prompts = {self._attempt(_PROBE[:1], True, switch) for switch in _SWITCHES}
+        prompts = {self._attempt(_PROBE[:1], True, {_SWITCH: reasons}) for reasons in (True, False)}
         self.switched = len(prompts) == 2 and "" not in prompts
 
         def end_of(turn: Message, following: Message) -> str:

@@ -20,7 +20,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, require
 
 _ENCODE_CHARACTERS = 1 << 20  # per call of the tokenizer, which spreads it over the cores
 _SEGMENT_CHARACTERS = 1 << 16
@@ -47,8 +47,7 @@ class Texts:
             self.bytes[held_out] += len(text.encode())
             longest = max(longest, (len(text), -number))
         size = sum(self.bytes)
-        if not size:
-            raise UserError(f"--dataset {source.name} holds no text.")
+        require(size, f"--dataset {source.name} holds no text.")
         if self.fraction and not 0 < self.bytes[True] <= size * max(0.5, 2 * self.fraction):
             self.divided = (-longest[1], int(longest[0] * (1 - self.fraction)))
             unseen = sum(len(text.encode()) for text in self.texts(held_out=True))
@@ -69,14 +68,16 @@ class Texts:
 
     def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
         """Write the rows of one side."""
-        encode = _Encoder(tokenizer, splits=is_trained(self.config.tokenizer or ""))
+        texts, splits = self.texts(held_out) if self.bytes[held_out] else (), is_trained(self.config.tokenizer or "")
         with tqdm(total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
-            written = _write_rows(path, encode(self.texts(held_out) if self.bytes[held_out] else (), bar), block_size)
+            written = _write_rows(path, _encoded(tokenizer, texts, splits, bar), block_size)
         return written._replace(documents=self.documents[held_out], bytes=self.bytes[held_out])
 
 
-class _Encoder:
-    """Documents -> arrays of token ids, each document followed by end-of-text.
+def _encoded(
+    tokenizer: FastTokenizer, texts: Iterable[str], splits: bool, bar: "tqdm[NoReturn]"
+) -> Iterator[np.ndarray]:
+    """Yield documents as arrays of token ids, each document followed by end-of-text.
 
     The first is also preceded by it. Where the tokenizer puts a BOS before every text, each document begins with that
     instead: its model knows no other way.
@@ -84,38 +85,30 @@ class _Encoder:
     A long document is split into segments for the tokenizer's threads where that changes no token: the tokenizers
     trained here begin a new word wherever white space follows something else.
     """
-
-    def __init__(self, tokenizer: FastTokenizer, splits: bool) -> None:
-        self.end = [tokenizer.eos_token_id]
-        bos = tokenizer.bos_token_id
-        self.begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
-        self.backend = tokenizer.backend_tokenizer  # after the call above, which has settings of its own
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-        self.splits = splits
-
-    def __call__(self, texts: Iterable[str], bar: "tqdm[NoReturn]") -> Iterator[np.ndarray]:
-        before = self.begin or self.end
-        for batch in _batches(texts, _ENCODE_CHARACTERS):
-            segments = [[*_segments(text)] if self.splits else [text] for text in batch]
-            try:
-                encoded = iter(self.backend.encode_batch_fast([*itertools.chain(*segments)], add_special_tokens=False))
-            except Exception as error:  # the tokenizers library raises nothing narrower
-                raise UserError(f"the tokenizer cannot encode this text: {first_line(error)}.") from None
-            for document in segments:
-                yield np.array(before, np.int32)
-                for _ in document:
-                    yield np.array(next(encoded).ids, np.int32)
-                yield np.array(self.end, np.int32)
-                before = self.begin
-            bar.update(sum(len(text.encode()) for text in batch))
+    end, bos = [tokenizer.eos_token_id], tokenizer.bos_token_id
+    begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
+    backend = tokenizer.backend_tokenizer  # after the call above, which has settings of its own
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+    before = begin or end
+    for batch in _batches(texts, _ENCODE_CHARACTERS):
+        segments = [[*_segments(text)] if splits else [text] for text in batch]
+        try:
+            encoded = iter(backend.encode_batch_fast([*itertools.chain(*segments)], add_special_tokens=False))
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise UserError(f"the tokenizer cannot encode this text: {first_line(error)}.") from None
+        for document in segments:
+            yield np.array(before, np.int32)
+            yield from (np.array(next(encoded).ids, np.int32) for _ in document)
+            yield np.array(end, np.int32)
+            before = begin
+        bar.update(sum(len(text.encode()) for text in batch))
 
 
 def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
     """Group items until their lengths add up to ``size`` or more."""
-    batch: list[_T] = []
-    held = 0
+    batch, held = list[_T](), 0
     for item in items:
         batch.append(item)
         held += len(item)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llmtrain.errors import UserError, hub_said
+from llmtrain.errors import UserError, hub_said, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,11 +33,10 @@ def vocabulary_size(spec: str) -> int:
     smallest, largest = len(_BYTES) + 1, 10**8  # every byte, and the end of text
     kind, _, size = spec.partition(":")
     if kind != "bpe":
-        if size:
-            raise UserError(f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
+        require(not size, f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
         return 0
-    if not (size.isascii() and size.isdecimal() and len(size) < 10 and smallest <= int(size) <= largest):
-        raise UserError(f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096.")
+    fits = size.isascii() and size.isdecimal() and len(size) < 10 and smallest <= int(size) <= largest
+    require(fits, f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096.")
     return int(size)
 
 
@@ -47,16 +46,14 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
     ``bpe`` learns its merges from the training documents alone. ``char`` takes its alphabet from ``everything``: a
     held-out character must not become an unknown one, which would flatter the loss.
     """
-    size = vocabulary_size(spec)
-    kind = spec.partition(":")[0]
+    size, kind = vocabulary_size(spec), spec.partition(":")[0]
+    alphabet = sorted({character for text in everything() for character in set(text)}) if kind == "char" else _BYTES
+    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
     if kind == "char":
-        alphabet = sorted({character for text in everything() for character in set(text)})
-        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
     else:
-        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()

@@ -12,6 +12,7 @@ from llmtrain.data.chat import Conversation, Judged
 from llmtrain.data.sources import Fields
 from llmtrain.data.template import OPENED, BadRow, ChatTemplate, Message, Span, Switch, any_of, render
 from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.errors import require
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
@@ -98,8 +99,7 @@ class Renderer:
             for text in _strings(shown):
                 if control := self._controls.search(text):
                     raise BadRow(f"{place} holds the control token {control[0]}")
-                if _HALF.search(text):
-                    raise BadRow(f"{place} holds half of a surrogate pair, which is no text")
+                require(not _HALF.search(text), f"{place} holds half of a surrogate pair, which is no text", BadRow)
         whole, marks = render(self.tokenizer, messages, tools)
         if marks is not None and all(first == last for first, last in marks):
             raise BadRow("the chat template's {% generation %} marks nothing in it")
@@ -171,8 +171,7 @@ class Renderer:
         """Return a turn as far as the token that ends it, and that token where the template leaves it out."""
         end, number = self.template.end.search(target), len(turn.before) + len(turn.said)
         said, rest = (target[: end.start()], target[end.end() :]) if end else (target, "")
-        if not said.strip():
-            raise BadRow(f"the chat template shows nothing of what message {number} (assistant) says")
+        require(said.strip(), f"the chat template shows nothing of what message {number} (assistant) says", BadRow)
         if len(turn.said) > 1:
             asks = self._asks(turn, prompt, switch).strip()
             if self._controls.sub("", rest).strip() or (asks and asks in said):

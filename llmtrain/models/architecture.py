@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from llmtrain.config import did_you_mean
-from llmtrain.errors import UserError, hub_said, require
+from llmtrain.errors import UserError, refused_as, require
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.lora import is_adapter
 from llmtrain.models.streaming import load_buffers
@@ -30,7 +30,7 @@ _SMALL = {
 
 
 def build_model(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool, scores: bool = False
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast", dtype: torch.dtype, frozen: bool, scores: bool
 ) -> "PreTrainedModel":
     """Build a model whose parameters are on the meta device; what it computes from its configuration is real."""
     from accelerate import init_empty_weights
@@ -43,39 +43,33 @@ def build_model(
     options = {"dtype": dtype, **trust}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
-    needs = "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep."
-    require(name is not None or not config.load_in_4bit, needs)
-    try:
+    useless = config.load_in_4bit and name is None
+    require(not useless, "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep.")
+    asked = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
+    with refused_as(asked):
         if name is None:
             described = configuration_of(config, tokenizer)
         else:
             refuse_pickles(name)
             merge = f"llmtrain export {name} --merge --to FOLDER"
-            require(not is_adapter(Path(name)), f"--model_name_or_path {name} is an adapter; first: {merge}")
+            require(not is_adapter(Path(name)), f"{asked} is an adapter; first: {merge}")
             described = AutoConfig.from_pretrained(name, **trust)
             if config.load_in_4bit or getattr(described, "quantization_config", None) is not None:
                 return _quantized(config, options, frozen)
         auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
         if scores:
             described.num_labels, described.pad_token_id = 1, tokenizer.pad_token_id or tokenizer.eos_token_id
-            known = type(described) in auto._model_mapping
-            require(
-                known, f"--loss_type reward: transformers has no sequence classification for {described.model_type}."
-            )
+            unknown = f"transformers has no sequence classification for {described.model_type}"
+            require(type(described) in auto._model_mapping, f"--loss_type reward: {unknown}.")
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = auto.from_config(described, **options)  # type: ignore[no-untyped-call]
-        if scores and not hasattr(model, "score"):
-            raise UserError(f"--loss_type reward: {type(model).__name__} has no head named score.")
+        kind = type(model).__name__
+        require(not scores or hasattr(model, "score"), f"--loss_type reward: {kind} has no head named score.")
         model.tie_weights()  # which making them empty one by one has undone
         if name is not None:
             load_buffers(model.train(False), local_folder(name))
             with contextlib.suppress(OSError):  # it has none of its own
                 model.generation_config = GenerationConfig.from_pretrained(name)
-    except UserError:
-        raise
-    except Exception as error:  # each library has its own ways to refuse a folder
-        asked = "--model_name_or_path" if name else "--from_config"
-        raise UserError(f"{asked} {name or config.from_config}: {hub_said(error)}") from None
     return model
 
 

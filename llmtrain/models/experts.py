@@ -75,11 +75,8 @@ def router_logits_of(base: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         found.extend(getattr(output, "router_logits", None) or ())
 
-    hooks = []
-    if wanted:
-        hooks = [base.register_forward_pre_hook(ask, with_kwargs=True), base.register_forward_hook(keep)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        if wanted:
+            hooks.enter_context(base.register_forward_pre_hook(ask, with_kwargs=True))
+            hooks.enter_context(base.register_forward_hook(keep))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Size, Tensor, nn
 
@@ -59,8 +59,7 @@ class ModelFiles:
 
         if not isinstance(model, PreTrainedModel):  # this package's GPT, whose names are published ones
             return tensors
-        converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-        return converted
+        return cast(dict[str, Tensor], revert_weight_conversion(model, dict(tensors)))
 
     def publishing(self, model: nn.Module) -> Published:
         """Return what turns one tensor of a checkpoint into those that :meth:`exported` has of it.

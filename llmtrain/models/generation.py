@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from llmtrain.errors import UserError, first_line, hub_said, require
+from llmtrain.errors import UserError, first_line, refused_as, require
 from llmtrain.files import read_object
 from llmtrain.models.export import gives_scores
 from llmtrain.models.lora import adapted_model, is_adapter
@@ -43,12 +43,8 @@ class TextModel:
         require(not gives_scores(config), f"{name} gives answers a score, and writes none; name a model that writes.")
         refuse_pickles(name)
         self.tokenizer = tokenizer_of(name)
-        try:
+        with refused_as(f"{name}: no model could be loaded"):
             loaded = adapted_model(name, len(self.tokenizer)) if is_adapter(folder) else load_causal_lm(name)
-        except UserError:
-            raise
-        except Exception as error:  # each library has its own ways to refuse a folder
-            raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
         self.model = cast("PreTrainedModel", loaded.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
         ends = getattr(self.model.generation_config, "eos_token_id", None)
@@ -74,10 +70,8 @@ class TextModel:
         switch: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         while True:
             told = [*messages[:kept], *messages[kept + dropped :]]
-            try:
+            with refused_as("the chat template refuses this", first_line):
                 text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **switch)
-            except Exception as error:  # a template can raise whatever Python can
-                raise UserError(f"the chat template refuses this: {first_line(error)}") from None
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) + answer <= self.context or kept + dropped + 2 >= len(messages):
                 return dropped, ids
@@ -95,8 +89,7 @@ class TextModel:
         ids = words(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not prompt:
             ids = [words.eos_token_id if words.bos_token_id is None else words.bos_token_id]
-        if not ids or ids == [None]:
-            raise UserError("this model's tokenizer has no token to begin a text with; give a --prompt.")
+        require(ids and ids != [None], "this model's tokenizer has no token to begin a text with; give a --prompt.")
         ids = ids[-max(self.context - 1, 1) :]
         fresh, cache, made, shown = ids, None, list[int](), ""
         for _ in range(sampling.max_new_tokens):
@@ -128,8 +121,8 @@ def _some_logits(model: TextModel) -> torch.Tensor:
     model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
     size = len(model.tokenizer)
     ids = [*range(size - min(16, size), size), *(7 * i % size for i in range(48))][: model.context]
-    logits: torch.Tensor = model.model(torch.tensor([ids], device=model.model.device), use_cache=False).logits
-    return logits
+    out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
+    return cast(torch.Tensor, out.logits)
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -147,10 +140,8 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a model folder or hub name. Raises :class:`UserError` where there is none."""
     from transformers import AutoTokenizer
 
-    try:
+    with refused_as(f"{name}: no model could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
-    except Exception as error:  # each library has its own ways to refuse a folder
-        raise UserError(f"{name}: no model could be loaded: {hub_said(error)}") from None
 
 
 def holds_model(folder: Path) -> bool:

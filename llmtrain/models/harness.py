@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -45,8 +45,7 @@ class _OnAllRanks(HFLM):  # type: ignore[misc]
         """
         size, self._world_size = self._world_size, 1
         try:
-            found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
-            return found
+            return cast(list[float], super().loglikelihood_rolling(requests, disable_tqdm))
         finally:
             self._world_size = size
 
@@ -109,10 +108,8 @@ def scores(
         raise UserError(explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}") from error
     cut = int(accelerator.reduce(torch.tensor(cuts.count, device=accelerator.device)))
     if cut:
-        say(
-            "cut",
-            f"{cut:,} prompts are longer than the model's {asked.max_length:,} positions, and lose their beginning",
-        )
+        longer = f"{cut:,} prompts are longer than the model's {asked.max_length:,} positions"
+        say("cut", f"{longer}, and lose their beginning")
     return [] if found is None else [*_lines(found)]
 
 

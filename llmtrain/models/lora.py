@@ -5,7 +5,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from llmtrain.console import say
 from llmtrain.contract import Facts, Weights
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.errors import UserError, first_line, refused_as, require
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
@@ -37,11 +37,10 @@ def add_lora(
         import peft
     except ImportError:
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
-    ends = [model.get_input_embeddings()]  # the matrices that rows of new tokens are trained in
-    if not model.config.get_text_config().tie_word_embeddings:
-        ends.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = model.config.get_text_config().tie_word_embeddings
+    ends = [model.get_input_embeddings(), *([] if tied else [head])]  # rows of new tokens are trained in these matrices
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     targets, every = config.lora_target_modules, config.lora_target_modules == ["all-linear"]
     stacks = _fused_experts(model)
@@ -137,19 +136,18 @@ def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
             yield f"{layer}.lora_magnitude_vector.default.weight", torch.linalg.norm(rows, dim=1).to(whole.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterFiles(ModelFiles):
     """A model folder in peft's format: the adapter alone, and the name of its base."""
 
-    adapted: "PeftModel | None" = None
-    origin: Facts = field(default_factory=dict)  # of the base
+    adapted: "PeftModel"
+    origin: Facts  # of the base
 
     weights: ClassVar[str] = "adapter_model.safetensors"
     divisible: ClassVar[bool] = False
 
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and which weights it belongs to."""
-        assert self.adapted is not None
         self.adapted.peft_config["default"].save_pretrained(str(folder))
         (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
 
@@ -157,9 +155,7 @@ class AdapterFiles(ModelFiles):
         """Return the adapter's own tensors, by peft's names."""
         from peft import get_peft_model_state_dict
 
-        assert self.adapted is not None
-        kept: dict[str, Tensor] = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
-        return kept
+        return cast(dict[str, Tensor], get_peft_model_state_dict(self.adapted, save_embedding_layers=False))
 
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
@@ -183,10 +179,9 @@ def write_merged(adapter: Path, folder: Path) -> None:
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = adapted.peft_config["default"].base_model_name_or_path
     merged: PreTrainedModel = adapted.merge_and_unload()
+    files = ModelFiles(merged.config.to_dict(), tokenizer, "the data of its adapter", base)
+    files.write(folder, merged.num_parameters())
     merged.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    card = ModelFiles(merged.config.to_dict(), tokenizer, "the data of its adapter", base).card(merged.num_parameters())
-    (folder / "README.md").write_text(card)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
 
@@ -199,20 +194,15 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
     from peft import PeftConfig, PeftModel
 
     folder = Path(name)
-    try:
-        base: str | None = PeftConfig.from_pretrained(name).base_model_name_or_path
-        if not base:
-            raise UserError(f"{folder} does not say whose adapter it is (base_model_name_or_path).")
+    with refused_as(f"{folder}: its adapter could not be loaded", first_line):
+        base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
+        require(base, f"{folder} does not say whose adapter it is (base_model_name_or_path).")
         known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
-        if "sha256" in known and origin_of(base) != known:
-            raise UserError(f"{folder} is an adapter of other weights than {base} holds now; put those back.")
+        same = "sha256" not in known or origin_of(base) == known
+        require(same, f"{folder} is an adapter of other weights than {base} holds now; put those back.")
         model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
         if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
             model.resize_token_embeddings(vocabulary)
         with warnings.catch_warnings():
             _ignore_warnings()
             return PeftModel.from_pretrained(model, name)
-    except UserError:
-        raise
-    except Exception as error:  # of peft, safetensors, json, transformers: a folder can be broken in many ways
-        raise UserError(f"{folder}: its adapter could not be loaded: {first_line(error)}") from None

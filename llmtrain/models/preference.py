@@ -12,7 +12,7 @@ where they differ), and those of these papers:
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +27,6 @@ from llmtrain.models.summed import SummedLoss, arguments_of, differ, smallest_wi
 
 if TYPE_CHECKING:
     from transformers.utils.generic import ModelOutput
-
-
-class _Facts(Protocol):
-    pairs: int
-    shared: bool
-
-
-class JudgedRows(Protocol):
-    """Rows of pairs."""
-
-    @property
-    def packed(self) -> bool:
-        """A row may hold several pairs."""
-
-    @property
-    def facts(self) -> _Facts:
-        """The facts about the data: pairs of a row, and whether their answers share prompts."""
 
 
 class Answers(NamedTuple):
@@ -126,19 +109,18 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         rows = len(labels)
         answers = torch.zeros_like(labels) if answers is None else answers  # of a plan
         input_ids, labels, answers = (self._unfolded(one) for one in (input_ids, labels, answers))
+        places, judged = self._judged(labels, answers)
         if self.preference.loss_type == "reward":
             values = self._scores(input_ids, labels, answers, rows, **others)
         else:
             if others.get("documents") is None and others.get("position_ids") is not None:
                 others |= self._documents(others["position_ids"], answers)
             nll = cast(Tensor, super().forward(input_ids, labels, each=True, **others))
-            places, _ = self._judged(labels, answers)
             trained = others.get("trained")
-            places = places if trained is None else places[trained.clamp(min=0)]
-            values = nll.new_zeros(rows * self.slots).index_add(0, places, -nll)
+            each_place = places if trained is None else places[trained.clamp(min=0)]
+            values = nll.new_zeros(rows * self.slots).index_add(0, each_place, -nll)
         if logps:
             return values.view(rows, self.slots)
-        places, judged = self._judged(labels, answers)
         none = torch.zeros_like(values)
         tokens = none.index_add(0, places, judged.to(values.dtype))
         bad = none.index_add(0, places, (judged & (targets_of(answers).flatten() & 2 > 0)).to(values.dtype)) > 0
@@ -268,17 +250,6 @@ _MEANS = (("rewards", "chosen"), ("logps", "chosen"), ("rewards", "rejected"), (
 _SUMS = ("right", "pairs", "chosen", "rejected", "moved", *(f"{what}/{which}" for what, which in _MEANS))
 
 
-def compare_answers(model: SummedLoss, config: PreferenceConfig, rows: "JudgedRows") -> PreferenceLoss:
-    """Give a model whose loss is summed the ``forward`` of :class:`PreferenceLoss`, in place."""
-    model.__class__ = type(
-        type(model).__name__, (PreferenceLoss, *type(model).__bases__), {"own_class": model.own_class}
-    )
-    model = cast(PreferenceLoss, model)
-    model.preference, model.slots = config, 2 * max(rows.facts.pairs, 1)
-    model.packs, model.shares_prompts = rows.packed, rows.facts.shared
-    return model
-
-
 def check_answers(model: PreferenceLoss) -> None:
     """Try a model that has its weights; raises :class:`UserError` where answers that share a prompt see each other."""
     model.balance = float(model.preference.alone)
@@ -295,6 +266,5 @@ def check_answers(model: PreferenceLoss) -> None:
         together = model.told(arguments_of(model, row, positions.to(row.device), documents))[0]
         apart = [model.told(arguments_of(model, one[None], None, None))[0, prompt - 1 :] for one in (first, second)]
         if model.config._attn_implementation != NAME or differ(together[prompt - 1 :], torch.cat(apart)):
-            raise UserError(
-                f"{model.own_class.__name__} cannot share a prompt between two answers: use --no_share_prompts."
-            )
+            kind = model.own_class.__name__
+            raise UserError(f"{kind} cannot share a prompt between two answers: use --no_share_prompts.")

@@ -17,7 +17,7 @@ from llmtrain.models.architecture import build_model
 from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
-from llmtrain.models.preference import JudgedRows, PreferenceLoss, check_answers, compare_answers
+from llmtrain.models.preference import PreferenceLoss, check_answers
 from llmtrain.models.streaming import drawn, stored
 from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
 from llmtrain.models.untrusted import local_folder, origin_of
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
-class _Named(Protocol):
+class _Facts(Protocol):
     dataset: str
+    pairs: int  # of judged answers that a row has, at most
+    shared: bool  # the answers of a pair go on from one copy of their prompt
 
 
 class Rows(Protocol):
@@ -45,8 +47,8 @@ class Rows(Protocol):
         """The tokens at which an answer ends."""
 
     @property
-    def facts(self) -> _Named:
-        """The facts about the data, of which its name is one."""
+    def facts(self) -> _Facts:
+        """The facts about the data; without a preference its name alone is asked for."""
 
 
 def load_model(
@@ -77,8 +79,8 @@ def load_model(
     model = build_model(config, rows.tokenizer, dtype, lora is not None, scores)
     settings = model.config.get_text_config()
     positions = getattr(settings, "max_position_embeddings", None) or config.block_size
-    if positions < config.block_size:
-        raise UserError(f"--block_size {config.block_size} is more than this model's {positions} positions; lower it.")
+    longer = f"--block_size {config.block_size} is more than this model's {positions} positions; lower it."
+    require(positions >= config.block_size, longer)
     _weigh_balance(settings, config.router_aux_loss_coef, preference is not None)
 
     is_meta = model.device.type == "meta"
@@ -94,7 +96,8 @@ def load_model(
             setattr(model.get_submodule(module), leaf, nn.Parameter(whole))
         model.tie_weights()
     _fit_vocabulary(model, config, rows, seed)
-    _freeze(model, config.freeze)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
 
@@ -105,9 +108,10 @@ def load_model(
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
-    trained = summed(model, config.block_size)
-    if preference is not None:
-        trained = compare_answers(trained, preference, cast(JudgedRows, rows))
+    trained = summed(model, config.block_size, PreferenceLoss if preference else SummedLoss)
+    if isinstance(trained, PreferenceLoss) and preference is not None:
+        trained.preference, trained.slots = preference, 2 * max(rows.facts.pairs, 1)
+        trained.packs, trained.shares_prompts = rows.packed, rows.facts.shared
     if bitwise:
         _check_no_dropout(trained)
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
@@ -157,9 +161,7 @@ def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, s
         say("tokens", f"{', '.join(new)} joined the vocabulary: {have:,} -> {needed:,}")
 
 
-def _freeze(model: "PreTrainedModel", pattern: str | None) -> None:
-    if pattern is None:
-        return
+def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     every = dict(model.named_parameters())
     matching = [parameter for name, parameter in every.items() if re.search(pattern, name)]
     if len(matching) in (0, len(every)):

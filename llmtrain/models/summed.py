@@ -66,8 +66,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         if labels is None:
             if documents is not None and (documents.starts is None or documents.starts.shape == input_ids.shape):
                 others |= {"documents": documents}  # else they are of the rows that are trained on, a position shorter
-            output: ModelOutput = own(input_ids=input_ids, position_ids=position_ids, **others)
-            return output
+            return cast("ModelOutput", own(input_ids=input_ids, position_ids=position_ids, **others))
         positions = None if position_ids is None else inputs_of(position_ids)
         arguments, targets = arguments_of(self, inputs_of(input_ids), positions, documents), targets_of(labels)
         linear, routed = self.head_is_linear and head is not None, survey or load is not None
@@ -89,8 +88,7 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def told(self, arguments: dict[str, object]) -> Tensor:
         """Return logits for arguments of its own class's ``forward``."""
-        logits: Tensor = self(**arguments).logits
-        return logits
+        return cast(Tensor, self(**arguments).logits)
 
     def loads(self, counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``load`` for the micro-batches of a global batch with these counts, and its balancing loss."""
@@ -146,12 +144,12 @@ class SummedHead(Module):
         return logits
 
 
-def summed(model: "PreTrainedModel", row_length: int) -> SummedLoss:
-    """Give a model of a Hugging Face causal LM class, and its head, the ``forward`` of :class:`SummedLoss`, in place.
+def summed(model: "PreTrainedModel", row_length: int, loss: type[SummedLoss] = SummedLoss) -> SummedLoss:
+    """Give a model of a Hugging Face causal LM class, and its head, the ``forward`` of a ``loss``, in place.
 
     :func:`probe` has to follow, once its weights are there.
     """
-    model.__class__ = _in_front(SummedLoss, model)
+    model.__class__ = _in_front(loss, model)
     model = cast(SummedLoss, model)
     model.row_length, model.vocabulary = row_length, len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     head = _head_of(model)
@@ -188,8 +186,7 @@ def _in_front(mixin: type, module: nn.Module) -> type:
 
 
 def _head_of(model: "PreTrainedModel") -> nn.Module | None:
-    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return head
+    return cast("nn.Module | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
 
 
 def probe(model: SummedLoss) -> None:
@@ -301,8 +298,7 @@ def _head_is_linear(model: SummedLoss) -> bool:
     head, base = _head_of(model), model.base_model
     if not isinstance(head, SummedHead) or base is model:
         return False
-    made: list[Tensor] = []
-    taken: list[Tensor] = []
+    made, taken = list[Tensor](), list[Tensor]()
 
     def loud(like: Tensor) -> Tensor:
         return torch.linspace(-100, 100, like.shape[-1], device=like.device, dtype=like.dtype).expand_as(like)
@@ -311,13 +307,9 @@ def _head_is_linear(model: SummedLoss) -> bool:
         taken.append(inputs[0])
         return loud(output)
 
-    hooks = [
-        base.register_forward_hook(lambda _, __, output: made.append(output.last_hidden_state)),
-        head.register_forward_hook(replace_output),
-    ]
-    own = _logits(model, tokens_of(model, 1, _probe_length(model)))
-    for hook in hooks:
-        hook.remove()
+    keep = base.register_forward_hook(lambda _, __, output: made.append(output.last_hidden_state))
+    with keep, head.register_forward_hook(replace_output):
+        own = _logits(model, tokens_of(model, 1, _probe_length(model)))
     expected, cap = loud(own), softcap_of(model)
     if cap:
         expected = cap * torch.tanh(expected / cap)

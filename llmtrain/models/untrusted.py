@@ -5,10 +5,10 @@ No code of theirs is run unless ``--trust_remote_code`` says so, and no pickle i
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, hub_said
+from llmtrain.errors import UserError, refused_as
 from llmtrain.files import read_hashed
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options)
-    return model
+    return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))
 
 
 def refuse_pickles(name: str) -> None:
@@ -49,10 +48,8 @@ def local_folder(name: str) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    try:
+    with refused_as(f"{name} is no folder, and could not be had from the hub"):
         return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
-    except Exception as error:  # of the network, the hub, the cache
-        raise UserError(f"{name} is no folder, and could not be had from the hub: {hub_said(error)}") from None
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> Facts:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,10 @@ def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor
     return total
 
 
-class BothEnds(text._Encoder):
+def with_both_ends(tokenizer: Any, *arguments: Any, encoded: Any = text._encoded) -> Iterator[np.ndarray]:
     """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.end = self.end * 2
+    for part in encoded(tokenizer, *arguments):
+        yield part.repeat(2) if part.tolist() == [tokenizer.eos_token_id] else part
 
 
 class LastLabel(loader.Collate):
@@ -69,7 +68,7 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
     "a mean of means": (step.Accumulation, "__call__", mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
-    "a token twice": (text, "_Encoder", BothEnds),
+    "a token twice": (text, "_encoded", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
     "a schedule one late": (loop, "lr_at", lambda made, config: optim.lr_at(max(made - 1, 0), config)),
     "no clipping": (step, "clip_grad_norm", not_clipped),
