@@ -22,7 +22,6 @@ from llmtrain.errors import UserError, require
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
-_OWN = ("config", "help_all")  # flags of the parser itself
 S = TypeVar("S")
 
 
@@ -100,11 +99,9 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
-        changes: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-        for source, given in layers:
-            for name in flags_of(default).keys() & given.keys():
-                changes[name], origins[name] = given[name], source
+        names = flags_of(default).keys()
+        changes = {name: value for _, given in layers for name, value in given.items() if name in names}
+        origins = {name: source for source, given in layers for name in given if name in names}
         try:
             parsed[part] = dataclasses.replace(copy.deepcopy(default), **changes)  # type: ignore[type-var]
         except UserError as error:  # a value out of range: say which file it stands in
@@ -184,9 +181,8 @@ class _Parser(HfArgumentParser):
         )
         self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
         self.add_argument("--help_all", action=_HelpAll, nargs=0, help="show the flags that commands use, too")
-        fields = {name: field for config in configs for name, field in flags_of(config).items()}
         self.set_defaults(**{name: getattr(config, name) for config in configs for name in flags_of(config)})
-        self.hidden = {name for name, field in fields.items() if field.metadata.get("hidden")}
+        self.hidden = {name for one in configs for name, field in flags_of(one).items() if field.metadata["hidden"]}
         self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
         self._texts = {action.dest: action.help for action in self._actions}
         self.show(everything=False)
@@ -254,9 +250,8 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         raise UserError(f"--config {path} is not YAML: {error}") from None
     if tree is None or _is_null(tree):
         return []
-    if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"--config {path} must be `flag: value` lines.")
-    names = [option[2:] for option in parser.flags if option[2:] not in (*_OWN, "help")]
+    require(isinstance(tree, yaml.MappingNode), f"--config {path} must be `flag: value` lines.")
+    names = [option[2:] for option in parser.flags if option not in ("--config", "--help_all", "--help")]
     argv: list[str] = []
     seen = set()
     parser.place = f"{path}: "
@@ -269,7 +264,10 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         seen.add(key)
         if _is_null(value):  # leave out: the recipe's default holds
             continue
-        words = [_word(node, key, path) for node in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
+        nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        scalars = all(isinstance(node, yaml.ScalarNode) for node in nodes)
+        require(scalars, f"{path}: '{key}' must be a value or a list, not nested keys.")
+        words = [str(node.value) for node in nodes]
         require(words, f"{path}: --{key} is an empty list; give a value or leave the key out.")
         if key.startswith("no_"):  # `no_x: true` is the flag --no_x
             try:
@@ -284,9 +282,3 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
 
 def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _YAML_NULL
-
-
-def _word(node: yaml.Node, key: str, path: str) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
-    return str(node.value)
