@@ -59,10 +59,10 @@ class Timing(Observer):
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
         self.throughput.add(update.tokens, window.positions)
-        self.progress.advance()
+        self.progress.bar.update()
 
     def end(self) -> None:
-        self.progress.close()
+        self.progress.bar.close()
 
     def read(self, metrics: Facts) -> Facts:
         """Add what was measured since the last reading; says who is late."""
