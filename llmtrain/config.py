@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -38,6 +38,7 @@ class Config:
     _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
     acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
     retired: ClassVar[Mapping[str, Retired]] = {}
+    origins: Mapping[str, str] = {}  # sources of the flags that a person has set: the command line or a file
 
     def given(self, name: str) -> bool:
         """Return whether a person has set this flag, on the command line or in a file."""
@@ -48,11 +49,6 @@ class Config:
         if not self.given(name):
             setattr(self, name, value)
             say("default", f"--{name} {value:g}, of {why}")
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """Sources of the flags that a person has set, by name: the command line or a file."""
-        return cast(dict[str, str], self.__dict__.setdefault("_origins", {}))
 
 
 def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:
@@ -107,7 +103,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         except UserError as error:  # a value out of range: say which file it stands in
             files = [f" ({origins[name]})" for name in origins if f"--{name} " in str(error) and config_file]
             raise UserError(f"{error}{files[0] if files else ''}") from None
-        parsed[part].origins.update(origins)
+        parsed[part].origins = origins
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
 
 
