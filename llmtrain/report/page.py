@@ -146,8 +146,8 @@ def incidents(runs: Sequence[History]) -> list[Incident]:
                 again = f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
                 who = f"{start.get('processes')} process(es) on {start.get('host')}{again}"
                 found.append(Incident(began, number, start["step"], "resumed", who))
-    latest_first = sorted(found, reverse=True)
-    return sorted({one[1:]: one for one in latest_first}.values())  # several ranks may have written one down
+    # several ranks may have written one down, of which the earliest stays
+    return sorted({one[1:]: one for one in sorted(found, reverse=True)}.values())
 
 
 def saved(runs: Sequence[History]) -> list[Saved]:
