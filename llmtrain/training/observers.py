@@ -69,7 +69,8 @@ class Timing(Observer):
         metrics |= {"train/gradient_syncs": self.syncs.count, **self.throughput.read()}
         self.progress.logged(metrics)
         where, held = memory_held(self.run.accelerator.device)
-        seconds, gib = self.phases.read_with(held / 2**30)
+        seconds = self.phases.read(gib=held / 2**30)
+        gib = seconds.pop("gib")
         if late := self.phases.late(seconds):
             self.run.incident("late", str(late))
         return {**metrics, "phases": seconds, "memory": {where: [round(size, 4) for size in gib]}}
