@@ -22,7 +22,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.record.provenance import versions
+from llmtrain.record.provenance import version_of, versions
 from llmtrain.record.resume import lock
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
@@ -52,9 +52,7 @@ def _versions() -> Iterator[Finding]:
         required = [Requirement(line) for line in importlib.metadata.requires("llmtrain") or []]
     for needed in required:
         applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        version = ""
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(needed.name)
+        version = version_of(needed.name)
         if applies and not (version and needed.specifier.contains(version, prereleases=True)):
             wrong += f"; {needed.name} is {version or 'absent'}, and {needed.specifier or 'any'} is needed"
             install.append(f"{needed.name}{needed.specifier}")
