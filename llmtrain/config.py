@@ -87,7 +87,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     configs = configs_of(defaults)
-    parser = _Parser(configs.values(), description)
+    parser = _Parser(configs.values(), description, show_hidden="--help_all" in argv)
     layers = [("command line", parser.given(argv))]
     config_file = layers[0][1].pop("config", None)
     if config_file is not None:
@@ -157,16 +157,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if silent else f"{text} (default: {default})"
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        assert isinstance(parser, _Parser)
-        parser.show(everything=True)
-        parser.print_help()
-        parser.exit()
-
-
 class _Parser(HfArgumentParser):
-    def __init__(self, defaults: Iterable[Config], description: str | None) -> None:
+    def __init__(self, defaults: Iterable[Config], description: str | None, show_hidden: bool) -> None:
         configs = [*defaults]
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
@@ -176,25 +168,20 @@ class _Parser(HfArgumentParser):
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
-        self.add_argument("--help_all", action=_HelpAll, nargs=0, help="show the flags that commands use, too")
+        self.add_argument("--help_all", action="help", help="show the flags that commands use, too")
         self.set_defaults(**{name: getattr(config, name) for config in configs for name in flags_of(config)})
-        self.hidden = {name for one in configs for name, field in flags_of(one).items() if field.metadata["hidden"]}
         self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
-        self._texts = {action.dest: action.help for action in self._actions}
-        self.show(everything=False)
+        hidden = {name for one in configs for name, field in flags_of(one).items() if field.metadata["hidden"]}
+        for action in self._actions:
+            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
+            if is_on or (action.dest in hidden and not show_hidden):  # of a switch that is on, --no_... is shown
+                action.help = argparse.SUPPRESS
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
         plain = copy.copy(field)
         plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
         HfArgumentParser._parse_dataclass_field(parser, plain)
-
-    def show(self, everything: bool) -> None:
-        """Let --help tell of hidden flags, or not; of a switch that is on it tells how to turn it off."""
-        for action in self._actions:
-            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
-            hidden = (action.dest in self.hidden and not everything) or is_on
-            action.help = argparse.SUPPRESS if hidden else self._texts[action.dest]
 
     @property
     def flags(self) -> list[str]:
