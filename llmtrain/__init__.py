@@ -40,10 +40,9 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
 
-_TREE = ast.parse(Path(__file__).read_text(encoding="utf-8"))
 _HOMES = {
     name.name: node.module or ""
-    for node in ast.walk(_TREE)
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
     if isinstance(node, ast.ImportFrom)
     for name in node.names
     if name.asname

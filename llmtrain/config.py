@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -22,7 +22,6 @@ from llmtrain.errors import UserError, require
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
-_OWN = ("config", "help_all")  # flags of the parser itself
 S = TypeVar("S")
 
 
@@ -39,6 +38,7 @@ class Config:
     _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
     acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
     retired: ClassVar[Mapping[str, Retired]] = {}
+    origins: Mapping[str, str] = {}  # sources of the flags that a person has set: the command line or a file
 
     def given(self, name: str) -> bool:
         """Return whether a person has set this flag, on the command line or in a file."""
@@ -49,11 +49,6 @@ class Config:
         if not self.given(name):
             setattr(self, name, value)
             say("default", f"--{name} {value:g}, of {why}")
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """Sources of the flags that a person has set, by name: the command line or a file."""
-        return cast(dict[str, str], self.__dict__.setdefault("_origins", {}))
 
 
 def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:
@@ -92,7 +87,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     configs = configs_of(defaults)
-    parser = _Parser(configs.values(), description)
+    parser = _Parser(configs.values(), description, show_hidden="--help_all" in argv)
     layers = [("command line", parser.given(argv))]
     config_file = layers[0][1].pop("config", None)
     if config_file is not None:
@@ -100,17 +95,15 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
-        changes: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-        for source, given in layers:
-            for name in flags_of(default).keys() & given.keys():
-                changes[name], origins[name] = given[name], source
+        names = flags_of(default).keys()
+        changes = {name: value for _, given in layers for name, value in given.items() if name in names}
+        origins = {name: source for source, given in layers for name in given if name in names}
         try:
             parsed[part] = dataclasses.replace(copy.deepcopy(default), **changes)  # type: ignore[type-var]
         except UserError as error:  # a value out of range: say which file it stands in
             files = [f" ({origins[name]})" for name in origins if f"--{name} " in str(error) and config_file]
             raise UserError(f"{error}{files[0] if files else ''}") from None
-        parsed[part].origins.update(origins)
+        parsed[part].origins = origins
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
 
 
@@ -164,16 +157,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if silent else f"{text} (default: {default})"
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        assert isinstance(parser, _Parser)
-        parser.show(everything=True)
-        parser.print_help()
-        parser.exit()
-
-
 class _Parser(HfArgumentParser):
-    def __init__(self, defaults: Iterable[Config], description: str | None) -> None:
+    def __init__(self, defaults: Iterable[Config], description: str | None, show_hidden: bool) -> None:
         configs = [*defaults]
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
@@ -183,26 +168,20 @@ class _Parser(HfArgumentParser):
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
-        self.add_argument("--help_all", action=_HelpAll, nargs=0, help="show the flags that commands use, too")
-        fields = {name: field for config in configs for name, field in flags_of(config).items()}
+        self.add_argument("--help_all", action="help", help="show the flags that commands use, too")
         self.set_defaults(**{name: getattr(config, name) for config in configs for name in flags_of(config)})
-        self.hidden = {name for name, field in fields.items() if field.metadata.get("hidden")}
         self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
-        self._texts = {action.dest: action.help for action in self._actions}
-        self.show(everything=False)
+        hidden = {name for one in configs for name, field in flags_of(one).items() if field.metadata["hidden"]}
+        for action in self._actions:
+            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
+            if is_on or (action.dest in hidden and not show_hidden):  # of a switch that is on, --no_... is shown
+                action.help = argparse.SUPPRESS
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
         plain = copy.copy(field)
         plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
         HfArgumentParser._parse_dataclass_field(parser, plain)
-
-    def show(self, everything: bool) -> None:
-        """Let --help tell of hidden flags, or not; of a switch that is on it tells how to turn it off."""
-        for action in self._actions:
-            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
-            hidden = (action.dest in self.hidden and not everything) or is_on
-            action.help = argparse.SUPPRESS if hidden else self._texts[action.dest]
 
     @property
     def flags(self) -> list[str]:
@@ -254,9 +233,8 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         raise UserError(f"--config {path} is not YAML: {error}") from None
     if tree is None or _is_null(tree):
         return []
-    if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"--config {path} must be `flag: value` lines.")
-    names = [option[2:] for option in parser.flags if option[2:] not in (*_OWN, "help")]
+    require(isinstance(tree, yaml.MappingNode), f"--config {path} must be `flag: value` lines.")
+    names = [option[2:] for option in parser.flags if option not in ("--config", "--help_all", "--help")]
     argv: list[str] = []
     seen = set()
     parser.place = f"{path}: "
@@ -269,7 +247,10 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
         seen.add(key)
         if _is_null(value):  # leave out: the recipe's default holds
             continue
-        words = [_word(node, key, path) for node in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
+        nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        scalars = all(isinstance(node, yaml.ScalarNode) for node in nodes)
+        require(scalars, f"{path}: '{key}' must be a value or a list, not nested keys.")
+        words = [str(node.value) for node in nodes]
         require(words, f"{path}: --{key} is an empty list; give a value or leave the key out.")
         if key.startswith("no_"):  # `no_x: true` is the flag --no_x
             try:
@@ -284,9 +265,3 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
 
 def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _YAML_NULL
-
-
-def _word(node: yaml.Node, key: str, path: str) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
-    return str(node.value)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedTokenizerFast
 
 IGNORED = -100  # a label that is not trained on (cross_entropy's default); in a stored row, a place without a token
 
@@ -155,9 +154,6 @@ class ModelWriter(Protocol):
     @property
     def config(self) -> dict[str, Any]:
         """The description of the model in a run's identity."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast: ...
 
     @property
     def weights(self) -> str:

@@ -36,10 +36,8 @@ def write_json(path: Path, content: object) -> None:
 def _replace(path: Path, text: str) -> None:
     working = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
-        with working.open("x") as file:
-            file.write(text)
-            file.flush()
-            _flush(file.fileno())
+        working.write_text(text)
+        sync_file(working)
         working.replace(path)
     except BaseException:
         working.unlink(missing_ok=True)

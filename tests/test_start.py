@@ -38,6 +38,7 @@ def test_what_was_said_to_the_launcher_is_told_from_its_defaults(words, config, 
 def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
     launcher = Launcher(["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--debug"])
     assert (launcher.said("multi_gpu"), launcher.said("num_processes"), launcher.said("debug")) == (True, "2", True)
+    assert Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).said("num_processes") == "3"
 
 
 @pytest.mark.parametrize(

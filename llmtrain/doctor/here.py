@@ -19,10 +19,11 @@ import psutil
 import torch
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import sync_file, sync_folder
+from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.record.provenance import versions
+from llmtrain.record.provenance import version_of, versions
+from llmtrain.record.resume import lock
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 _PATIENCE = 5.0  # seconds, for a server
@@ -51,9 +52,7 @@ def _versions() -> Iterator[Finding]:
         required = [Requirement(line) for line in importlib.metadata.requires("llmtrain") or []]
     for needed in required:
         applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        version = ""
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(needed.name)
+        version = version_of(needed.name)
         if applies and not (version and needed.specifier.contains(version, prereleases=True)):
             wrong += f"; {needed.name} is {version or 'absent'}, and {needed.specifier or 'any'} is needed"
             install.append(f"{needed.name}{needed.specifier}")
@@ -135,18 +134,12 @@ def standing(folder: Path) -> Path:
 
 def _folder(output_dir: Path) -> Iterator[Finding]:
     """Try all that keeps a run in its folder: write, force to the disk, rename, lock."""
-    import filelock
-
     place = standing(output_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as scratch:
-            folder = Path(scratch)
-            (folder / "new").mkdir()
-            (folder / "new" / "file").write_bytes(b"1" * 4096)
-            sync_file(folder / "new" / "file")
-            (folder / "new").rename(folder / "there")
-            sync_folder(folder)
-            with filelock.FileLock(folder / "lock").acquire(blocking=False):
+            with new_folder(Path(scratch, "new")) as folder:
+                (folder / "file").write_bytes(b"1" * 4096)
+            with lock(Path(scratch)).acquire(blocking=False):
                 pass
     except OSError as error:
         said = f"{place}: {error.strerror or first_line(error)}"

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding, standing
 from llmtrain.errors import first_line
 from llmtrain.record.provenance import versions
+from llmtrain.record.team import Team
 
 _SIZE = 2**24  # bytes of the tensor that is sent
 _SLOW, _SKEW_SECONDS = 0.5, 1.0  # a link's share of the median rate; a clock's distance from the median time
@@ -95,9 +96,7 @@ def findings(output_dir: Path) -> list[Finding]:
 
 def gathered(mine: T) -> list[T]:
     """Gather an object of every rank, in their order."""
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return Team.everyone().each(lambda: mine)
 
 
 part = dist.barrier  # the last meeting: the others do not see what happens to a process after it

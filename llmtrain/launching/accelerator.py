@@ -146,8 +146,7 @@ def _meet_after_restart(backend: str, timeout: timedelta) -> None:
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    half, sharded = precision == "fp16", sharding is not None
-    known = half or precision in ("no", "bf16")
+    known, half, sharded = precision in ("no", "bf16", "fp16"), precision == "fp16", sharding is not None
     require(known, f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
     # accelerate would take it, and compute in float32
     require(not (cpu and half), "mixed precision fp16 needs a GPU; on a CPU use no or bf16.")

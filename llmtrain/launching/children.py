@@ -36,7 +36,7 @@ def command_of(recipe: list[str], forced: "Facts", processes: int, config_file: 
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
     with tempfile.NamedTemporaryFile() as said:
-        with started(command, on_cpu, said, subprocess.DEVNULL, **variables) as process:
+        with started(command, on_cpu, said, **variables) as process:
             process.wait()
         if process.returncode:
             raise UserError(why_it_failed(Path(said.name)))

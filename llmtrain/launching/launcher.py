@@ -1,7 +1,6 @@
 """The wishes that a person told the launcher, and a check that they are what was started."""
 
 import contextlib
-import itertools
 import os
 import re
 import shlex
@@ -69,7 +68,7 @@ class Launcher:
 
         It is ``True`` for a flag that takes no value.
         """
-        for word, following in itertools.zip_longest(self.words, self.words[1:], fillvalue="-"):
+        for word, following in reversed([*zip(self.words, [*self.words[1:], "-"], strict=False)]):  # the last counts
             name, equals, value = word.partition("=")
             if name.replace("-", "_") == f"__{flag}":
                 return value if equals else (following if following[:1] != "-" else True)
@@ -85,12 +84,9 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | Non
     """Return what the config file of a launcher with these words says, and where it is."""
     from accelerate.commands.config.config_args import default_config_file
 
-    path = Path(default_config_file)
-    there = path.is_file() and "--cpu" not in words  # with which accelerate reads no default
-    for i, word in enumerate(words):
-        if word.partition("=")[0].replace("-", "_") == "__config_file":
-            path, there = Path(folder) / (word.partition("=")[2] or words[i + 1]), True
-    if not there:
+    named = Launcher(words).said("config_file")
+    path = Path(folder, str(named or default_config_file))
+    if not named and ("--cpu" in words or not path.is_file()):  # with --cpu accelerate reads no default
         return {}, None
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         if isinstance(config := yaml.safe_load(path.read_text()), dict):

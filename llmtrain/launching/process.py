@@ -9,25 +9,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
 from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
 from llmtrain.launching.launcher import Launcher, check_launch
 
-_GRACE_SECONDS = 5.0  # for rank 0 to say what went wrong, before another rank says it
-
-
-@runtime_checkable
-class Showable(Protocol):
-    """A result that is shown when a recipe has ended well."""
-
-    def show(self) -> None:
-        """Show the result, on rank 0, after the processes have left their group."""
+# For rank 0, which may fail alike, to say what went wrong: the launcher then ends the others before they say it.
+_GRACE_SECONDS = 5.0
 
 
 def launch(main: Callable[[], object]) -> NoReturn:
-    """Run a recipe's ``main`` as this process's whole life, and show what it returns: the one way out.
+    """Run a recipe's ``main`` as this process's whole life, and ``show()`` what it returns: the one way out.
 
     A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
     sometimes abort a process that is already done. :class:`UserError`, and what else a person can mend, becomes one
@@ -45,7 +38,7 @@ def launch(main: Callable[[], object]) -> NoReturn:
         check_launch()
         result = main()
         leave_group()
-        if isinstance(result, Showable) and rank() == 0:
+        if hasattr(result, "show") and rank() == 0:
             result.show()
     except KeyboardInterrupt:
         status = 130
@@ -58,7 +51,8 @@ def launch(main: Callable[[], object]) -> NoReturn:
         if line is None or debugging():
             traceback.print_exc()
         if line is not None and not isinstance(error, ToldElsewhereError):
-            _complain_once(line)
+            time.sleep(_GRACE_SECONDS if rank() else 0)
+            complain(line)
         status = 1 if line is None else 2
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
@@ -92,9 +86,3 @@ def leave_group() -> None:
         state.wait_for_everyone()
         _LEFT.append(torch.distributed.group.WORLD)
         state.destroy_process_group()
-
-
-def _complain_once(message: str) -> None:
-    if rank():
-        time.sleep(_GRACE_SECONDS)  # the launcher ends this process as soon as rank 0, which fails alike, is gone
-    complain(message)

@@ -5,12 +5,12 @@ import sys
 from llmtrain.contract import Facts
 
 
-def loss_curve(readings: list[Facts], width: int = 76, height: int = 16) -> str:
+def loss_curve(readings: list[Facts]) -> str:
     """Draw training and held-out loss against the step, as text; in colour where stdout is a terminal."""
     import plotille
 
     figure = plotille.Figure()
-    figure.width, figure.height, figure.color_mode = width, height, "names"
+    figure.width, figure.height, figure.color_mode = 76, 16, "names"
     figure.with_colors = sys.stdout.isatty()
     figure.x_label, figure.y_label = "step", "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")

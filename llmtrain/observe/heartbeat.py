@@ -234,8 +234,8 @@ def _trace(last: Beat | None) -> str:
             state = psutil.Process(process).status()
             name = Path(f"/proc/{process}/task/{thread}/comm").read_text().rstrip("\n")
             if found := re.fullmatch(r"(\d+) (.+)", name):
-                names = (last.phase, *PHASES)  # of a name Linux keeps 15 bytes
-                phase = next((phase for phase in names if phase.startswith(found[2])), found[2])
+                # of a name Linux keeps 15 bytes
+                phase = next((phase for phase in (last.phase, *PHASES) if phase.startswith(found[2])), found[2])
                 step = last.step + (int(found[1]) - last.step) % 100000
                 return f"in {_place(phase, step)}: its process {process} is {state}"
     return f"(stopped, cut off or gone), last heard of in {_place(last.phase, last.step)}"

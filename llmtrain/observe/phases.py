@@ -142,20 +142,19 @@ class Phases:
         self._forget()
         self.is_warm = True
 
-    def read(self) -> dict[str, list[float]]:
-        """Return the mean seconds of an update in each phase since the last reading, by rank. All ranks call this."""
-        return self.read_with(0.0)[0]
+    def read(self, **more: float) -> dict[str, list[float]]:
+        """Return the mean seconds of an update in each phase since the last reading, and ``more`` numbers, by rank.
 
-    def read_with(self, number: float) -> tuple[dict[str, list[float]], list[float]]:
-        """Return what :meth:`read` does, and a number of each rank, in one gather."""
+        All ranks call this.
+        """
         if self._marks and (event := self._marks[-1][1].event) is not None:
             event.synchronize()
         self._add_up()
-        mine = [*(self._seconds[phase] / max(self._updates, 1) for phase in PHASES), number]
-        everyone = self.accelerator.gather(torch.tensor([mine], dtype=torch.float32, device=self.accelerator.device))
+        mine = {phase: self._seconds[phase] / max(self._updates, 1) for phase in PHASES} | more
+        numbers = torch.tensor([[*mine.values()]], dtype=torch.float32, device=self.accelerator.device)
+        columns = self.accelerator.gather(numbers).T.tolist()
         self._forget()
-        *columns, numbers = everyone.T.tolist()
-        return {name: [round(s, 6) for s in column] for name, column in zip(PHASES, columns, strict=True)}, numbers
+        return {name: [round(one, 6) for one in column] for name, column in zip(mine, columns, strict=True)}
 
     def late(self, readings: dict[str, list[float]]) -> Late | None:
         """Return who kept the others waiting in these readings and the ones before, where that was not said before."""

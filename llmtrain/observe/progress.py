@@ -28,10 +28,6 @@ class Progress:
             mininterval=0.1 if sys.stderr.isatty() else 10,  # seconds; a log file wants few lines
         )
 
-    def advance(self) -> None:
-        """Show that an update was made."""
-        self.bar.update()
-
     def logged(self, metrics: dict[str, float]) -> None:
         """Show the loss and the tokens/s of a reading."""
         speed = metrics["train/tokens_per_second"]
@@ -45,7 +41,3 @@ class Progress:
         with contextlib.suppress(BrokenPipeError):
             self.bar.write(f"step {step:>6}  held out: {told}", file=sys.stdout)
             sys.stdout.flush()
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self.bar.close()

@@ -45,8 +45,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes == holders and neighbours == 1:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    mine = fingerprint(plain).to(accelerator.device)  # weights may live on the host
-    everyone = accelerator.gather(mine[None])
+    everyone = accelerator.gather(fingerprint(plain)[None].to(accelerator.device))  # weights may live on the host
     sharded = torch.tensor(["tp" in shards_over(parameter) for parameter in plain.parameters()], device=everyone.device)
     place = (torch.arange(len(everyone), device=everyone.device) % holders)[:, None]  # in the replica
     like = torch.where(sharded, place, place - place % neighbours)  # [ranks, parameters]: who should hold the same

@@ -183,8 +183,7 @@ def as_trace(report: Report) -> Facts:
         events.append({"ph": "X", "pid": rank, "tid": thread, "name": name, **times, "args": details})
 
     for span in report.spans:
-        where = {"update": span.update, "micro_batch": span.micro_batch}
-        add(span.rank, 0, span.phase, span.began, span.ended, where)
+        add(span.rank, 0, span.phase, span.began, span.ended, {"update": span.update, "micro_batch": span.micro_batch})
     for one in report.sent:
         details = {"update": one.update, "sent_bytes": one.sent_bytes, "blocked_s": one.blocked}
         details |= report.buckets[one.bucket]._asdict()

@@ -178,8 +178,8 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], *best}
     for path in every:
         if path not in staying:
-            doomed = path.rename(path.with_name(f".tmp-doomed-{path.name}"))  # a half-deleted one is not committed
-            shutil.rmtree(doomed, ignore_errors=True)
+            # under another name: a half-deleted one is not committed
+            shutil.rmtree(path.rename(path.with_name(f".tmp-doomed-{path.name}")), ignore_errors=True)
 
 
 def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:

@@ -64,10 +64,6 @@ class History(NamedTuple):
         entries = found.items() if isinstance(found, dict) else ()
         return {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
 
-    def origin(self, name: str) -> str:
-        """Return where a setting came from: the recipe, a file, the command line."""
-        return str(self.record["settings"][name].get("from", ""))
-
     @property
     def starts(self) -> list[Facts]:
         """Every start of the run, the first one first."""

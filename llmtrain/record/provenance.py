@@ -24,7 +24,7 @@ from llmtrain.secrets import redacted
 if TYPE_CHECKING:
     from llmtrain.record.resume import Choice
 
-_PACKAGES = ("llmtrain", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+_PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 # Flags that may differ between machines: where things are, and what only rank 0 does.
 _LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
 
@@ -34,13 +34,17 @@ def digest(identity: Facts) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def version_of(package: str) -> str:
+    """Return the version of an installed package; an empty string where there is none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of every package that the numbers depend on."""
-    found = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES, "absent"), "llmtrain": __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    own = {"python": platform.python_version(), "llmtrain": version_of("llmtrain") or __version__}
+    return own | {package: version_of(package) or "absent" for package in _PACKAGES}
 
 
 def code_digest() -> str:

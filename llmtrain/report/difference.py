@@ -144,8 +144,7 @@ def _parting(name: str, one: History, other: History, limit: float) -> Parting |
     for step in sorted(mine.keys() & others.keys()):
         apart = _apart(mine[step], others[step])
         if apart > limit * link.rounding:
-            grown = before and apart < _GROWTH * before
-            return None if grown else Parting(name, step, mine[step], others[step])
+            return None if before and apart < _GROWTH * before else Parting(name, step, mine[step], others[step])
         before = apart
     return None
 

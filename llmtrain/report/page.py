@@ -1,7 +1,6 @@
 """One page about runs, in one file that opens without a network."""
 
 import contextlib
-import math
 import shlex
 import statistics
 import time
@@ -146,26 +145,25 @@ def incidents(runs: Sequence[History]) -> list[Incident]:
                 again = f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
                 who = f"{start.get('processes')} process(es) on {start.get('host')}{again}"
                 found.append(Incident(began, number, start["step"], "resumed", who))
-    latest_first = sorted(found, reverse=True)
-    return sorted({one[1:]: one for one in latest_first}.values())  # several ranks may have written one down
+    # several ranks may have written one down, of which the earliest stays
+    return sorted({one[1:]: one for one in sorted(found, reverse=True)}.values())
 
 
 def saved(runs: Sequence[History]) -> list[Saved]:
     """Return the checkpoints that are there, newest first."""
-    from llmtrain.record.checkpoint import MANIFEST, checkpoints
+    from llmtrain.record.checkpoint import MANIFEST, checkpoints, held_out_losses
 
     found = []
     for number, run in enumerate(runs):
-        here = []
-        for path in reversed(checkpoints(run.folder / "checkpoints")):
-            manifest, state = read_object(path / MANIFEST), read_object(path / "state.json")
-            step = state.get("step", int(path.name.removeprefix("step-")))
+        paths = checkpoints(run.folder / "checkpoints")
+        losses = held_out_losses(paths)
+        best = min(losses, key=losses.__getitem__, default=None)
+        for path in reversed(paths):
+            manifest, step = read_object(path / MANIFEST), int(path.name.removeprefix("step-"))
             size = sum(entry.get("bytes", 0) for entry in manifest.values())
             with contextlib.suppress(OSError):  # a run in progress deletes old ones
                 written = (path / MANIFEST if manifest else path).stat().st_mtime
-                here.append(Saved(number, step, written, size, state.get("eval_loss"), False))
-        best = min(here, key=lambda one: math.inf if one.held_out is None else one.held_out, default=None)
-        found += [one._replace(is_best=one is best and one.held_out is not None) for one in here]
+                found.append(Saved(number, step, written, size, losses.get(path), path == best))
     return found
 
 

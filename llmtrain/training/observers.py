@@ -59,17 +59,18 @@ class Timing(Observer):
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
         self.throughput.add(update.tokens, window.positions)
-        self.progress.advance()
+        self.progress.bar.update()
 
     def end(self) -> None:
-        self.progress.close()
+        self.progress.bar.close()
 
     def read(self, metrics: Facts) -> Facts:
         """Add what was measured since the last reading; says who is late."""
         metrics |= {"train/gradient_syncs": self.syncs.count, **self.throughput.read()}
         self.progress.logged(metrics)
         where, held = memory_held(self.run.accelerator.device)
-        seconds, gib = self.phases.read_with(held / 2**30)
+        seconds = self.phases.read(gib=held / 2**30)
+        gib = seconds.pop("gib")
         if late := self.phases.late(seconds):
             self.run.incident("late", str(late))
         return {**metrics, "phases": seconds, "memory": {where: [round(size, 4) for size in gib]}}

@@ -338,7 +338,7 @@ def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
     for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
         config = ModelConfig(model_name_or_path=str(tmp_path), block_size=size)
-        config.origins.update({"block_size": "the command line"} if asked else {})
+        config.origins = {"block_size": "the command line"} if asked else {}
         config.fit_block_size()
         assert config.block_size == expected
     assert "--block_size 32" in capsys.readouterr().out
