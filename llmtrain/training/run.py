@@ -21,6 +21,7 @@ from llmtrain.data.rows import Tokenized
 from llmtrain.errors import UserError, explained, first_line, require
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
 from llmtrain.record import checkpoint
 from llmtrain.record.folder import RunFolder
@@ -272,15 +273,15 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
 
         def claim() -> Facts:
             held.enter_context(folder.claimed(run.step))
-            sharding = sharding_of(accelerator)
-            here: Facts = {"processes": accelerator.num_processes, "sharded": sharding.layout if sharding else None}
+            sharded = sharding_of(accelerator).layout if is_sharded(accelerator) else None
+            here: Facts = {"processes": accelerator.num_processes, "sharded": sharded}
             here |= {"device": accelerator.device.type, "mixed_precision": accelerator.mixed_precision}
             record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
             folder.write("run.json", record)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
         told = {name: setting["value"] for name, setting in settings.items()} | team.main(claim)
-        if accelerator.is_fsdp2:
+        if is_sharded(accelerator):
             run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
         held.enter_context(stop_signals(run.ask_to_stop))
         try:
@@ -306,7 +307,7 @@ def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
     parameters, device = dict(model.named_parameters()), accelerator.device  # of those of other stages there is nothing
     here = [torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()]
     bad = torch.stack([(~torch.isfinite(values)).any().to(device) for values in here])
-    if accelerator.is_fsdp2:  # each rank has seen its shard
+    if is_sharded(accelerator):  # each rank has seen its shard
         bad = accelerator.reduce(bad.int(), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):
         require(not found, f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
