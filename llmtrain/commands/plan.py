@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.contract import Facts
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
     from llmtrain.plan.ways import Plan, Way
 
 _GIB = 2**30
@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"left out: {reason}", file=sys.stderr)
 
 
-def plain(found: "Plan") -> "Facts":
+def plain(found: "Plan") -> Facts:
     """Return a plan for programs."""
     steps = [way.step and way.step._asdict() | {"total": way.step.total} for way in found.ways]
-    parts = [{"bytes": way.bytes._asdict(), "step": step} for way, step in zip(found.ways, steps, strict=True)]
-    ways = [way._asdict() | more for way, more in zip(found.ways, parts, strict=True)]
+    both = zip(found.ways, steps, strict=True)
+    ways = [way._asdict() | {"bytes": way.bytes._asdict(), "step": step} for way, step in both]
     return {"ways": ways, "left_out": found.left_out}
 
 
@@ -89,8 +89,7 @@ def _print_tables(found: "Plan") -> None:
 
     def sizes(way: "Way") -> list[str]:
         *parts, total = (f"{size / _GIB:>13.3f}" for size in way.bytes)
-        fits = f"{way.largest} rows" if way.largest else "too much"
-        return [*parts, f"{total}{fits:>10}"]
+        return [*parts, f"{total}{f'{way.largest} rows' if way.largest else 'too much':>10}"]
 
     def seconds(way: "Way") -> list[str]:
         assert way.step is not None
