@@ -13,7 +13,6 @@ from llmtrain.launching.children import command_of, gpus, read_config, run_to_en
 from llmtrain.record.history import History, read_lines
 from llmtrain.shipped import shipped_config
 
-
 _TOLERANCE = {  # for rounding in a few updates, relative to the value: loss, gradient norm, weights (L2)
     "float64": (1e-12, 1e-12, 1e-12),
     "float32": (1e-5, 1e-4, 1e-5),

@@ -16,7 +16,6 @@ from llmtrain.errors import UserError, first_line, require
 from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
 
-
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
 _LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
 
