@@ -29,7 +29,7 @@ from llmtrain.training.observers import Timing, Training, observers_of
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import Accumulation, plain_of, train_step
 
 
 def train(
@@ -171,7 +171,7 @@ def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
     require(whole or not compiles, "--torch_compile always: stages of a pipeline are not compiled; leave it out.")
     require(whole or not s.loop.sample_prompts, "--sample_prompts: no process can run the whole model; leave it out.")
     require(whole or metric is None, "a metric of one's own needs the whole model, which no process can run here.")
-    labels = inspect.signature(accelerator.unwrap_model(model).forward).parameters.get("labels")
+    labels = inspect.signature(plain_of(model).forward).parameters.get("labels")
     require(
         labels is None or labels.default is not labels.empty or not s.loop.sample_prompts,
         "--sample_prompts: this model gives a loss alone; give labels of its forward a default of None, for logits.",

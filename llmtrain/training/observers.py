@@ -10,7 +10,18 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.contract import Due, Facts, Forward, MeasuresItself, Metric, Observer, SurveysBatches, Update, Window
+from llmtrain.contract import (
+    Batch,
+    Due,
+    Facts,
+    Forward,
+    MeasuresItself,
+    Metric,
+    Observer,
+    SurveysBatches,
+    Update,
+    Window,
+)
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -272,7 +283,7 @@ class Evaluation(_Watching):
         t, run, began = self.t, self.run, time.monotonic()
         with eager_code(t.model):
             what = run.rows.facts.eval_bytes, t.forward, t.metric, run.rows.held_out_sources
-            results = evaluate(run.accelerator, t.model, self._windows(), *what, self._surveyed())
+            results = evaluate(run.accelerator, t.model, self._windows(), *what, self._load())
         run.deadline.reserve("evaluation", time.monotonic() - began)
         run.log(results)
         if run.patience.allowed:
@@ -283,15 +294,13 @@ class Evaluation(_Watching):
         assert self.t.held_out is not None
         return self.t.timing.heartbeat.through(self.t.held_out, "an evaluation")
 
-    def _surveyed(self) -> dict[str, torch.Tensor] | None:
+    def _load(self) -> Batch:
         """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
-        t, plain = self.t, plain_of(self.t.model)
-        if not isinstance(plain, MeasuresItself) or not isinstance(plain, SurveysBatches) or not plain.balance:
-            return None
+        if not isinstance(plain_of(self.t.model), MeasuresItself):
+            return {}
         batches = (batch for window in self._windows() for batch in window.batches)
-        t.model.eval()
-        load, _ = survey(self.accelerator, t.model, plain, batches, torch.zeros((), device=self.accelerator.device))
-        return {"load": load}
+        self.t.model.eval()
+        return survey(self.accelerator, self.t.model, batches, torch.zeros((), device=self.accelerator.device))[0]
 
 
 class Samples(_Watching):

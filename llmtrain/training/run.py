@@ -38,6 +38,7 @@ from llmtrain.training.identity import identity_of
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.step import plain_of
 from llmtrain.training.summary import show_result
 
 _TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
@@ -99,7 +100,7 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
         """Commit a checkpoint of the updates made so far; all ranks call this and agree whether it worked."""
-        plain = self._plain(model)
+        plain = plain_of(model)
         _check_finite(self.accelerator, plain)
         carried = handler_of(self.accelerator).exchange.tensors(plain)
 
@@ -143,7 +144,7 @@ class Run:
         """
         if self.resumed_from is None:
             return
-        plain, path = self._plain(model), self.resumed_from
+        plain, path = plain_of(model), self.resumed_from
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
         state = handler_of(self.accelerator).exchange.keep(plain, self._from_main(path / "optimizer"))
         checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
@@ -180,7 +181,7 @@ class Run:
         if fault := Team.everyone().main(lambda: checkpoint.find_fault(path)):
             self.incident("damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights")
             return
-        fill(self.built.files.tensors(self._plain(model)), self._from_main(path / "model"))
+        fill(self.built.files.tensors(plain_of(model)), self._from_main(path / "model"))
         say("best", f"model/ has the weights of step {best}" + (f": {self.patience.why}" if self.patience.over else ""))
 
     def show(self) -> None:
@@ -194,7 +195,7 @@ class Run:
             self.folder.status("failed", self.step, redacted(reason))
 
     def _write_model(self, model: nn.Module) -> None:
-        plain, files, target = self._plain(model), self.built.files, self.folder.path / "model"
+        plain, files, target = plain_of(model), self.built.files, self.folder.path / "model"
         _check_finite(self.accelerator, plain)
 
         def write() -> None:
@@ -205,10 +206,6 @@ class Run:
                 checkpoint.write_model(target, files, tensors, self.saver.team, files.publishing(plain))
 
         self._on_writers(write)
-
-    def _plain(self, model: nn.Module) -> nn.Module:
-        plain: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return plain
 
     def _on_writers(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the ranks that write; a failure of one is everyone's."""
