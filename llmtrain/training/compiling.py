@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import timeit
 from collections.abc import Iterator
 
 import torch
@@ -93,12 +94,8 @@ def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
 
 def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
     """Return the seconds per micro-batch on the slowest rank."""
-    times = []
-    for _ in range(_TRIES):
-        began = time.perf_counter()
-        _try(accelerator, model, batch)
-        times.append(time.perf_counter() - began)
-    return float(accelerator.gather(torch.tensor([min(times)], device=accelerator.device)).max())
+    mine = min(timeit.repeat(lambda: _try(accelerator, model, batch), number=1, repeat=_TRIES))
+    return float(accelerator.gather(torch.tensor([mine], device=accelerator.device)).max())
 
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:

@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.contract import Due, Facts, Forward, ForwardBackward, Metric, Observer, Update, Window
+from llmtrain.contract import Due, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError, require
 from llmtrain.observe.preview import preview
@@ -115,19 +115,18 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     Raises :class:`UserError`, on every rank, where no more may be skipped.
     """
     loop, scaler, number = run.settings.loop, run.accelerator.scaler, run.step + 1
-    allowed = loop.skip_nonfinite
     if math.isfinite(update.grad_norm) or number == loop.replay_step:
         return
     if scaler is not None and scaler.get_scale() >= 1:  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
     told = f"update {number} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
-    if run.skipped == allowed:
+    if run.skipped == loop.skip_nonfinite:
         raise UserError(
             f"{told}. Lower --learning_rate, or allow some with --skip_nonfinite. The newest checkpoint is untouched."
         )
     run.skipped += 1
-    run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {allowed})")
+    run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {loop.skip_nonfinite})")
 
 
 def _passes(run: Run, model: nn.Module, enter: Callable[[str], None]) -> tuple[ForwardBackward, Forward | None]:
@@ -183,15 +182,11 @@ def _say_what_changed(run: Run) -> None:
     wanted = run.settings.loop.xray_range
     if wanted is not None and run.step >= wanted.start:
         say("x-ray", f"none: this run goes on with update {run.step + 1}, after {wanted.start}")
-    before, now = run.update_before, asdict(run.settings.optim)
+    before, now = (run.choice.before or {}).get("update"), asdict(run.settings.optim)
     if before is None or before == now:
         return
     changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value)
-    last, following = lr_at(run.step - 1, _optim_of(before)), lr_at(run.step, run.settings.optim)
+    known = {field.name for field in fields(OptimConfig)}  # another version, or a recipe that notes more, had others
+    earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
+    last, following = lr_at(run.step - 1, earlier), lr_at(run.step, run.settings.optim)
     say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {run.step} to {following:.3g} next")
-
-
-def _optim_of(settings: Facts) -> OptimConfig:
-    """Return the settings that a run was begun with, maybe under another version or by a recipe that notes more."""
-    known = {field.name for field in fields(OptimConfig)}
-    return OptimConfig(**{name: value for name, value in settings.items() if name in known})

@@ -10,18 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.contract import (
-    Batch,
-    Due,
-    Facts,
-    Forward,
-    MeasuresItself,
-    Metric,
-    Observer,
-    SurveysBatches,
-    Update,
-    Window,
-)
+from llmtrain.contract import Due, Facts, Forward, MeasuresItself, Metric, Observer, SurveysBatches, Update, Window
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -141,9 +130,9 @@ class GettingReady(_Watching):
             return
         self.ready = True
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
-        wanted = loop.torch_compile or ("auto" if run.accelerator.device.type == "cuda" else "never")
+        wanted = loop.torch_compile or ("auto" if self.accelerator.device.type == "cuda" else "never")
         # times differ between layouts, so with --bitwise they choose nothing; and no stage of a pipeline is tried alone
-        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(run.accelerator)) else wanted
+        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(self.accelerator)) else wanted
         passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
@@ -163,11 +152,9 @@ class MemoryAdvice(_Watching):
             if not is_out_of_memory(error):
                 raise
             rows = self.run.layout.micro_batch
-            smaller = (
-                f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
-                if rows > 1
-                else "one row at a time is too much; lower --block_size, or make the model smaller."
-            )
+            smaller = "one row at a time is too much; lower --block_size, or make the model smaller."
+            if rows > 1:
+                smaller = f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
             if is_sharded(self.accelerator) and not self.run.settings.parallel.sync_each_batch:
                 smaller += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
             raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
@@ -226,8 +213,7 @@ class Readings(_Watching):
 
     def _metrics(self, window: Window, update: Update) -> Facts:
         """Return the metrics; ``batch`` tells whether an update of another run had the same tokens and labels."""
-        accelerator = self.accelerator
-        same = model_parallel_size(accelerator)
+        accelerator, same = self.accelerator, model_parallel_size(self.accelerator)
         nll = accelerator.reduce(update.nll, reduction="sum") / same
         plain, told = plain_of(self.t.model), dict[str, float]()
         if update.survey is not None and isinstance(plain, SurveysBatches):
@@ -294,7 +280,7 @@ class Evaluation(_Watching):
         assert self.t.held_out is not None
         return self.t.timing.heartbeat.through(self.t.held_out, "an evaluation")
 
-    def _load(self) -> Batch:
+    def _load(self) -> dict[str, torch.Tensor]:
         """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
         if not isinstance(plain_of(self.t.model), MeasuresItself):
             return {}
@@ -307,7 +293,7 @@ class Samples(_Watching):
     """Keeps what the model writes, at every evaluation."""
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        run, loop = self.t.run, self.run.settings.loop
+        run, loop = self.run, self.loop
         if not due.at(loop.eval_steps):
             return
         self.t.enter("a sample")

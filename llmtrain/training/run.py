@@ -59,10 +59,9 @@ class Run:
     metrics: Metrics
     deadline: Deadline
     patience: Patience
-    resumed_from: Path | None = None
-    update_before: Facts | None = None  # settings of the update under which a named checkpoint was made
-    step: int = 0
-    tokens: int = 0
+    choice: Choice  # what it goes on from
+    step: int
+    tokens: int
     skipped: int = 0
     compiled: bool | None = None  # whether its blocks are; None: not chosen yet
     stop_reason: str = ""
@@ -142,9 +141,9 @@ class Run:
 
         Rank 0 reads it and sends it to the others, which need not see its disk.
         """
-        if self.resumed_from is None:
+        plain, path = plain_of(model), self.choice.checkpoint
+        if path is None:
             return
-        plain, path = plain_of(model), self.resumed_from
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
         state = handler_of(self.accelerator).exchange.keep(plain, self._from_main(path / "optimizer"))
         checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
@@ -247,15 +246,10 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     saver.verified += [choice.checkpoint] if choice.checkpoint else []
     deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
     metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
-    run = Run(
-        *(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline),
-        patience=Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model),
-        resumed_from=choice.checkpoint,
-        update_before=(choice.before or {}).get("update"),
-        step=choice.step,
-        tokens=choice.tokens,
-    )
-    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team, choice):
+    patience = Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model)
+    parts = accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline, patience, choice
+    run = Run(*parts, choice.step, choice.tokens)
+    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team):
         yield run
     leave_group()
     if run.finished and run.is_main:
@@ -263,7 +257,7 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
 
 
 @contextlib.contextmanager
-def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
+def _recorded(run: Run, team: Team) -> Iterator[None]:
     """Hold a run's folder and tell its trackers; whatever ends the block is said in ``status.json``."""
     s, accelerator, folder, settings = run.settings, run.accelerator, run.folder, resolved(run.settings)
     with contextlib.ExitStack() as held:
@@ -273,7 +267,7 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
             sharded = sharding_of(accelerator).layout if is_sharded(accelerator) else None
             here: Facts = {"processes": accelerator.num_processes, "sharded": sharded}
             here |= {"device": accelerator.device.type, "mixed_precision": accelerator.mixed_precision}
-            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
+            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), run.choice, here)
             folder.write("run.json", record)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
@@ -282,7 +276,7 @@ def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
             run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
         held.enter_context(stop_signals(run.ask_to_stop))
         try:
-            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, choice.run_id)
+            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, run.choice.run_id)
             yield
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")
