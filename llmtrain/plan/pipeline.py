@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 _NUMBER = 4  # bytes: hidden states go from stage to stage in float32
 
 
-def fullest_stage(memory: "Memory", kept: Kept, sharding: Sharding, rows: int, accumulation: int) -> "Bytes":
-    """Return the bytes of the first stage or of the last, of which one holds most."""
-    ends = (0, sharding.stages - 1)
-    return max((stage_of(memory, kept, sharding, stage, rows, accumulation) for stage in ends), key=lambda b: b.total)
-
-
 def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int) -> "Bytes":
     """Return the bytes of one stage."""
     model, last = memory.subject.model, sharding.stages - 1

@@ -115,18 +115,19 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     Raises :class:`UserError`, on every rank, where no more may be skipped.
     """
     loop, scaler, number = run.settings.loop, run.accelerator.scaler, run.step + 1
+    allowed = loop.skip_nonfinite
     if math.isfinite(update.grad_norm) or number == loop.replay_step:
         return
     if scaler is not None and scaler.get_scale() >= 1:  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
     told = f"update {number} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
-    if run.skipped == loop.skip_nonfinite:
+    if run.skipped == allowed:
         raise UserError(
             f"{told}. Lower --learning_rate, or allow some with --skip_nonfinite. The newest checkpoint is untouched."
         )
     run.skipped += 1
-    run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {loop.skip_nonfinite})")
+    run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {allowed})")
 
 
 def _passes(run: Run, model: nn.Module, enter: Callable[[str], None]) -> tuple[ForwardBackward, Forward | None]:
