@@ -68,8 +68,7 @@ class Sharding:
         if self.together == 1:
             return
         kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
-        sizes = (self.replicas, self.shards, self.stages, self.tensor)
-        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        self.mesh = init_device_mesh(kind, (self.replicas, self.shards, self.stages, self.tensor), mesh_dim_names=names)
         if self.stages > 1:  # Accelerate knows one dimension of ranks with the same rows
             rows = (self.replicas, self.shards, self.together)
             accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))

@@ -20,9 +20,8 @@ def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows:
     """Return the bytes of one stage."""
     model, last = memory.subject.model, sharding.stages - 1
     here = {name for name, stages in holders_of(model, sharding.stages).items() if stage in stages}
-    parameters = dict(model.named_parameters())
     first = {next(block.parameters()) for block in list_of_blocks(model) or ()}
-    blocks = sum(parameters[name] in first for name in here)
+    blocks = sum(parameter in first for name, parameter in model.named_parameters() if name in here)
     more, logits = kept.peak
     at_work = more - kept.before - kept.block * kept.blocks  # beyond what is kept for backward
     waiting = min(sharding.stages - stage, accumulation)

@@ -94,10 +94,9 @@ def row_losses(
     load = survey(accelerator, model, window.batches, window.targets.sum())[0] if own is not None else {}
     alone = [{name: one[i : i + 1] for name, one in window.columns.items()} for i in range(len(window.rows))]
     with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
-        mine = [(forward or plain)(**row, **load) for row in alone]
+        sums = torch.stack([(forward or plain)(**row, **load).float().reshape(()) for row in alone])
     units = window.targets if own is None else torch.stack([own.units(row) for row in alone])
     ids = window.columns["input_ids"][:, :_ROW_TOKENS].contiguous()
-    sums = torch.stack([nll.float().reshape(()) for nll in mine])
     columns = [gather_rows(accelerator, column).tolist() for column in (window.rows, window.targets, units, sums, ids)]
     return [
         {"row": row, "targets": targets, "loss": nll / max(count, 1), "tokens": tokens}
