@@ -240,9 +240,9 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     embedding that it shares weights with, for each weight belongs to one unit. What is left, the last norm or the like,
     stays with the model itself.
     """
-    blocks = meshes.block_classes(model)
+    blocks = meshes.blocks_of(model)
     require(blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
-    for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
+    for block in reversed(blocks):  # inner first
         norms = [m for m in block.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))]
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)

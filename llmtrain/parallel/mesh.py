@@ -231,6 +231,12 @@ def block_classes(model: nn.Module) -> set[str]:
     return {type(block).__name__ for block in max(outer, key=len, default=[])}
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's blocks, outer ones first."""
+    names = block_classes(model)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 # --- tensors that one rank gathers, whoever holds them
 
 
