@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> None:
     own_and_recipes(arguments)
     config = read_config(arguments.config_file) if arguments.config_file else {}
     processes = arguments.processes or config.get("num_processes", max(2, gpus()))
-    folder = next(folder for folder in names(_asked_folder(arguments.flags)) if is_free(folder))
+    words = [word for flag in arguments.flags for word in flag.split("=", 1)]
+    asked = next((value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray")
+    folder = next(folder for folder in names(asked) if is_free(folder))
     first, _, last = arguments.updates.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise UserError(f"--updates {arguments.updates}: write two updates, such as 6:8.")
@@ -44,8 +46,3 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print((found / "table.txt").read_text())
     print(f"{found}/timeline.html shows it; {found}/trace.json is for ui.perfetto.dev or chrome://tracing")
-
-
-def _asked_folder(flags: list[str]) -> str:
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    return next((value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray")
