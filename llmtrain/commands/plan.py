@@ -20,10 +20,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    take_recipe(parser)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="one a device (default: %(default)s)")
     parser.add_argument("--device", metavar="NAME", help="such as h100-80gb, or cpu (default: what is here)")
     parser.add_argument("--link", metavar="RATE", help="what a process sends to another machine, such as 400Gbit")

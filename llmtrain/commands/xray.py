@@ -13,10 +13,7 @@ from llmtrain.launching.children import command_of, gpus, read_config, run_to_en
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    take_recipe(parser)
     default = "(default: as the accelerate config says, or one a GPU, at least 2)"
     parser.add_argument("--processes", type=int, metavar="N", help=default)
     which = "those to show; the first are not like others (%(default)s)"
