@@ -123,12 +123,9 @@ def observers_of(t: Training) -> list[Observer]:
 class GettingReady(_Watching):
     """Chooses compiled code, and settles DDP's buckets, with the first window."""
 
-    ready = False
-
     def before_update(self, window: Window) -> None:
-        if self.ready:
+        if self.run.step > self.t.timing.first:
             return
-        self.ready = True
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
         wanted = loop.torch_compile or ("auto" if self.accelerator.device.type == "cuda" else "never")
         # times differ between layouts, so with --bitwise they choose nothing; and no stage of a pipeline is tried alone
