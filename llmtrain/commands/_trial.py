@@ -5,15 +5,13 @@ import itertools
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError, require
 from llmtrain.launching.children import command_of, gpus, read_config, run_to_end, started, why_it_failed
 from llmtrain.record.history import History, read_lines
 from llmtrain.shipped import shipped_config
-
-if TYPE_CHECKING:
-    from llmtrain.contract import Facts
 
 _TOLERANCE = {  # for rounding in a few updates, relative to the value: loss, gradient norm, weights (L2)
     "float64": (1e-12, 1e-12, 1e-12),
@@ -112,9 +110,8 @@ class Trial:
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
         sizes = {"global_batch_size": layout.rows, "per_device_train_batch_size": layout.micro_batch}
-        asked = {name: size for name, size in sizes.items() if size is not None}
-        forced = asked | self.forced | {"output_dir": folder}
-        return command_of(recipe, forced, layout.processes, self.arguments.config_file)
+        forced = {name: size for name, size in sizes.items() if size is not None} | self.forced
+        return command_of(recipe, forced | {"output_dir": folder}, layout.processes, self.arguments.config_file)
 
 
 def last_step(folder: Path) -> int:
@@ -172,8 +169,7 @@ class Outcome:
         limits |= {"weights differ": (weights, weight_limit)}
         limits |= {"learning rate differs": (deviations["train/learning_rate"], 0.0)}
         limits |= {"token counts differ": (deviations["tokens"], 0.0)}
-        over = [(what, value, limit) for what, (value, limit) in limits.items() if not value <= limit]
-        wrong += [f"{what} by {value:.1e}, more than {limit:.0e}" for what, value, limit in over]
+        wrong += [f"{what} by {by:.1e}, more than {most:.0e}" for what, (by, most) in limits.items() if not by <= most]
         if syncs > 1 and not other.has("sync_each_batch"):
             wrong.append(f"gradients are reduced {syncs} times an update, where once is enough")
         if same_bits and self.digest != other.digest:
@@ -199,9 +195,8 @@ def table(reference: Outcome, others: list[Comparison]) -> list[str]:
     head = f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}"
     lines = [head, f"{reference.name:<18}{reference.digest[:7]:>49}"]
     for one in others:
-        rows = "same" if one.same_rows else "OTHER"
         numbers = f"{one.loss:>11.1e}{one.grad_norm:>11.1e}{one.weights:>11.1e}"
-        lines.append(f"{one.layout:<18}{rows:>8}{numbers}{one.digest[:7]:>8}")
+        lines.append(f"{one.layout:<18}{'same' if one.same_rows else 'OTHER':>8}{numbers}{one.digest[:7]:>8}")
     return lines
 
 

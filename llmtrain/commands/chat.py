@@ -8,31 +8,26 @@ import argparse
 import json
 import sys
 
-from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
+from llmtrain.commands._sampling import add_model_arguments, loaded
 from llmtrain.console import note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument(
-        "--no_thinking", action="store_true", help="ask for answers without reasoning, where the chat template can"
-    )
-    add_sampling_arguments(parser)
+    without = "ask for answers without reasoning, where the chat template can"
+    parser.add_argument("--no_thinking", action="store_true", help=without)
+    add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.models.generation import TextModel, model_folder
-
-    sampling = sampling_of(arguments)
-    model = TextModel(model_folder(arguments.model))
+    model, sampling = loaded(arguments)
     model.check_chats()
     told = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(told)
     while line := _next_line(len(messages) > len(told), silently=arguments.json):
         messages.append({"role": "user", "content": line})
-        length, thinking = sampling.max_new_tokens, not arguments.no_thinking
-        dropped, prompt = model.fitting_prompt(messages, len(told), length, thinking)
+        room = sampling.max_new_tokens
+        dropped, prompt = model.fitting_prompt(messages, len(told), room, thinking=not arguments.no_thinking)
         if dropped:
             note(f"the first {dropped} messages no longer fit into what the model can look at")
             del messages[len(told) : len(told) + dropped]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from llmtrain.files import json_text
+from llmtrain.record.history import History
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.record.history import History
     from llmtrain.report.difference import compare, lines
 
     found = compare(*(History.of(Path(name)) for name in (arguments.one, arguments.other)))

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.contract import Facts
+from llmtrain.errors import first_line, require
 from llmtrain.files import json_text
 from llmtrain.launching.children import read_config
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
     from llmtrain.doctor.here import Finding
     from llmtrain.doctor.together import Place
 
@@ -70,21 +70,18 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
 
     A launcher itself waits for a quarter of an hour, without a word, for a machine that does not come.
     """
-    config = read_config(arguments.config_file) if arguments.config_file else {}
-    found: Facts = {**config, **_said(arguments)}
+    found = (read_config(arguments.config_file) if arguments.config_file else {}) | _said(arguments)
     machines, rank, address, port = (found.get(name) for name in _MEETING)
     if "WORLD_SIZE" in os.environ or machines in (None, 1):
         return
-    if rank is None or address is None:
-        raise UserError(
-            "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
-        )
+    told = "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
+    require(rank is not None and address is not None, told)
     require(rank in range(machines), f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 
 
-def _said(arguments: argparse.Namespace, *more: str) -> "Facts":
+def _said(arguments: argparse.Namespace, *more: str) -> Facts:
     """Return the flags that were given and are also a launcher's."""
     return {name: value for name in (*more, *_MEETING) if (value := getattr(arguments, name)) is not None}
 

@@ -3,20 +3,16 @@
 import argparse
 import json
 
-from llmtrain.commands._sampling import add_sampling_arguments, sampling_of
+from llmtrain.commands._sampling import add_model_arguments, loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")
-    add_sampling_arguments(parser)
+    add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.models.generation import TextModel, model_folder
-
-    sampling = sampling_of(arguments)
-    model = TextModel(model_folder(arguments.model))
+    model, sampling = loaded(arguments)
     if arguments.json:
         print(json.dumps({"prompt": arguments.prompt, "text": "".join(model.stream(arguments.prompt, sampling))}))
         return

@@ -9,21 +9,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.contract import Facts
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
     from llmtrain.plan.ways import Plan, Way
 
 _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    take_recipe(parser)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="one a device (default: %(default)s)")
     parser.add_argument("--device", metavar="NAME", help="such as h100-80gb, or cpu (default: what is here)")
     parser.add_argument("--link", metavar="RATE", help="what a process sends to another machine, such as 400Gbit")
@@ -50,11 +47,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"left out: {reason}", file=sys.stderr)
 
 
-def plain(found: "Plan") -> "Facts":
+def plain(found: "Plan") -> Facts:
     """Return a plan for programs."""
     steps = [way.step and way.step._asdict() | {"total": way.step.total} for way in found.ways]
-    parts = [{"bytes": way.bytes._asdict(), "step": step} for way, step in zip(found.ways, steps, strict=True)]
-    ways = [way._asdict() | more for way, more in zip(found.ways, parts, strict=True)]
+    both = zip(found.ways, steps, strict=True)
+    ways = [way._asdict() | {"bytes": way.bytes._asdict(), "step": step} for way, step in both]
     return {"ways": ways, "left_out": found.left_out}
 
 
@@ -89,8 +86,7 @@ def _print_tables(found: "Plan") -> None:
 
     def sizes(way: "Way") -> list[str]:
         *parts, total = (f"{size / _GIB:>13.3f}" for size in way.bytes)
-        fits = f"{way.largest} rows" if way.largest else "too much"
-        return [*parts, f"{total}{fits:>10}"]
+        return [*parts, f"{total}{f'{way.largest} rows' if way.largest else 'too much':>10}"]
 
     def seconds(way: "Way") -> list[str]:
         assert way.step is not None

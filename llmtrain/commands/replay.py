@@ -11,15 +11,12 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError, require
 from llmtrain.files import json_text
 from llmtrain.launching.children import command_of, run_to_end
-
-if TYPE_CHECKING:
-    from llmtrain.contract import Facts
-    from llmtrain.record.history import History
+from llmtrain.record.history import History, read_lines
 
 _WIDTH = 80  # characters of a row's text
 _COMPARED = {
@@ -38,14 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.record.history import History, read_lines
-
     history, step = History.of(Path(arguments.run_folder)), arguments.step
     last = history.step + (history.state != "finished")  # the update that ended it may be the one to look at
     require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
-    start = next((start for start in reversed(history.starts) if start.get("step", 0) < step), None)
-    if start is None or not start.get("command"):
-        raise UserError(f"{history.folder}/run.json does not say how the run was started.")
+    start: Facts = next((start for start in reversed(history.starts) if start.get("step", 0) < step), {})
+    require(start.get("command"), f"{history.folder}/run.json does not say how the run was started.")
     source, from_step = _before(history, step)
     with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
         again, began = Path(scratch) / "run", time.monotonic()
@@ -80,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
 
 
-def _add_text(rows: "list[Facts]", folder: Path) -> None:
+def _add_text(rows: list[Facts], folder: Path) -> None:
     from llmtrain.models.generation import model_folder, tokenizer_of
 
     try:
@@ -92,11 +86,11 @@ def _add_text(rows: "list[Facts]", folder: Path) -> None:
         row["text"] = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
 
 
-def _reading(lines: "list[Facts]", step: int) -> "Facts | None":
+def _reading(lines: list[Facts], step: int) -> Facts | None:
     return next((line for line in lines if line["step"] == step and "train/loss" in line), None)
 
 
-def _before(history: "History", step: int) -> tuple[str, int]:
+def _before(history: History, step: int) -> tuple[str, int]:
     """Return what ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step.
 
     The checkpoint with which the run itself began counts, too.
@@ -112,7 +106,7 @@ def _before(history: "History", step: int) -> tuple[str, int]:
     return "never", 0
 
 
-def _launch(folder: Path, start: "Facts", config_file: str | None, forced: "Facts") -> None:
+def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) -> None:
     from llmtrain.config import without_retired
     from llmtrain.training.settings import RETIRED
 

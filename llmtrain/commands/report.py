@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.record.history import History
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,15 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.record.history import History
     from llmtrain.report.page import data, html
 
     runs = [History.of(Path(name)) for name in arguments.runs]
     if arguments.json:
         print(json_text(data(runs), indent=1))
         return
-    here = runs[0].folder if len(runs) == 1 else Path()
-    page = Path(arguments.output) if arguments.output else here / "report.html"
+    page = Path(arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html")
     try:
         page.write_text(html(runs), encoding="utf-8")
     except OSError as error:

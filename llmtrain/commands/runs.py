@@ -9,14 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llmtrain.console import say
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError, first_line, require
 from llmtrain.files import json_text
-from llmtrain.record.history import History, runs_in
-
-if TYPE_CHECKING:
-    from llmtrain.contract import Facts
+from llmtrain.record.history import History, is_run, runs_in
 
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
 _LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
@@ -39,24 +37,24 @@ def run(arguments: argparse.Namespace) -> None:
     require(len(folders) == 1, "write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
     path = Path(folders[0])
     try:
-        well = _check(path, arguments.json) if checks else _list(path, arguments.json)
+        if checks:
+            sys.exit(0 if _check(path, arguments.json) else 1)
+        _list(path, arguments.json)
     except OSError as error:
         raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
-    if checks:
-        sys.exit(0 if well else 1)
 
 
-def _list(path: Path, as_json: bool) -> bool:
+def _list(path: Path, as_json: bool) -> None:
     """Print the runs, the newest first."""
     require(path.is_dir(), f"{path} is no folder; name the one that holds runs.")
     runs: list[Facts] = []
-    for run in sorted((History.of(folder) for folder in runs_in(path)), key=History.age):
+    for run in sorted(map(History.of, runs_in(path)), key=History.age):
         facts = {"run": str(run.folder), "state": run.state, "step": run.step}
         losses = {name: run.last(key) for name, key in _LOSSES.items()}
         runs.append({**facts, "max_steps": run.settings.get("max_steps"), **losses, "age": round(run.age(), 1)})
     if as_json:
         print(json_text(runs, indent=1))
-        return True
+        return
     require(runs, f"{path} holds no runs.")
     width = max(3, *(len(one["run"]) for one in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
@@ -64,7 +62,6 @@ def _list(path: Path, as_json: bool) -> bool:
         step = f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else "")
         numbers = "".join(f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES)
         print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{numbers}{_span(one['age']):>10}")
-    return True
 
 
 def _span(seconds: float) -> str:
@@ -81,7 +78,7 @@ def _check(path: Path, as_json: bool) -> bool:
     place, alone = path.absolute(), False  # "." too has a name
     if path.is_dir() and (place.name.startswith("step-") or (path / MANIFEST).exists()):
         folder, found, alone = place.parent, [place], True
-    elif any((path / name).exists() for name in ("run.json", "status.json")) or (path / "checkpoints").is_dir():
+    elif is_run(path) or (path / "checkpoints").is_dir():
         folder, found = place / "checkpoints", checkpoints(place / "checkpoints")
     elif path.is_dir() and (place.name == "checkpoints" or checkpoints(path)):
         folder, found = place, checkpoints(place)
@@ -96,7 +93,7 @@ def _check(path: Path, as_json: bool) -> bool:
     lost = not found and bool(aside or state in _WITH_CHECKPOINT or (state == "running" and step))
     standing, checked = history.standing(), []
     if not as_json:
-        _say("run", f"{home}: {standing}")
+        say("run", f"{home}: {standing}")
         if found:
             print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
     for one in _checked(found, history.record.get("identity_sha256"), alone):
@@ -113,16 +110,16 @@ def _check(path: Path, as_json: bool) -> bool:
         print(json_text({**facts, "set_aside": aside, "leftovers": leftovers}, indent=1))
         return well
     for name in aside:
-        _say("set aside", f"{name}: a resume found it damaged")
+        say("set aside", f"{name}: a resume found it damaged")
     left = "is being written or deleted" if history.in_progress else "left half-written; the next start deletes it"
     for name in leftovers:
-        _say("leftover", f"{name} {left}")
+        say("leftover", f"{name} {left}")
     if not found:
-        _say("none", f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet")
+        say("none", f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet")
     return well
 
 
-def _checked(found: list[Path], identity: str | None, alone: bool) -> "Iterator[Facts]":
+def _checked(found: list[Path], identity: str | None, alone: bool) -> Iterator[Facts]:
     """Yield each checkpoint, the newest first, as soon as it has been read."""
     from llmtrain.record.checkpoint import find_fault, held_out_losses
 
@@ -158,7 +155,3 @@ def _time(path: Path) -> str:
         with contextlib.suppress(OSError):
             return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.lstat().st_mtime))
     return ""
-
-
-def _say(label: str, text: str) -> None:
-    print(f"{label:<10}{text}")

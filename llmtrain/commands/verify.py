@@ -16,10 +16,7 @@ from llmtrain.files import json_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "layout: one process against others; resume: a run that is killed against one that is not"
     parser.add_argument("what", choices=["layout", "resume"], help=what)
-    take_recipe(parser, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    take_recipe(parser)
     parser.add_argument(
         "--layouts",
         metavar="P[xAxM],...",

@@ -13,10 +13,7 @@ from llmtrain.launching.children import command_of, gpus, read_config, run_to_en
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    take_recipe(parser)
     default = "(default: as the accelerate config says, or one a GPU, at least 2)"
     parser.add_argument("--processes", type=int, metavar="N", help=default)
     which = "those to show; the first are not like others (%(default)s)"
@@ -30,7 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     own_and_recipes(arguments)
     config = read_config(arguments.config_file) if arguments.config_file else {}
     processes = arguments.processes or config.get("num_processes", max(2, gpus()))
-    folder = next(folder for folder in names(_asked_folder(arguments.flags)) if is_free(folder))
+    words = [word for flag in arguments.flags for word in flag.split("=", 1)]
+    asked = next((value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray")
+    folder = next(folder for folder in names(asked) if is_free(folder))
     first, _, last = arguments.updates.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise UserError(f"--updates {arguments.updates}: write two updates, such as 6:8.")
@@ -44,8 +43,3 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print((found / "table.txt").read_text())
     print(f"{found}/timeline.html shows it; {found}/trace.json is for ui.perfetto.dev or chrome://tracing")
-
-
-def _asked_folder(flags: list[str]) -> str:
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    return next((value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray")

@@ -11,7 +11,7 @@ from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, gradient, rows, show, small_gpt
-from llmtrain.parallel.bitwise import TreeSum, all_reduce_by_doubling
+from llmtrain.parallel.bitwise import all_reduce_by_doubling, tree_sum
 
 PROCESSES = 4
 
@@ -31,15 +31,9 @@ def main() -> None:
     apart = float((alone - together).norm() / alone.norm())
     claim("added one after the other, and by an all-reduce over 4 processes: the same bits", apart == 0, expected=False)
     claim("they differ by less than 1e-6 of the gradient", apart < 1e-6)
-    same = torch.equal(_tree_sum(slots), all_reduce_by_doubling(_tree_sum(mine)))
+    whole, share = (tree_sum((slot.clone() for slot in some), len(some)) for some in (slots, mine))
+    same = torch.equal(whole, all_reduce_by_doubling(share))
     claim("added as a tree, by one process and by 4: the same bits", same)
-
-
-def _tree_sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    tree = TreeSum()
-    for term in terms:
-        tree.add(term.clone())
-    return tree.total()
 
 
 def _gradient_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

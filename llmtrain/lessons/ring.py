@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, gradient, measured, my_rows, show, small_gpt
+from llmtrain.parallel.collectives import transfer
 
 PROCESSES = 4
 
@@ -30,8 +31,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
         arrived = buffer[: take.numel()]
         sending = dist.P2POp(dist.isend, give, (rank + 1) % size)
         receiving = dist.P2POp(dist.irecv, arrived, (rank - 1) % size)
-        for request in dist.batch_isend_irecv([sending, receiving]):
-            request.wait()
+        transfer([sending, receiving])
         sent += give.nbytes
         if turn < size - 1:  # reduce-scatter, after which this rank has the sum of one chunk
             take.add_(arrived)

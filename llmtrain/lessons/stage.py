@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.contract import Batch
+from llmtrain.errors import UserError
 from llmtrain.launching.children import started
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
@@ -39,6 +40,15 @@ def claim(text: str, holds: bool, expected: bool = True) -> None:
     """Print whether ``text`` holds. Raises :class:`AssertionError` where that is not as expected, on any rank."""
     show(f"{text}: {holds}")
     assert holds == expected, text
+
+
+def refusal(check: Callable[..., object], *arguments: object) -> str:
+    """Return what a check that is to fail says. Raises :class:`AssertionError` where it does not fail."""
+    try:
+        check(*arguments)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{check.__name__} saw nothing wrong")
 
 
 def measured(text: str) -> None:
@@ -105,8 +115,7 @@ def updates(
         train_step(phases.accelerator, phases.model, optimizer, [batch(load(step))], 1.0, enter=phases.at)
         phases.at("other", step + 1)
         if step == 0:
-            phases.read()  # the first update takes longer for many reasons
-            phases.is_warm = True
+            phases.warm_up()
         yield step + 1
 
 

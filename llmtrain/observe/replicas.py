@@ -41,7 +41,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     ranks that hold it.
     """
     sharding = sharding_of(accelerator)
-    holders, neighbours = (1, 1) if sharding is None else (sharding.processes // sharding.replicas, sharding.tensor)
+    holders, neighbours = sharding.processes // sharding.replicas, sharding.tensor
     if accelerator.num_processes == holders and neighbours == 1:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -2,11 +2,11 @@
 
 Float addition does not associate, so an all-reduce over two processes and one over four differ in the last bits. Here
 the gradients of the slots (micro-batches) of the global batch are added in one fixed binary tree: inside a process by
-carrying, as a binary counter does, between processes by recursive doubling. With slots and processes a power of two,
-every process holds whole subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
+recursion, between processes by recursive doubling. With slots and processes a power of two, every process holds whole
+subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,16 @@ from llmtrain.contract import Batch
 from llmtrain.parallel.collectives import swap_with
 
 
-class TreeSum:
-    """Adds terms pairwise as they come; holds at most one subtree of each height, which waits for its other half."""
+def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+    """Return the sum of the next ``count`` terms, a power of two, added pairwise as they come; they are overwritten.
 
-    def __init__(self) -> None:
-        self.subtrees: list[torch.Tensor | None] = []
-
-    def add(self, term: torch.Tensor) -> None:
-        """Take the next leaf; ``term`` is owned and may be overwritten."""
-        for height, earlier in enumerate(self.subtrees):
-            if earlier is None:
-                self.subtrees[height] = term
-                return
-            term = earlier.add_(term)
-            self.subtrees[height] = None
-        self.subtrees.append(term)
-
-    def total(self) -> torch.Tensor:
-        """Return the sum of all leaves, of which there must have been a power of two."""
-        *rest, top = self.subtrees
-        assert top is not None
-        assert all(subtree is None for subtree in rest), "the number of terms is no power of two"
-        return top
+    At most one subtree of each height is held, which waits for its other half.
+    """
+    assert count.bit_count() == 1, "the number of terms is no power of two"
+    if count == 1:
+        return next(terms)
+    half = tree_sum(terms, count // 2)
+    return half.add_(tree_sum(terms, count // 2))
 
 
 def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
@@ -61,18 +49,20 @@ class BitwiseGradients:
 
         Returns the summed nll: all of it on rank 0, and 0 on the others.
         """
-        tree = TreeSum()
-        for batch in batches:
-            with self.accelerator.no_sync(self.model):
-                nll = self.model(**batch)
-                self.accelerator.backward(nll / tokens.clamp(min=1))
-            flat = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
-            tree.add(torch.cat([*flat, nll.detach().to(flat[0].dtype)[None]]))
-            for parameter in self.parameters:
-                parameter.grad = None
+        mine = tree_sum((self._of_slot(batch, tokens) for batch in batches), len(batches))
         self.before_exchange()
-        total = all_reduce_by_doubling(tree.total())
+        total = all_reduce_by_doubling(mine)
         *gradients, nll = total.split_with_sizes([*(p.numel() for p in self.parameters), 1])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
         return nll[0] if self.accelerator.is_main_process else torch.zeros_like(nll[0])
+
+    def _of_slot(self, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a slot, and its nll at the end, as one vector."""
+        with self.accelerator.no_sync(self.model):
+            nll = self.model(**batch)
+            self.accelerator.backward(nll / tokens.clamp(min=1))
+        flat = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return torch.cat([*flat, nll.detach().to(flat[0].dtype)[None]])

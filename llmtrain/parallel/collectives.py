@@ -1,12 +1,11 @@
 """Collectives over unequal shards, and those that have a gradient (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's gradients, over the ranks
@@ -84,10 +83,6 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh, size: int) -> torch.Tensor:
     return all_gather(x, mesh.get_group(), size, x.ndim - 1)
 
 
-class _Context(FunctionCtx):
-    backwards: _Operation
-
-
 class _Collective(torch.autograd.Function):
     """An operation with another for its gradient."""
 
@@ -100,9 +95,9 @@ class _Collective(torch.autograd.Function):
         return forwards(x)
 
     @staticmethod
-    def setup_context(ctx: _Context, inputs: tuple[torch.Tensor, _Operation, _Operation], output: object) -> None:
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, _Operation, _Operation], output: object) -> None:
         ctx.backwards = inputs[2]
 
     @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.backwards(grad), None, None

@@ -47,14 +47,11 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
             alone = f"every process makes {self.config.sync_every} updates alone, then all average their weights"
             say("exchange", f"approximate: {alone}")
 
-    def watch(self, model: nn.Module, watcher: Watcher) -> bool:
-        """Call ``watcher`` for every bucket that DDP sends; returns whether it sends any. Before the first update."""
-        if not isinstance(model, DistributedDataParallel):
-            return False
-        if self.config.ddp_comm_hook == "none":
-            model.register_comm_hook(None, self.exchange.__call__)
+    def watch(self, model: nn.Module, watcher: Watcher) -> None:
+        """Call ``watcher`` for every bucket that DDP sends, where it does. Before the first update."""
         self.exchange.watcher = watcher
-        return True
+        if isinstance(model, DistributedDataParallel) and self.config.ddp_comm_hook == "none":
+            model.register_comm_hook(None, self.exchange.__call__)
 
 
 def handler_of(accelerator: Accelerator) -> DDPHandler:

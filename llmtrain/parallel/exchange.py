@@ -173,15 +173,9 @@ def _is_worth(parameter: torch.Tensor, rank: int) -> bool:
 
 
 def _average_bucket(bucket: GradBucket, dtype: torch.dtype | None = None) -> BucketMean:
-    buffer = bucket.buffer()
-    sent = buffer.mul_(1 / dist.get_world_size())  # as DDP does: divided first, so that 16 bits do not overflow
-    if dtype is not None:
-        sent = buffer.to(dtype)
-    work = dist.all_reduce(sent, async_op=True)
-    averaged: BucketMean = work.get_future().then(
-        lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0])
-    )
-    return averaged
+    buffer = bucket.buffer().mul_(1 / dist.get_world_size())  # as DDP does: first, so that 16 bits do not overflow
+    total: BucketMean = dist.all_reduce(buffer.to(dtype or buffer.dtype), async_op=True).get_future()
+    return total.then(lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0]))
 
 
 def average(tensors: Iterable[torch.Tensor]) -> None:

@@ -106,9 +106,7 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     Parameters on the meta device become real as far as this rank holds them, and are filled from ``weights``, one full
     tensor at a time; ties stay. Raises :class:`UserError` where the model has no blocks to find.
     """
-    sharding = sharding_of(accelerator)
-    assert sharding is not None
-    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    sharding, plugin, mesh = sharding_of(accelerator), accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
     if sharding.together > 1:
         mesh = sharding.submesh("dp_replicate", "dp_shard")
     if sharding.tensor > 1:
@@ -184,7 +182,6 @@ def weight_norm(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
 def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the norm of what all ranks have of these parameters, or of their gradients."""
     sharding, parameters = sharding_of(accelerator), dict(model.named_parameters())
-    assert sharding is not None
     stage = sharding.submesh("pp").get_local_rank() if sharding.stages > 1 else 0
     holders = meshes.holders_of(model, sharding.stages)
     squares = [
@@ -204,8 +201,7 @@ def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Param
         raise UserError(f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages.")
     stage = sharding.submesh("pp").get_local_rank()
     model.keep(stage, sharding.stages)
-    holders = meshes.holders_of(model, sharding.stages)
-    return {p for name, p in model.named_parameters() if stage not in holders[name]}
+    return {p for name, p in model.named_parameters() if stage not in model.stages_of(name, sharding.stages)}
 
 
 def check_room(accelerator: Accelerator, model: nn.Module) -> None:
@@ -215,9 +211,9 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
     one is counted.
     """
     sharding = sharding_of(accelerator)
-    if accelerator.device.type != "cuda" or (sharding is not None and sharding.cpu_offload):
+    if accelerator.device.type != "cuda" or sharding.cpu_offload:
         return
-    shards = 1 if sharding is None else sharding.shards * sharding.together
+    shards = sharding.shards * sharding.together
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
     room = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
@@ -244,9 +240,9 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     embedding that it shares weights with, for each weight belongs to one unit. What is left, the last norm or the like,
     stays with the model itself.
     """
-    blocks = meshes.block_classes(model)
+    blocks = meshes.blocks_of(model)
     require(blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
-    for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):  # inner first
+    for block in reversed(blocks):  # inner first
         norms = [m for m in block.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))]
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)
@@ -254,8 +250,7 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     if not isinstance(model, meshes.HasEmbeddings):
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    shared = {*embedding.parameters()} & {*head.parameters()} if head is not None else set()
-    if head is not None and shared:
+    if head is not None and {*embedding.parameters()} & {*head.parameters()}:
         yield Unit([embedding, head], multiplied=False, backward_begins=True)
         return
     yield Unit([embedding], multiplied=False)

@@ -68,8 +68,7 @@ class Sharding:
         if self.together == 1:
             return
         kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
-        sizes = (self.replicas, self.shards, self.stages, self.tensor)
-        self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+        self.mesh = init_device_mesh(kind, (self.replicas, self.shards, self.stages, self.tensor), mesh_dim_names=names)
         if self.stages > 1:  # Accelerate knows one dimension of ranks with the same rows
             rows = (self.replicas, self.shards, self.together)
             accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))
@@ -85,22 +84,20 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # a
         self.sharding = sharding
 
 
-def sharding_of(accelerator: Accelerator) -> Sharding | None:
-    """Return how models are sharded; ``None`` where every rank holds the full model."""
+def sharding_of(accelerator: Accelerator) -> Sharding:
+    """Return how models are sharded; one shard where every rank holds the full model."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin.sharding if isinstance(plugin, ShardingPlugin) else None
+    return plugin.sharding if isinstance(plugin, ShardingPlugin) else Sharding(int(accelerator.num_processes), 1)
 
 
 def model_parallel_size(accelerator: Accelerator) -> int:
     """Return how many ranks, neighbours, compute together on the same rows."""
-    sharding = sharding_of(accelerator)
-    return 1 if sharding is None else sharding.together
+    return sharding_of(accelerator).together
 
 
 def is_whole(accelerator: Accelerator) -> bool:
     """Return whether each rank can run the whole model, if need be with gathered weights."""
-    sharding = sharding_of(accelerator)
-    return sharding is None or sharding.stages == 1
+    return sharding_of(accelerator).stages == 1
 
 
 def data_parallel_size(accelerator: Accelerator) -> int:
@@ -226,14 +223,18 @@ def block_classes(model: nn.Module) -> set[str]:
     They are those that the model says must not be split, else those in the longest of its lists of modules that is
     not inside another list.
     """
-    present = {type(module).__name__ for module in model.modules()}
-    said = getattr(model, "_no_split_modules", None)  # transformers' models say it
-    named = {str(name) for name in said or ()} & present
-    if named:
+    said = getattr(model, "_no_split_modules", None) or ()  # transformers' models say it
+    if named := {*map(str, said)} & {type(module).__name__ for module in model.modules()}:
         return named
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     return {type(block).__name__ for block in max(outer, key=len, default=[])}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's blocks, outer ones first."""
+    names = block_classes(model)
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 # --- tensors that one rank gathers, whoever holds them
@@ -302,21 +303,17 @@ def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str,
     Names are those of parameters, or of a parameter and a key (``wte.weight.exp_avg``).
     """
     sharding = sharding_of(accelerator)
-    if sharding is None or sharding.stages == 1:
+    if sharding.stages == 1:
         return Spread(tensors)
     mesh = sharding.submesh("pp")
     stage, owners = mesh.get_local_rank(), {name: at[0] for name, at in holders_of(model, sharding.stages).items()}
     owner = {name: owners[name if name in owners else name.rpartition(".")[0]] for name in tensors}
-    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if owner[name] == stage}
-    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * sharding.stages
+    mine = {name: meta_like(tensor) for name, tensor in tensors.items() if owner[name] == stage}
+    everyone: list[dict[str, torch.Tensor]] = [{}] * sharding.stages
     dist.all_gather_object(everyone, mine, mesh.get_group())
+    everyone[stage] = {name: tensors[name] for name in mine}
     homes = {name: holder for holder, theirs in enumerate(everyone) for name in theirs}
-    headers = {name: header for theirs in everyone for name, header in theirs.items()}
-    found = {
-        name: tensors[name] if homes[name] == stage else torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in headers.items()
-    }
-    return Spread(found, homes, sharding.stages)
+    return Spread({name: one for theirs in everyone for name, one in theirs.items()}, homes, sharding.stages)
 
 
 def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:

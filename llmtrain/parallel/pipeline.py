@@ -22,7 +22,6 @@ class Pipeline:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         sharding = sharding_of(accelerator)
-        assert sharding is not None
         assert isinstance(model, Staged)
         self.model, self.device, self.width = model, accelerator.device, model.width
         self.replicas = data_parallel_size(accelerator)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from llmtrain.contract import Facts
 from llmtrain.models import attention
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.mesh import block_classes
+from llmtrain.parallel.mesh import block_classes, to_local
 from llmtrain.parallel.tensor import parallelize
 
 Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
@@ -147,7 +147,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    return to_local(tensor).untyped_storage()
 
 
 def _of_depth(model: nn.Module, depth: int) -> nn.Module:

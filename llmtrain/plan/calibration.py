@@ -47,5 +47,4 @@ def _updates(recipe: str, flags: list[str], processes: int, precision: str, forc
         forced |= {"report_to": "none", "eval_steps": 0, "output_dir": run}
         command = command_of([recipe, *flags], forced, processes)
         run_to_end(command, processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
-        lines = read_lines(run / "metrics.jsonl")
-    return dict(next(line["phases"] for line in reversed(lines) if "phases" in line))
+        return dict(next(line["phases"] for line in reversed(read_lines(run / "metrics.jsonl")) if "phases" in line))

@@ -87,7 +87,9 @@ class Memory:
         """Return the bytes with micro-batches of so many rows, and so many of them in an update."""
         found = self.kept(rows, sharding.tensor, spread(sharding))
         if sharding.stages > 1:
-            return pipeline.fullest_stage(self, found, sharding, rows, accumulation)
+            ends = 0, sharding.stages - 1  # of which one holds most
+            stages = (pipeline.stage_of(self, found, sharding, end, rows, accumulation) for end in ends)
+            return max(stages, key=lambda stage: stage.total)
         one_less = found.before + found.block * (found.blocks - 1)
         return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less)
 

@@ -16,19 +16,12 @@ if TYPE_CHECKING:
 _NUMBER = 4  # bytes: hidden states go from stage to stage in float32
 
 
-def fullest_stage(memory: "Memory", kept: Kept, sharding: Sharding, rows: int, accumulation: int) -> "Bytes":
-    """Return the bytes of the first stage or of the last, of which one holds most."""
-    ends = (0, sharding.stages - 1)
-    return max((stage_of(memory, kept, sharding, stage, rows, accumulation) for stage in ends), key=lambda b: b.total)
-
-
 def stage_of(memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int) -> "Bytes":
     """Return the bytes of one stage."""
     model, last = memory.subject.model, sharding.stages - 1
     here = {name for name, stages in holders_of(model, sharding.stages).items() if stage in stages}
-    parameters = dict(model.named_parameters())
     first = {next(block.parameters()) for block in list_of_blocks(model) or ()}
-    blocks = sum(parameters[name] in first for name in here)
+    blocks = sum(parameter in first for name, parameter in model.named_parameters() if name in here)
     more, logits = kept.peak
     at_work = more - kept.before - kept.block * kept.blocks  # beyond what is kept for backward
     waiting = min(sharding.stages - stage, accumulation)

@@ -127,8 +127,7 @@ def step_time(
     if not spread(sharding):
         buckets = ddp_buckets(memory)
         each = [cluster.all_reduce(size, sharding.replicas) for size in buckets]
-        ready = [backward * size / sum(buckets) for size in buckets]
-        return Step(busy, sum(each), _behind(ready, each))
+        return Step(busy, sum(each), _behind([backward * size / sum(buckets) for size in buckets], each))
     gathers, reductions, weights = _of_units(memory, cluster, sharding)
     forward_late = _ahead([forward * weight for weight in weights], gathers)
     behind = [backward * weight for weight in reversed(weights)]

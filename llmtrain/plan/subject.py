@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from llmtrain.config import parse
 from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line, require
-from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.summed import SummedLoss
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.mesh import Staged
@@ -58,8 +57,7 @@ class Subject(NamedTuple):
     @property
     def recomputes(self) -> bool:
         """``--gradient_checkpointing``: activations are computed again in the backward pass."""
-        config = self.settings.model
-        return isinstance(config, GPTConfig | ModelConfig) and config.gradient_checkpointing
+        return bool(getattr(self.settings.model, "gradient_checkpointing", False))
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import timeit
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +13,7 @@ from llmtrain.console import say
 from llmtrain.contract import Batch
 from llmtrain.errors import first_line, require
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import block_classes
+from llmtrain.parallel.mesh import blocks_of
 
 _WORTH_SECONDS = 300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
 _GAIN = 0.97  # compiled code must take less than this share of the time, or it is dropped
@@ -50,7 +51,7 @@ def choose(
     compiled = eager if failure else _seconds(accelerator, model, batch)
     took, gains = f"{time.monotonic() - began:.0f} s of compiling", compiled <= _GAIN * eager
     if not gains:
-        for block in _blocks(model):
+        for block in blocks_of(model):
             vars(block).pop("forward", None)
     verdict = f"{'blocks' if gains else 'no'}: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before"
     say("compile", failure or verdict)
@@ -60,7 +61,7 @@ def choose(
 @contextlib.contextmanager
 def eager_code(model: nn.Module) -> Iterator[None]:
     """Run no compiled blocks inside: an evaluation has other shapes, for which they would be compiled again."""
-    owners = [vars(block) for block in _blocks(model) if "forward" in vars(block)]
+    owners = [vars(block) for block in blocks_of(model) if "forward" in vars(block)]
     held = [own.pop("forward") for own in owners]
     try:
         yield
@@ -69,14 +70,9 @@ def eager_code(model: nn.Module) -> Iterator[None]:
             own["forward"] = forward
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    names = block_classes(model)
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def _compile(model: nn.Module, backend: str = "inductor") -> None:
     torch._dynamo.config.optimize_ddp = False  # it would split blocks where a bucket of gradients ends
-    for block in _blocks(model):  # without the hooks around it, which are FSDP's
+    for block in blocks_of(model):  # without the hooks around it, which are FSDP's
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
 
 
@@ -93,12 +89,8 @@ def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
 
 def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
     """Return the seconds per micro-batch on the slowest rank."""
-    times = []
-    for _ in range(_TRIES):
-        began = time.perf_counter()
-        _try(accelerator, model, batch)
-        times.append(time.perf_counter() - began)
-    return float(accelerator.gather(torch.tensor([min(times)], device=accelerator.device)).max())
+    mine = min(timeit.repeat(lambda: _try(accelerator, model, batch), number=1, repeat=_TRIES))
+    return float(accelerator.gather(torch.tensor([mine], device=accelerator.device)).max())
 
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:

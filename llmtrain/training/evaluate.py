@@ -15,7 +15,7 @@ from llmtrain.errors import require
 from llmtrain.models.generation import Sampling, draw
 from llmtrain.models.loss import count_targets
 from llmtrain.parallel.mesh import gather_rows, model_parallel_size, reshard
-from llmtrain.training.step import surveyed
+from llmtrain.training.step import plain_of, survey
 
 _ROW_TOKENS = 64  # of a row that are shown
 
@@ -44,7 +44,7 @@ def evaluate(
     sources = sources or {}
     ends = [*itertools.accumulate(sources.values())]
     model.eval()
-    plain = accelerator.unwrap_model(model)
+    plain = plain_of(model)
     own = plain if isinstance(plain, MeasuresItself) else None
     if own is not None:
         own.measured()  # of passes before
@@ -89,15 +89,14 @@ def row_losses(
     Keys are ``row``, ``targets`` (trained tokens), ``loss`` (their mean, nats; or that over what the model counts) and
     ``tokens`` (the first). All ranks call this. It draws no random numbers that the update would have drawn.
     """
-    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    batches, _ = surveyed(accelerator, model, window.batches, window.targets.sum())
-    load = {name: value for name, value in batches[0].items() if name == "load" and isinstance(plain, MeasuresItself)}
+    plain = plain_of(model)
+    own = plain if isinstance(plain, MeasuresItself) else None
+    load = survey(accelerator, model, window.batches, window.targets.sum())[0] if own is not None else {}
     alone = [{name: one[i : i + 1] for name, one in window.columns.items()} for i in range(len(window.rows))]
     with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
-        mine = [(forward or plain)(**row, **load) for row in alone]
-    units = torch.stack([plain.units(row) for row in alone]) if isinstance(plain, MeasuresItself) else window.targets
+        sums = torch.stack([(forward or plain)(**row, **load).float().reshape(()) for row in alone])
+    units = window.targets if own is None else torch.stack([own.units(row) for row in alone])
     ids = window.columns["input_ids"][:, :_ROW_TOKENS].contiguous()
-    sums = torch.stack([nll.float().reshape(()) for nll in mine])
     columns = [gather_rows(accelerator, column).tolist() for column in (window.rows, window.targets, units, sums, ids)]
     return [
         {"row": row, "targets": targets, "loss": nll / max(count, 1), "tokens": tokens}
@@ -112,7 +111,7 @@ def sample(accelerator: Accelerator, model: nn.Module, tokenizer: Any, prompts: 
 
     All ranks call this and compute the same, for none may hold the full model. Torch's own generators stay as they are.
     """
-    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    plain = plain_of(model)
     was_training = plain.training
     plain.eval()
     texts = [_continued(plain, tokenizer, _ids_of(tokenizer, prompt), how, accelerator.device) for prompt in prompts]

@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.contract import Due, Facts, Forward, ForwardBackward, Metric, Observer, Update, Window
+from llmtrain.contract import Due, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError, require
 from llmtrain.observe.preview import preview
@@ -29,7 +29,7 @@ from llmtrain.training.observers import Timing, Training, observers_of
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import Accumulation, plain_of, train_step
 
 
 def train(
@@ -171,7 +171,7 @@ def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
     require(whole or not compiles, "--torch_compile always: stages of a pipeline are not compiled; leave it out.")
     require(whole or not s.loop.sample_prompts, "--sample_prompts: no process can run the whole model; leave it out.")
     require(whole or metric is None, "a metric of one's own needs the whole model, which no process can run here.")
-    labels = inspect.signature(accelerator.unwrap_model(model).forward).parameters.get("labels")
+    labels = inspect.signature(plain_of(model).forward).parameters.get("labels")
     require(
         labels is None or labels.default is not labels.empty or not s.loop.sample_prompts,
         "--sample_prompts: this model gives a loss alone; give labels of its forward a default of None, for logits.",
@@ -183,15 +183,11 @@ def _say_what_changed(run: Run) -> None:
     wanted = run.settings.loop.xray_range
     if wanted is not None and run.step >= wanted.start:
         say("x-ray", f"none: this run goes on with update {run.step + 1}, after {wanted.start}")
-    before, now = run.update_before, asdict(run.settings.optim)
+    before, now = (run.choice.before or {}).get("update"), asdict(run.settings.optim)
     if before is None or before == now:
         return
     changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value)
-    last, following = lr_at(run.step - 1, _optim_of(before)), lr_at(run.step, run.settings.optim)
+    known = {field.name for field in fields(OptimConfig)}  # another version, or a recipe that notes more, had others
+    earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
+    last, following = lr_at(run.step - 1, earlier), lr_at(run.step, run.settings.optim)
     say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {run.step} to {following:.3g} next")
-
-
-def _optim_of(settings: Facts) -> OptimConfig:
-    """Return the settings that a run was begun with, maybe under another version or by a recipe that notes more."""
-    known = {field.name for field in fields(OptimConfig)}
-    return OptimConfig(**{name: value for name, value in settings.items() if name in known})

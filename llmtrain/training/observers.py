@@ -124,16 +124,13 @@ def observers_of(t: Training) -> list[Observer]:
 class GettingReady(_Watching):
     """Chooses compiled code, and settles DDP's buckets, with the first window."""
 
-    ready = False
-
     def before_update(self, window: Window) -> None:
-        if self.ready:
+        if self.run.step > self.t.timing.first:
             return
-        self.ready = True
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
-        wanted = loop.torch_compile or ("auto" if run.accelerator.device.type == "cuda" else "never")
+        wanted = loop.torch_compile or ("auto" if self.accelerator.device.type == "cuda" else "never")
         # times differ between layouts, so with --bitwise they choose nothing; and no stage of a pipeline is tried alone
-        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(run.accelerator)) else wanted
+        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(self.accelerator)) else wanted
         passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
@@ -153,11 +150,9 @@ class MemoryAdvice(_Watching):
             if not is_out_of_memory(error):
                 raise
             rows = self.run.layout.micro_batch
-            smaller = (
-                f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
-                if rows > 1
-                else "one row at a time is too much; lower --block_size, or make the model smaller."
-            )
+            smaller = "one row at a time is too much; lower --block_size, or make the model smaller."
+            if rows > 1:
+                smaller = f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
             if is_sharded(self.accelerator) and not self.run.settings.parallel.sync_each_batch:
                 smaller += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
             raise UserError(f"out of memory with {rows} rows at a time: {smaller}") from None
@@ -216,8 +211,7 @@ class Readings(_Watching):
 
     def _metrics(self, window: Window, update: Update) -> Facts:
         """Return the metrics; ``batch`` tells whether an update of another run had the same tokens and labels."""
-        accelerator = self.accelerator
-        same = model_parallel_size(accelerator)
+        accelerator, same = self.accelerator, model_parallel_size(self.accelerator)
         nll = accelerator.reduce(update.nll, reduction="sum") / same
         plain, told = plain_of(self.t.model), dict[str, float]()
         if update.survey is not None and isinstance(plain, SurveysBatches):
@@ -273,7 +267,7 @@ class Evaluation(_Watching):
         t, run, began = self.t, self.run, time.monotonic()
         with eager_code(t.model):
             what = run.rows.facts.eval_bytes, t.forward, t.metric, run.rows.held_out_sources
-            results = evaluate(run.accelerator, t.model, self._windows(), *what, self._surveyed())
+            results = evaluate(run.accelerator, t.model, self._windows(), *what, self._load())
         run.deadline.reserve("evaluation", time.monotonic() - began)
         run.log(results)
         if run.patience.allowed:
@@ -284,22 +278,20 @@ class Evaluation(_Watching):
         assert self.t.held_out is not None
         return self.t.timing.heartbeat.through(self.t.held_out, "an evaluation")
 
-    def _surveyed(self) -> dict[str, torch.Tensor] | None:
+    def _load(self) -> dict[str, torch.Tensor]:
         """Return what a loss of its own depends on over all held-out rows, where it does: that takes a pass more."""
-        t, plain = self.t, plain_of(self.t.model)
-        if not isinstance(plain, MeasuresItself) or not isinstance(plain, SurveysBatches) or not plain.balance:
-            return None
+        if not isinstance(plain_of(self.t.model), MeasuresItself):
+            return {}
         batches = (batch for window in self._windows() for batch in window.batches)
-        t.model.eval()
-        load, _ = survey(self.accelerator, t.model, plain, batches, torch.zeros((), device=self.accelerator.device))
-        return {"load": load}
+        self.t.model.eval()
+        return survey(self.accelerator, self.t.model, batches, torch.zeros((), device=self.accelerator.device))[0]
 
 
 class Samples(_Watching):
     """Keeps what the model writes, at every evaluation."""
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        run, loop = self.t.run, self.run.settings.loop
+        run, loop = self.run, self.loop
         if not due.at(loop.eval_steps):
             return
         self.t.enter("a sample")

@@ -21,6 +21,7 @@ from llmtrain.data.rows import Tokenized
 from llmtrain.errors import UserError, explained, first_line, require
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
 from llmtrain.record import checkpoint
 from llmtrain.record.folder import RunFolder
@@ -37,6 +38,7 @@ from llmtrain.training.identity import identity_of
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.step import plain_of
 from llmtrain.training.summary import show_result
 
 _TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
@@ -57,10 +59,9 @@ class Run:
     metrics: Metrics
     deadline: Deadline
     patience: Patience
-    resumed_from: Path | None = None
-    update_before: Facts | None = None  # settings of the update under which a named checkpoint was made
-    step: int = 0
-    tokens: int = 0
+    choice: Choice  # what it goes on from
+    step: int
+    tokens: int
     skipped: int = 0
     compiled: bool | None = None  # whether its blocks are; None: not chosen yet
     stop_reason: str = ""
@@ -98,7 +99,7 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
         """Commit a checkpoint of the updates made so far; all ranks call this and agree whether it worked."""
-        plain = self._plain(model)
+        plain = plain_of(model)
         _check_finite(self.accelerator, plain)
         carried = handler_of(self.accelerator).exchange.tensors(plain)
 
@@ -140,9 +141,9 @@ class Run:
 
         Rank 0 reads it and sends it to the others, which need not see its disk.
         """
-        if self.resumed_from is None:
+        plain, path = plain_of(model), self.choice.checkpoint
+        if path is None:
             return
-        plain, path = self._plain(model), self.resumed_from
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
         state = handler_of(self.accelerator).exchange.keep(plain, self._from_main(path / "optimizer"))
         checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
@@ -179,7 +180,7 @@ class Run:
         if fault := Team.everyone().main(lambda: checkpoint.find_fault(path)):
             self.incident("damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights")
             return
-        fill(self.built.files.tensors(self._plain(model)), self._from_main(path / "model"))
+        fill(self.built.files.tensors(plain_of(model)), self._from_main(path / "model"))
         say("best", f"model/ has the weights of step {best}" + (f": {self.patience.why}" if self.patience.over else ""))
 
     def show(self) -> None:
@@ -193,7 +194,7 @@ class Run:
             self.folder.status("failed", self.step, redacted(reason))
 
     def _write_model(self, model: nn.Module) -> None:
-        plain, files, target = self._plain(model), self.built.files, self.folder.path / "model"
+        plain, files, target = plain_of(model), self.built.files, self.folder.path / "model"
         _check_finite(self.accelerator, plain)
 
         def write() -> None:
@@ -204,10 +205,6 @@ class Run:
                 checkpoint.write_model(target, files, tensors, self.saver.team, files.publishing(plain))
 
         self._on_writers(write)
-
-    def _plain(self, model: nn.Module) -> nn.Module:
-        plain: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return plain
 
     def _on_writers(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the ranks that write; a failure of one is everyone's."""
@@ -249,15 +246,10 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     saver.verified += [choice.checkpoint] if choice.checkpoint else []
     deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
     metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
-    run = Run(
-        *(accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline),
-        patience=Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model),
-        resumed_from=choice.checkpoint,
-        update_before=(choice.before or {}).get("update"),
-        step=choice.step,
-        tokens=choice.tokens,
-    )
-    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team, choice):
+    patience = Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model)
+    parts = accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline, patience, choice
+    run = Run(*parts, choice.step, choice.tokens)
+    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team):
         yield run
     leave_group()
     if run.finished and run.is_main:
@@ -265,26 +257,26 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
 
 
 @contextlib.contextmanager
-def _recorded(run: Run, team: Team, choice: Choice) -> Iterator[None]:
+def _recorded(run: Run, team: Team) -> Iterator[None]:
     """Hold a run's folder and tell its trackers; whatever ends the block is said in ``status.json``."""
     s, accelerator, folder, settings = run.settings, run.accelerator, run.folder, resolved(run.settings)
     with contextlib.ExitStack() as held:
 
         def claim() -> Facts:
             held.enter_context(folder.claimed(run.step))
-            sharding = sharding_of(accelerator)
-            here: Facts = {"processes": accelerator.num_processes, "sharded": sharding.layout if sharding else None}
+            sharded = sharding_of(accelerator).layout if is_sharded(accelerator) else None
+            here: Facts = {"processes": accelerator.num_processes, "sharded": sharded}
             here |= {"device": accelerator.device.type, "mixed_precision": accelerator.mixed_precision}
-            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), choice, here)
+            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), run.choice, here)
             folder.write("run.json", record)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
         told = {name: setting["value"] for name, setting in settings.items()} | team.main(claim)
-        if accelerator.is_fsdp2:
+        if is_sharded(accelerator):
             run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
         held.enter_context(stop_signals(run.ask_to_stop))
         try:
-            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, choice.run_id)
+            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, run.choice.run_id)
             yield
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")
@@ -306,7 +298,7 @@ def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
     parameters, device = dict(model.named_parameters()), accelerator.device  # of those of other stages there is nothing
     here = [torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()]
     bad = torch.stack([(~torch.isfinite(values)).any().to(device) for values in here])
-    if accelerator.is_fsdp2:  # each rank has seen its shard
+    if is_sharded(accelerator):  # each rank has seen its shard
         bad = accelerator.reduce(bad.int(), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):
         require(not found, f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")

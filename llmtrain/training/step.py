@@ -8,8 +8,8 @@ from typing import Literal, cast
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.contract import Batch, ForwardBackward, MeasuresItself, SurveysBatches, Update
 from llmtrain.models.loss import count_targets
@@ -43,11 +43,11 @@ def train_step(
     enter("count")
     tokens, stops = count_tokens(accelerator, batches, stop)
     units = count_units(accelerator, model, batches, tokens)
-    batches, survey = surveyed(accelerator, model, batches, tokens, enter)
+    load, found = survey(accelerator, model, batches, tokens, enter)
     plain = plain_of(model)
     if isinstance(plain, MeasuresItself):
         plain.measured()  # passes that were tried before
-    nll = (forward_backward or Accumulation(accelerator, model))(batches, units)
+    nll = (forward_backward or Accumulation(accelerator, model))([batch | load for batch in batches], units)
     enter("norm")
     norm = clip_grad_norm(accelerator, model, max_grad_norm)
     norm = agree(norm) if agree is not None else norm
@@ -59,7 +59,7 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     measured = plain.measured() if isinstance(plain, MeasuresItself) else None
-    return Update(nll, int(counted), grad_norm, stopped > 0, survey, int(of), measured)
+    return Update(nll, int(counted), grad_norm, stopped > 0, found, int(of), measured)
 
 
 def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +73,8 @@ def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool)
 
 
 def plain_of(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP's wrapper."""
-    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    """Return the model inside the wrappers of DDP and of a compiler."""
+    return cast(nn.Module, extract_model_from_parallel(model, keep_torch_compile=False))
 
 
 def count_units(
@@ -89,40 +89,27 @@ def count_units(
 
 
 @torch.no_grad()
-def surveyed(
-    accelerator: Accelerator,
-    model: nn.Module,
-    batches: Sequence[Batch],
-    tokens: torch.Tensor,
-    enter: Callable[[str], None] = lambda phase: None,
-) -> tuple[Sequence[Batch], torch.Tensor | None]:
-    """Return the micro-batches with what a part of the loss depends on over the global batch, and what that is.
-
-    To count it takes a pass without gradients; of a model that has no such part, nothing is done. The pass draws no
-    random numbers that the update would have drawn.
-    """
-    if not isinstance(plain := plain_of(model), SurveysBatches) or not plain.balance:
-        return batches, None
-    load, found = survey(accelerator, model, plain, batches, tokens, enter)
-    return [batch | {"load": load} for batch in batches], found
-
-
-@torch.no_grad()
 def survey(
     accelerator: Accelerator,
     model: nn.Module,
-    plain: SurveysBatches,
     batches: Iterable[Batch],
     tokens: torch.Tensor,
     enter: Callable[[str], None] = lambda phase: None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a part of the loss depends on over all these micro-batches, of all ranks, and what is told of it."""
+) -> tuple[Batch, torch.Tensor | None]:
+    """Return what ``forward`` takes for a part of the loss that depends on all these micro-batches, of all ranks.
+
+    And what is told of it. To count it takes a pass without gradients, which draws no random numbers that the update
+    would have drawn; of a model that has no such part, nothing is done.
+    """
+    if not isinstance(plain := plain_of(model), SurveysBatches) or not plain.balance:
+        return {}, None
     enter("forward")
     with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
         counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
     enter("exchange")
     counts = accelerator.reduce(counts, reduction="sum") / model_parallel_size(accelerator)
-    return plain.loads(counts, tokens)
+    load, told = plain.loads(counts, tokens)
+    return {"load": load}, told
 
 
 class Accumulation:

@@ -14,18 +14,18 @@ from llmtrain.observe.curve import loss_curve
 from llmtrain.record.history import read_lines
 
 
-def show_result(folder: Path, question: list[int] | None = None, sampling: Sampling | None = None) -> None:
+def show_result(folder: Path, question: list[int] | None) -> None:
     """Print the loss curve of a finished run, a text by its model if it writes, and the command for more.
 
     With the tokens of a ``question`` the text is its answer. The run is over and kept: whatever fails here is a note.
     """
     try:
-        _show(folder, question, sampling or Sampling(temperature=0.8 if question is None else 0.3))
+        _show(folder, question)
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
 
-def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
+def _show(folder: Path, question: list[int] | None) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
     if gives_scores(read_object(folder / "model" / "config.json")):
         print(f"model     {folder / 'model'}  (transformers: AutoModelForSequenceClassification.from_pretrained)")
@@ -35,14 +35,12 @@ def _show(folder: Path, question: list[int] | None, sampling: Sampling) -> None:
         print("\n--- a question that it was not trained on " + "-" * 40)
         print(model.tokenizer.decode(question, skip_special_tokens=True))
     print(f"\n--- {'the answer' if question else 'a sample'} of {folder / 'model'} " + "-" * 40)
-    for piece in model.stream("" if question is None else question, sampling):
+    for piece in model.stream(question or "", Sampling(temperature=0.8 if question is None else 0.3)):
         print(piece, end="", flush=True)
     print("\n" + "-" * 60)
     print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
-    if question is not None:
-        print(f"chat      {_command()} chat {folder}", flush=True)
-    else:
-        print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
+    more = f'generate  {_command()} generate {folder} --prompt "Return the"'
+    print(more if question is None else f"chat      {_command()} chat {folder}", flush=True)
 
 
 def _command() -> str:

@@ -15,7 +15,7 @@ from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.summed import SummedLoss
 from llmtrain.parallel.fsdp import place
-from llmtrain.training.step import Accumulation, count_tokens, surveyed
+from llmtrain.training.step import Accumulation, count_tokens, survey
 from tests.families import OVERRIDES
 from tests.forked import run_forked
 from tests.launching import FINETUNE, PYTHON, TINY, read_json, series, write_chats
@@ -64,7 +64,8 @@ def gradients(model: SummedLoss, accelerator: Accelerator, micro_batch: int, who
     parts = [{name: one[i : i + micro_batch] for name, one in batch.items()} for i in range(0, 8, micro_batch)]
     tokens, _ = count_tokens(accelerator, parts, False)
     groups = [parts] if whole else [[part] for part in parts]
-    loaded = [one for group in groups for one in surveyed(accelerator, model, group, tokens, lambda phase: None)[0]]
+    loads = [survey(accelerator, model, group, tokens)[0] for group in groups]
+    loaded = [one | load for group, load in zip(groups, loads, strict=True) for one in group]
     Accumulation(accelerator, model)(loaded, tokens)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -78,7 +79,7 @@ def apart(some: Gradients, others: Gradients) -> float:
 def test_on_one_micro_batch_it_is_transformers_own(family: str, load: Callable, accelerator: Accelerator) -> None:
     model, batch = load(family), rows()
     ours = gradients(model, accelerator, 8)
-    _, balance = surveyed(accelerator, model, [batch], torch.tensor(176), lambda phase: None)
+    _, balance = survey(accelerator, model, [batch], torch.tensor(176))
     model.zero_grad()
     tokens = (batch["labels"][:, 1:] != IGNORED).sum()
     counted = counted_positions(batch["labels"][:, 1:]).view(8, -1).long()
@@ -140,8 +141,9 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(
 
 def test_the_loss_that_is_told_is_the_nll_alone(load: Callable, accelerator: Accelerator) -> None:
     model, batch = load("mixtral"), rows()
-    batches, _ = surveyed(accelerator, model, [batch], torch.tensor(176), lambda phase: None)
-    assert float(model(**batches[0])) == float(model(**batch))
+    load, _ = survey(accelerator, model, [batch], torch.tensor(176))
+    assert load.keys() == {"load"}
+    assert float(model(**batch, **load)) == float(model(**batch))
 
 
 def test_padding_and_rows_without_targets_do_not_count() -> None:

@@ -1,4 +1,6 @@
 import copy
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.bitwise import BitwiseGradients, TreeSum
+from llmtrain.parallel.bitwise import BitwiseGradients, tree_sum
 from llmtrain.training.layout import Layout
 from llmtrain.training.step import Accumulation, count_tokens
 
@@ -25,19 +27,23 @@ def by_recursion(terms: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 64])
 def test_terms_are_added_as_a_balanced_tree_with_few_of_them_held(count: int) -> None:
-    tree = TreeSum()
-    for term in leaves(count):
-        tree.add(term.clone())
-        assert len(tree.subtrees) <= count.bit_length()
-    assert torch.equal(tree.total(), by_recursion(leaves(count)))
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def made() -> Iterator[torch.Tensor]:
+        for leaf in leaves(count):
+            assert sum(one() is not None for one in held) < count.bit_length()
+            term = leaf.clone()
+            held.append(weakref.ref(term))
+            yield term
+            del term
+
+    assert torch.equal(tree_sum(made(), count), by_recursion(leaves(count)))
+    assert len(held) == count
 
 
 def test_halves_added_apart_are_the_whole_bit_for_bit_and_a_running_sum_is_not() -> None:
     def total(terms: list[torch.Tensor]) -> torch.Tensor:
-        tree = TreeSum()
-        for term in terms:
-            tree.add(term.clone())
-        return tree.total()
+        return tree_sum((term.clone() for term in terms), len(terms))
 
     terms = leaves(16)
     assert torch.equal(total(terms), total(terms[:8]) + total(terms[8:]))
@@ -45,11 +51,8 @@ def test_halves_added_apart_are_the_whole_bit_for_bit_and_a_running_sum_is_not()
 
 
 def test_a_number_of_terms_that_is_no_power_of_two_is_a_programmers_error() -> None:
-    tree = TreeSum()
-    for term in leaves(3):
-        tree.add(term)
     with pytest.raises(AssertionError, match="no power of two"):
-        tree.total()
+        tree_sum(iter(leaves(3)), 3)
 
 
 def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelerator) -> None:

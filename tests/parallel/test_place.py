@@ -49,7 +49,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
-    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace())
+    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(), num_processes=1)
     sizes = SimpleNamespace(total_memory=2.9 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     with pytest.raises(UserError, match=r"needs 3.0 GiB a process and more: 1.0 for weights, .* this GPU has 2.9"):

@@ -56,10 +56,14 @@ def parted_pairs(collate: Collate, items: list[Any]) -> Any:
     return made
 
 
-def survey_of_one_rank(accelerator: Any, model: Any, plain: Any, batches: Any, tokens: Any, enter: Any) -> Any:
+def survey_of_one_rank(accelerator: Any, model: Any, batches: Any, tokens: Any, enter: Any) -> Any:
+    plain: Any = step.plain_of(model)
+    if not plain.balance:
+        return {}, None
     with torch.no_grad():
         counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
-    return plain.loads(counts, tokens)
+    load, told = plain.loads(counts, tokens)
+    return {"load": load}, told
 
 
 PLANT = {

@@ -3,6 +3,7 @@
 import re
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
+from llmtrain.record.resume import Choice
 from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
 from llmtrain.training.settings import LoopConfig, OptimConfig
 
-ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None)
+ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
 
@@ -232,7 +234,7 @@ def _direction(matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)])
 def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.dtype | None) -> None:
     config = OptimConfig(optim="muon", adam_beta1=0.7)
-    accelerator = SimpleNamespace(mixed_precision=precision, ddp_handler=None, state=None)
+    accelerator = SimpleNamespace(mixed_precision=precision, ddp_handler=None, state=None, num_processes=1)
     muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
 
@@ -240,6 +242,6 @@ def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.d
 def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys: pytest.CaptureFixture) -> None:
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
     settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
-    run: Any = SimpleNamespace(step=3, settings=settings, update_before=before)
+    run: Any = SimpleNamespace(step=3, settings=settings, choice=Choice(Path(), before={"update": before}))
     _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out
