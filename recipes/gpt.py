@@ -12,9 +12,9 @@ import llmtrain as lt
 Settings: TypeAlias = "lt.Settings[lt.GPTConfig, lt.DataConfig]"
 
 DEFAULTS = lt.Settings(
-    model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128),
+    model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"),
     data=lt.DataConfig(tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
-    optim=lt.OptimConfig(optim="muon", max_steps=300, learning_rate=1e-2, warmup_steps=20),
+    optim=lt.OptimConfig(optim="muon", max_steps=120, learning_rate=2e-2, lr_scheduler_type="linear", warmup_steps=10),
     parallel=lt.PipelineConfig(),
     run=lt.RunConfig(output_dir="runs/gpt"),
 )
