@@ -1,11 +1,11 @@
 """A modern GPT to read in one sitting: parameter by parameter Hugging Face's ``Lfm2ForCausalLM``.
 
-Every other block looks at the last three tokens alone, through a gated convolution (LFM2, Liquid AI 2025,
-arXiv:2511.23404), and the others at all, through attention. Beside GPT-2's they have RMSNorm (Zhang and Sennrich 2019,
-arXiv:1910.07467), normalised queries and keys (Henry et al. 2020, arXiv:2010.04245), rotary positions (Su et al. 2021,
-arXiv:2104.09864), SwiGLU (Shazeer 2020, arXiv:2002.05202), a head of its own, and no biases.
+Every other block has a gated convolution over the last three positions in place of attention (LFM2, Liquid AI 2025,
+arXiv:2511.23404). What differs from GPT-2 beside that: RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), normalised
+queries and keys (Henry et al. 2020, arXiv:2010.04245), rotary positions (Su et al. 2021, arXiv:2104.09864), SwiGLU
+(Shazeer 2020, arXiv:2002.05202), a head that is not the embedding, and no biases.
 
-B rows, T positions, C = n_embd, H heads, D = C / H, I the width of an MLP, V vocabulary.
+B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
 """
 
 from typing import Any, ClassVar

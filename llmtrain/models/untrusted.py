@@ -24,6 +24,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
+    logging.get_logger("transformers.integrations.hub_kernels").setLevel("ERROR")  # of kernels that are not there
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))

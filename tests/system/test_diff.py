@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 PAIRS = {
     "seed": Pair("weights", "--seed 0 and 1", ("--seed", "1")),
-    "learning rate": Pair("rate", "--learning_rate 0.01 and 0.011", ("--learning_rate", "0.011")),
+    "learning rate": Pair("rate", "--learning_rate 0.02 and 0.022", ("--learning_rate", "0.022")),
     "weight decay": Pair("updated", "--weight_decay 0.1 and 0.2", ("--weight_decay", "0.2")),
     "dropout": Pair("loss", "--dropout 0.0 and 0.1", ("--dropout", "0.1")),
     "optimizer": Pair("updated", "--optim muon and adamw", ("--optim", "adamw")),
@@ -112,7 +112,7 @@ def test_the_command_says_it_in_lines_or_for_programs(runs: Path, capsys: pytest
     one, other = str(runs / "reference"), str(runs / "learning rate")
     status, out, err = ended(capsys, "diff", one, other)
     assert (status, err) == (1, "")
-    assert "cause     --learning_rate 0.01 and 0.011" in out
+    assert "cause     --learning_rate 0.02 and 0.022" in out
     assert "also" not in out
     status, out, _ = ended(capsys, "diff", one, other, "--json")
     assert (status, json.loads(out)["first"]["link"]) == (1, "rate")

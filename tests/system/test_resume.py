@@ -182,5 +182,5 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
 ) -> None:
     flags = [*LONG, "--max_steps", "80", "--dataset", str(text_file), "--output_dir", str(tmp_path / "longer")]
     ended = run_forked([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]).assert_ok()
-    assert "changed   max_steps 60 -> 80; the learning rate goes from 7.33e-06 in update 60 to " in ended.out
+    assert "changed   max_steps 60 -> 80; the learning rate goes from 0.000345 in update 60 to " in ended.out
     assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(range(61, 81))

@@ -31,7 +31,7 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert len(forwards) == 3 * micro_batches
     parameters = [name for event in sent[: len(buckets)] for name in event["args"]["parameters"]]
     assert len(parameters) == len(set(parameters))
-    assert "transformer.h.0.attn.c_attn.weight" in parameters
+    assert "model.layers.0.conv.conv.weight" in parameters
     assert f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in done.out
     assert ("none in the 3 micro-batches before" in done.out) == (micro_batches == 4)
     counted = re.search(r"the network devices sent [\d.]+, ([\d.]+) of that", done.out)
