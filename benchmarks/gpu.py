@@ -203,7 +203,8 @@ def models(call: Call) -> Figures:
     return found
 
 
-SHORT = flags(n_layer=4, n_head=4, n_embd=128, block_size=128, logging_steps=1, eval_steps=0, save_steps=1000)
+SHORT = flags(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="gpt2")
+SHORT += flags(logging_steps=1, eval_steps=0, save_steps=1000)
 
 
 def recipes(call: Call) -> Figures:

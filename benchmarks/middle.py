@@ -27,7 +27,7 @@ UPDATES, RATES = 250, ("1e-3", "2e-3", "4e-3")
 THEIRS = ["n_layer=6", "n_head=6", "n_embd=384", "block_size=256", "batch_size=8", f"max_iters={UPDATES}"]
 THEIRS += [f"lr_decay_iters={UPDATES}", f"eval_interval={UPDATES}", "warmup_iters=25", "min_lr=1e-4"]
 OURS_UPDATES = 110
-OURS = gpt_flags(6, 6, 384, 256, 8) + flags(architecture="lfm2", optim="muon", max_steps=OURS_UPDATES)
+OURS = gpt_flags(6, 6, 384, 256, 8, architecture="lfm2") + flags(optim="muon", max_steps=OURS_UPDATES)
 OURS += flags(learning_rate=0.02, warmup_steps=10, lr_scheduler_type="linear")
 
 

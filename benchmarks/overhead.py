@@ -23,7 +23,7 @@ from llmtrain.launching.process import launch
 
 UPDATES = 60
 BATCH, VOCABULARY = 32, 2048
-SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128)  # the recipe's own
+SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2")  # the recipe's own
 CARE = flags(log_rows=True, save_steps=30, async_save=True, skip_nonfinite=1)
 NO_CARE = flags(save_steps=100_000)
 
@@ -48,7 +48,7 @@ def main() -> None:
     with scratch() as folder:
         os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        model = GPT(SHAPE, VOCABULARY)
+        model = GPT.of(SHAPE, VOCABULARY)
         optimizer = make_optimizer(Accelerator(cpu=True), model, OptimConfig(optim="muon"))  # as the recipe's is
         data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0)
         ids = tokenize(data, SHAPE.block_size).train.dataset.with_format("numpy")[: UPDATES * BATCH]["input_ids"]

@@ -128,8 +128,8 @@ def ddp(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layers, heads, width, block, batch = arguments.shape
-    shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block)
-    network: torch.nn.Module = GPT(shape, arguments.vocabulary)
+    shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture="lfm2")
+    network: torch.nn.Module = GPT.of(shape, arguments.vocabulary)  # the recipe's own
     if world > 1:
         torch.distributed.init_process_group("gloo")
     optimizer = make_optimizer(Accelerator(cpu=True), network, OptimConfig(optim="muon"))  # as the recipe's is

@@ -23,7 +23,7 @@ from tests.memory import measured, predicted_most
 MODEL = flags(block_size=128, tokenizer="bpe:2048", eval_fraction=0, report_to="none")
 COMMON = [*MODEL, *flags(max_steps=5, resume_from_checkpoint="never", dataset="builtin:python-docs")]
 COMMON += flags(per_device_train_batch_size=4)
-GPT_SIZE = flags(n_layer=4, n_head=4, n_embd=256)
+GPT_SIZE = flags(n_layer=4, n_head=4, n_embd=256, architecture="gpt2")
 GPT = [*COMMON, *GPT_SIZE, *flags(global_batch_size=16)]
 SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=false"
 LLAMA = [*COMMON, *flags(from_config="llama", config_overrides=SIZES, global_batch_size=8)]

@@ -34,9 +34,17 @@ def flags(**values: object) -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
-def gpt_flags(layers: int, heads: int, width: int, block: int, batch: int, per_device: int | None = None) -> list[str]:
+def gpt_flags(
+    layers: int,
+    heads: int,
+    width: int,
+    block: int,
+    batch: int,
+    per_device: int | None = None,
+    architecture: str = "gpt2",
+) -> list[str]:
     """Return the flags of a GPT of this shape, trained on ``batch`` rows an update, ``per_device`` in a micro-batch."""
-    shape = flags(n_layer=layers, n_head=heads, n_embd=width, block_size=block)
+    shape = flags(n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture=architecture)
     return shape + flags(global_batch_size=batch, per_device_train_batch_size=per_device or batch)
 
 
