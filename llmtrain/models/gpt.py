@@ -236,10 +236,6 @@ class GPT(nn.Module):
         """
         return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
 
-    def rate_of(self, name: str) -> float:
-        """Return what the learning rate of a parameter is multiplied with, where AdamW updates it."""
-        return 1.0
-
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
 
@@ -288,7 +284,7 @@ class GPT(nn.Module):
         return 6 * weights + 12 * self.attending * c.n_embd * c.block_size
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
-        """Return the files of a folder that transformers loads as its stock ``gpt2`` model."""
+        """Return the files of a folder that transformers loads as a stock model."""
         return ModelFiles(self.hf_config(tokenizer.eos_token_id), tokenizer, trained_on)
 
     def hf_config(self, end_of_text: int | None = None) -> Facts:

@@ -24,7 +24,7 @@ from llmtrain.parallel.mesh import to_local
 
 _EPS, _THETA, _TAPS = 1e-5, 10_000.0, 3
 _INIT_STD = 0.02
-_STDS = {"embed_tokens": 0.1, "conv": 0.5}  # where it is another
+_STDS = {"embed_tokens": 0.1, "conv": 0.5}  # of modules that are drawn otherwise
 
 
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -91,11 +91,11 @@ class _Gated(torch.autograd.Function):
         before, after, values = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(3, dim=-1)
         gated, wide = before * values, incoming.to(before.dtype)
         of_after, wide = wide * _filtered(gated, taps), wide * after
-        of_gated, of_taps = torch.zeros_like(gated), torch.empty_like(taps)
+        of_gated, of_taps = torch.zeros_like(gated), torch.empty_like(taps, dtype=gated.dtype)
         for tap, of_tap, (now, then) in zip(taps.T, of_taps.T, _shifts(x, taps), strict=True):
             of_tap.copy_((wide[:, now] * gated[:, then]).flatten(0, 1).sum(0))
             of_gated[:, then].addcmul_(wide[:, now], tap)
-        return torch.cat([of_gated * values, of_after, of_gated * before], dim=-1).to(x.dtype), of_taps
+        return torch.cat([of_gated * values, of_after, of_gated * before], dim=-1).to(x.dtype), of_taps.to(taps.dtype)
 
 
 def _filtered(x: Tensor, taps: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _filtered(x: Tensor, taps: Tensor) -> Tensor:
 
 
 def _shifts(x: Tensor, taps: Tensor) -> list[tuple[slice, slice]]:
-    """Return the positions that meet each tap, and those before them that it multiplies."""
+    """Return for each tap the positions that it adds to, and the earlier ones that it multiplies."""
     (_, length, _), (_, count) = x.shape, taps.shape
     return [(slice(back, None), slice(max(length - back, 0))) for back in reversed(range(count))]
 
@@ -134,12 +134,13 @@ class ShortConv(nn.Module):
         super().__init__()
         width = config.n_embd
         self.in_proj = nn.Linear(width, 3 * width, bias=False)
-        self.conv = nn.Conv1d(width, width, _TAPS, groups=width, bias=False)
+        self.conv = nn.Conv1d(width, width, _TAPS, groups=width, bias=False)  # never called: it holds the weight
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
-        taps = to_local(self.conv.weight).flatten(1)
-        x = self.out_proj(_Gated.apply(self.in_proj(x), taps))  # type: ignore[no-untyped-call]
+        x = self.in_proj(x)
+        taps = to_local(self.conv.weight).flatten(1).to(x.dtype)
+        x = self.out_proj(_Gated.apply(x, taps))  # type: ignore[no-untyped-call]
         return x
 
 
@@ -207,7 +208,7 @@ class Model(Stack):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(vocab_size, config.n_embd)
         self.drop = KeyedDropout(config.dropout)
-        self.layers = nn.ModuleList(Layer(config, index in attending(config)) for index in range(config.n_layer))
+        self.layers = nn.ModuleList(Layer(config, index in attending_layers(config)) for index in range(config.n_layer))
         self.embedding_norm = Norm(config.n_embd)
         self.head_size = config.n_embd // config.n_head
 
@@ -218,7 +219,7 @@ class Model(Stack):
         return self.embedding_norm(x) if self.held.stop == len(self.layers) else x
 
 
-def attending(config: GPTConfig) -> set[int]:
+def attending_layers(config: GPTConfig) -> set[int]:
     """Return the layers that attend: every other, and the last."""
     return {*range(1, config.n_layer, 2), config.n_layer - 1}
 
@@ -261,7 +262,7 @@ class LFM2(GPT):
 
     @property
     def attending(self) -> int:
-        return len(attending(self.config))
+        return len(attending_layers(self.config))
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head, which is not one of the hidden matrices."""
@@ -274,13 +275,13 @@ class LFM2(GPT):
         return _STDS.get(name.split(".")[-2], _INIT_STD)
 
     def rate_of(self, name: str) -> float:
-        """Return what the learning rate of a parameter is multiplied with: embeddings and filters gain by more."""
+        """Return the factor of a parameter's learning rate: 3 for the embedding and the filters, which do better so."""
         return 3.0 if name.endswith(("embed_tokens.weight", "conv.conv.weight")) else 1.0
 
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``lfm2`` model that computes the same."""
         c = self.config
-        kinds = ["full_attention" if index in attending(c) else "conv" for index in range(c.n_layer)]
+        kinds = ["full_attention" if index in attending_layers(c) else "conv" for index in range(c.n_layer)]
         sizes = {"hidden_size": c.n_embd, "intermediate_size": inner_size(c), "num_hidden_layers": c.n_layer}
         sizes |= {"num_attention_heads": c.n_head, "num_key_value_heads": c.n_head, "conv_L_cache": _TAPS}
         sizes |= {"max_position_embeddings": c.block_size, "vocab_size": self.vocab_size}

@@ -4,8 +4,9 @@ Each rank multiplies with its shard, and the products are reduced twice a block 
 arXiv:1909.08053).
 
 A plan says how each module is sharded, in the words of transformers: ``colwise`` along its output, ``rowwise`` along
-its input, the embedding and the head along the vocabulary. Parameters are DTensors with their names and full shapes, so
-that whoever saves, loads or measures them need not know; the local shard is what is computed with.
+its input, the embedding and the head along the vocabulary, filters along their channels. Parameters are DTensors with
+their names and full shapes, so that whoever saves, loads or measures them need not know; the local shard is what is
+computed with.
 """
 
 import functools

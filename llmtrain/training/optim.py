@@ -38,18 +38,21 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
     """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
 
     With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
-    precision.
+    precision. Where a model says so (:class:`HasRates`), a group has a factor of its learning rate, ``rate``.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
+    taken = {id(p) for p in hidden}
+    # the first group's learning rate is logged; a stage of a pipeline may have nothing in it
     rest: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): []}
-    for name, p in parameters.items():
-        if not any(p is matrix for matrix in hidden):
-            kind = model.rate_of(name) if isinstance(model, HasRates) else 1.0, (p.dim() >= 2) * config.weight_decay
-            rest.setdefault(kind, []).append(p)
-    groups = [{"params": some, "weight_decay": decay, "rate": rate} for (rate, decay), some in rest.items()]
-    betas = (config.adam_beta1, config.adam_beta2)
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    for name, p in model.named_parameters():
+        if p.requires_grad and not p.is_meta and id(p) not in taken:
+            rate = model.rate_of(name) if isinstance(model, HasRates) else 1.0
+            rest.setdefault((rate, config.weight_decay if p.dim() >= 2 else 0.0), []).append(p)
+    groups = [
+        {"params": some, "lr": rate * config.learning_rate, "rate": rate, "weight_decay": decay}
+        for (rate, decay), some in rest.items()
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), fused=True)
     if not hidden:
         return adamw
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
@@ -61,13 +64,13 @@ def _may_share(accelerator: Accelerator) -> bool:
     """Return whether all ranks have the same gradients, and may compute updates in other groups on other layouts."""
     handler, sharding = accelerator.ddp_handler, sharding_of(accelerator)
     alone = not isinstance(handler, DDPHandler) or handler.bitwise or handler.config.sync_every > 1
-    return not alone and (sharding is None or sharding.together == 1)
+    return not alone and sharding.together == 1
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:
     """Return the matrices between the embedding and the head."""
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if hasattr(model, "get_output_embeddings"):  # Hugging Face's models know their head; ours is its embedding
+    if hasattr(model, "get_output_embeddings"):  # of our GPT-2 the embedding is the head
         outer.append(model.get_output_embeddings())
     known = {id(p) for module in outer for p in module.parameters()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]

@@ -53,6 +53,7 @@ SHORT = {"FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1"
 SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "lfm2-muon/1"]
 CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with outputs that are joined; with fused heads
 TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", "lfm2/4", *CUT]
+TENSOR += ["lfm2-muon/1"]
 SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "lfm2/4"]}
 SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
