@@ -32,7 +32,7 @@ SHAPE = ["n_layer=4", "n_head=4", "n_embd=128", "block_size=64", "batch_size=12"
 PUBLISHED = [*SHAPE, "max_iters=2000", "lr_decay_iters=2000"]
 TUNED = ["n_layer=1", "n_head=4", "n_embd=128", "block_size=48", "batch_size=32", "learning_rate=8e-3", "min_lr=8e-4"]
 TUNED += ["max_iters=700", "lr_decay_iters=700", "eval_interval=700"]
-OURS = gpt_flags(2, 2, 96, 48, 64, architecture="lfm2") + flags(optim="muon", max_steps=76, learning_rate=0.03)
+OURS = gpt_flags(2, 2, 96, 48, 64, architecture="lfm2") + flags(optim="muon", max_steps=84, learning_rate=0.03)
 OURS += flags(warmup_steps=8, lr_scheduler_type="linear", adam_beta1=0.8, adam_beta2=0.99)
 ONCE = flags(eval_steps=100_000, save_steps=100_000, logging_steps=100)
 PARTS = ("start", "first evaluation", "updates", "last evaluation")
