@@ -2,7 +2,7 @@
 
 python -m benchmarks.middle --nanogpt FOLDER --text FILE     a text of some megabytes
 
-Both train 6 layers x 384 on 8 rows of 256 tokens (bpe of 4,096), nanoGPT for 250 updates, once with each
+Both train 6 layers x 384 on 8 rows of 256 tokens (bpe of 4,096), nanoGPT for 150 updates, once with each
 learning rate. The lowest of its held-out losses, on the very text, is what ours has to reach in fewer.
 """
 
@@ -23,10 +23,10 @@ from benchmarks.runs import GPT_RECIPE, flags, gpt_flags, half, metrics, newest,
 from benchmarks.time_to_loss import ONCE, nanogpt
 from llmtrain.console import say
 
-UPDATES, RATES = 250, ("1e-3", "2e-3", "4e-3")
+UPDATES, RATES = 150, ("1e-3", "2e-3", "4e-3")
 THEIRS = ["n_layer=6", "n_head=6", "n_embd=384", "block_size=256", "batch_size=8", f"max_iters={UPDATES}"]
-THEIRS += [f"lr_decay_iters={UPDATES}", f"eval_interval={UPDATES}", "warmup_iters=25", "min_lr=1e-4"]
-OURS_UPDATES = 110
+THEIRS += [f"lr_decay_iters={UPDATES}", f"eval_interval={UPDATES}", "warmup_iters=15", "min_lr=1e-4"]
+OURS_UPDATES = 75
 OURS = gpt_flags(6, 6, 384, 256, 8, architecture="lfm2") + flags(optim="muon", max_steps=OURS_UPDATES)
 OURS += flags(learning_rate=0.02, warmup_steps=10, lr_scheduler_type="linear")
 
