@@ -23,7 +23,7 @@ from benchmarks.runs import GPT_RECIPE, flags, gpt_flags, half, metrics, newest,
 from benchmarks.time_to_loss import ONCE, nanogpt
 from llmtrain.console import say
 
-UPDATES, RATES = 150, ("1e-3", "2e-3", "4e-3")
+UPDATES, RATES = 150, ("5e-4", "1e-3", "2e-3")
 THEIRS = ["n_layer=6", "n_head=6", "n_embd=384", "block_size=256", "batch_size=8", f"max_iters={UPDATES}"]
 THEIRS += [f"lr_decay_iters={UPDATES}", f"eval_interval={UPDATES}", "warmup_iters=15", "min_lr=1e-4"]
 OURS_UPDATES = 75
