@@ -94,8 +94,18 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
     steps = {GPT: 20, FINETUNE: 40, PREFERENCE: 40}
     more = {
         GPT: ["--dataset", str(text), "--tokenizer", "byte", *shape],
-        FINETUNE: ["--dataset", str(chats), "--chat_template", "chatml", "--learning_rate", "3e-3"],
-        PREFERENCE: ["--dataset", str(pairs), "--learning_rate", "3e-3", "--eval_fraction", "0.2", "--beta", "0.3"],
+        FINETUNE: ["--dataset", str(chats), "--chat_template", "chatml", "--learning_rate", "3e-3", "--no_packing"],
+        PREFERENCE: [
+            "--dataset",
+            str(pairs),
+            "--learning_rate",
+            "3e-3",
+            "--eval_fraction",
+            "0.2",
+            "--beta",
+            "0.3",
+            "--no_packing",
+        ],
     }
     for before, recipe in zip((None, GPT, FINETUNE), steps, strict=True):
         model = [] if before is None else ["--model_name_or_path", str(tmp_path / Path(before).stem / "model")]

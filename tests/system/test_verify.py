@@ -104,7 +104,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         pytest.param("a mean of means", "2 processes: gradient norm differs by", marks=long_form),
         pytest.param("a forgotten data-parallel factor", "2 processes: gradient norm differs by", marks=long_form),
         pytest.param(
-            "a missing sync", "2 processes: replicas drifted: transformer.wte.weight of rank 1", marks=long_form
+            "a missing sync", "2 processes: replicas drifted: model.embed_tokens.weight of rank 1", marks=long_form
         ),
         pytest.param(
             "a sync in every micro-batch", "2 processes: gradients are reduced 2 times an update", marks=long_form
@@ -116,7 +116,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         pytest.param("a rank reading another's rows", "2 processes: other rows from step 2 on", marks=long_form),
         pytest.param(
             "one weight perturbed on rank 1",
-            "2 processes: replicas drifted: transformer.wte.weight of rank 1",
+            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
             marks=long_form,
         ),
     ],
