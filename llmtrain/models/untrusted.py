@@ -4,6 +4,7 @@ No code of theirs is run unless ``--trust_remote_code`` says so, and no pickle i
 """
 
 import hashlib
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,7 +25,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
-    logging.get_logger("transformers.integrations.hub_kernels").setLevel("ERROR")  # of kernels that are not there
+    getLogger("transformers.integrations.hub_kernels").setLevel(ERROR)  # it tells of kernels that are not installed
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))
