@@ -16,10 +16,13 @@ import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.record.resume import Choice
+from llmtrain.training import loop
 from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
 from llmtrain.training.settings import LoopConfig, OptimConfig
+from recipes.gpt import main
+from tests.launching import TINY
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
@@ -245,3 +248,18 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys
     run: Any = SimpleNamespace(step=3, settings=settings, choice=Choice(Path(), before={"update": before}))
     _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out
+
+
+def test_the_loop_keeps_the_factors_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, honest = [], loop.train_step
+
+    def watched(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> Any:
+        seen.append({(group.get("rate", 1.0), group["lr"]) for group in optimizer.param_groups})
+        return honest(accelerator, model, optimizer, *others)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a rank waits for the bucket of another\n" * 400)
+    flags = ["--dataset", str(tmp_path / "text.txt"), *TINY, "--max_steps", "3", "--learning_rate", "0.01"]
+    main([*flags, "--output_dir", str(tmp_path / "run")])
+    assert seen == [{(1.0, rate), (3.0, 3 * rate)} for rate in (0.005, 0.01, 0.01)]
