@@ -156,12 +156,12 @@ def tokenize(
     ]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    rows = found = _open(folder)
+    rows = found = _open(folder, spec)
     if rows is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(f"{folder}.lock"):
-                if _open(folder) is None:
+                if _open(folder, spec) is None:
                     corpora: list[Corpus] = [
                         Pairs(source, config, chat, stops, judged_alone)
                         if isinstance(chat, PairConfig)
@@ -174,7 +174,7 @@ def tokenize(
         except OSError as error:
             said = error.strerror or error
             raise UserError(f"the cache folder {folder.parent}: {said}; set LLMTRAIN_CACHE to another.") from None
-        rows = _open(folder)
+        rows = _open(folder, spec)
         assert rows is not None, f"{folder} cannot be read back"
     rows.facts.dataset, rows.facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
     rows.new_tokens, rows.sources = new_tokens, [*config.dataset]
@@ -235,7 +235,7 @@ def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, found: b
         say("task", "going on with pretraining: the records are text, no conversations")
 
 
-def _open(folder: Path) -> Tokenized | None:
+def _open(folder: Path, spec: str) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` where there is none, or where somebody has damaged it."""
     try:
         facts = Facts(**json.loads((folder / "facts.json").read_text()))
@@ -243,7 +243,7 @@ def _open(folder: Path) -> Tokenized | None:
             TokenRows.open([folder / f"{side}-{i}.arrow" for i in range(len(facts.source_rows))])
             for side in ("train", "eval")
         )
-        tokenizer = tok.load_tokenizer(str(folder / "tokenizer"))
+        tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
     return Tokenized(train, held_out if facts.eval_rows else None, tokenizer, facts)

@@ -77,16 +77,20 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastToken
     )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> FastTokenizer:
-    """Load the tokenizer of a folder or hub name. Raises :class:`UserError` unless it is a fast one that ends texts."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def load_tokenizer(name: str, trust_remote_code: bool = False, trained: bool = False) -> FastTokenizer:
+    """Load the tokenizer of a folder or hub name. Raises :class:`UserError` unless it is a fast one that ends texts.
 
+    Of one that was ``trained`` here the class is known; to look for it takes a quarter of a second.
+    """
+    import transformers
+
+    kind = transformers.PreTrainedTokenizerFast if trained else transformers.AutoTokenizer
     other = "name one with --tokenizer: char, byte, bpe:N, a folder or a hub name"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
         raise UserError(f"{name}: no tokenizer can be loaded ({hub_said(error).rstrip('.')}); {other}.") from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {other}.")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: its tokenizer has no end-of-text token (eos_token) to join documents with; {other}.")

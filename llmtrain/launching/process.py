@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import signal
@@ -18,6 +19,9 @@ from llmtrain.launching.launcher import Launcher, check_launch
 # For rank 0, which may fail alike, to say what went wrong: the launcher then ends the others before they say it.
 _GRACE_SECONDS = 5.0
 
+_COLLECTING = gc.get_threshold()  # of Python, for its search for garbage
+_SELDOM = 100_000
+
 
 def launch(main: Callable[[], object]) -> NoReturn:
     """Run a recipe's ``main`` as this process's whole life, and ``show()`` what it returns: the one way out.
@@ -27,6 +31,7 @@ def launch(main: Callable[[], object]) -> NoReturn:
     line on stderr and status 2, said once over all ranks; with LLMTRAIN_DEBUG=1 its traceback stands above it.
     """
     status = 0
+    gc.set_threshold(_SELDOM)  # a start makes what stays, and to look for garbage in it takes a fifth of the time
     if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
         _die_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
@@ -67,6 +72,13 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
+
+
+def settle() -> None:
+    """End a start: look for garbage as usual again, but no longer in what was made so far. Else it holds updates up."""
+    if gc.get_threshold()[0] == _SELDOM:  # in a notebook, what was made so far is somebody else's
+        gc.freeze()
+        gc.set_threshold(*_COLLECTING)
 
 
 _LEFT: list[object] = []  # groups, kept to the end of the process

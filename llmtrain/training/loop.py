@@ -19,6 +19,7 @@ from llmtrain.console import say
 from llmtrain.contract import Due, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError, require
+from llmtrain.launching.process import settle
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.bitwise import BitwiseGradients
 from llmtrain.parallel.ddp import handler_of
@@ -66,6 +67,7 @@ def train(
     with contextlib.ExitStack() as around:
         for observer in observers:
             around.enter_context(observer.around())
+        settle()
         for observer in observers:
             observer.begin()
         model.train()
