@@ -132,6 +132,13 @@ def crash_at_each_operation(tmp_path: Path) -> tuple[int, list[str]]:
 shutil_rmtree = shutil.rmtree
 
 
+def test_lines_of_a_ledger_that_are_no_readings_are_dropped(tmp_path: Path) -> None:
+    ledger = tmp_path / "metrics.jsonl"
+    ledger.write_text('{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"ste')
+    files.forget_after(ledger, 2)
+    assert ledger.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_the_process_may_end_at_any_operation(tmp_path: Path, score: Callable[[str], None]) -> None:
     operations, found = crash_at_each_operation(tmp_path)
     assert not found
