@@ -28,14 +28,14 @@ _STDS = {"embed_tokens": 0.1, "conv": 0.5}  # of modules that are drawn otherwis
 
 
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, D / 2], float32, of the angles by which the pairs of a head of ``size`` D turn."""
+    """Return cosines and sines [T, 1, D / 2], float32, of the angles by which the pairs of a head of size D turn."""
     steps = torch.arange(0, size, 2, device=device, dtype=torch.float32)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / _THETA ** (steps / size)
-    return angles.cos(), angles.sin()
+    return angles.cos()[:, None], angles.sin()[:, None]
 
 
 def _rotate(x: Tensor, sign: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of dimensions (i, i + D / 2) of x [B, H, T, D]."""
+    """Rotate each pair of dimensions (i, i + D / 2) of x [B, T, H, D]."""
     first, second = x.chunk(2, dim=-1)
     left = (first * cos).addcmul_(second, sin, value=-sign)
     return torch.cat([left, (second * cos).addcmul_(first, sin, value=sign)], dim=-1)
@@ -55,24 +55,25 @@ class _Normed(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
         scale = (mean + _EPS).rsqrt()
-        normal = wide * scale
-        ctx.save_for_backward(normal, scale, weight, *angles)
+        ctx.save_for_backward(wide, scale, weight, *angles)
         ctx.dtype = x.dtype
-        y = normal * weight
+        y = (wide * scale).mul_(weight)
         return (_rotate(y, 1, *angles) if angles else y).to(_dtype_of_products(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        normal, scale, weight, *angles = ctx.saved_tensors
-        wide = incoming.to(normal.dtype)
+        wide, scale, weight, *angles = ctx.saved_tensors
+        incoming = incoming.to(wide.dtype)
         if angles:
-            wide = _rotate(wide, -1, *angles)
-        of_weight = (wide * normal).flatten(0, -2).sum(0)
-        wide = wide * weight
-        along = (wide * normal).mean(dim=-1, keepdim=True)
-        wide = wide.addcmul_(normal, along, value=-1).mul_(scale)
-        return wide.to(ctx.dtype), of_weight.to(weight.dtype), *(None for _ in angles)
+            incoming = _rotate(incoming, -1, *angles)
+        # LayerNorm's, in one pass, of a mean that is zero; it subtracts the mean of the gradient, which is put back
+        sizes, zero = [len(weight)], torch.zeros_like(scale)
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            incoming, wide, sizes, zero, scale, weight, None, [True, True, False]
+        )
+        of_x += (incoming @ (weight / len(weight)))[..., None] * scale
+        return of_x.to(ctx.dtype), of_weight.to(weight.dtype), *(None for _ in angles)
 
 
 class _Gated(torch.autograd.Function):
@@ -113,7 +114,7 @@ def _shifts(x: Tensor, taps: Tensor) -> list[tuple[slice, slice]]:
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last dimension. With the ``angles`` of :func:`rotation` heads [B, H, T, D] are rotated after.
+    """RMSNorm over the last dimension. With the ``angles`` of :func:`rotation` heads [B, T, H, D] are rotated after.
 
     The result has the dtype of the matrix products that take it.
     """
@@ -155,8 +156,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, C]
         projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in projected)  # [B, H, T, D]
-        y = causal_attention(self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin), v)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in projected)  # [B, T, H, D]
+        q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
+        y = causal_attention(*(each.transpose(1, 2) for each in (q, k, v)))
         x = self.out_proj(y.transpose(1, 2).flatten(2))
         return x
 
