@@ -89,7 +89,7 @@ def test_norms_and_gated_convolutions_have_their_gradients() -> None:
         return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     angles = tuple(each.double() for each in rotation(3, 6, torch.device("cpu")))
-    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 2, 3, 6), drawn(6), *angles))
+    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 3, 2, 6), drawn(6), *angles))
     assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 3, 6), drawn(6)))
     for length in (1, 2, 5):  # also shorter than the filter
         x, taps = drawn(2, length, 12), drawn(4, 3)
