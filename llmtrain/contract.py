@@ -95,14 +95,6 @@ class PreparesBatches(Protocol):
 
 
 @runtime_checkable
-class HasRates(Protocol):
-    """A model whose parameters do not all learn at one rate."""
-
-    def rate_of(self, name: str) -> float:
-        """Return what the learning rate of a parameter is multiplied with, where AdamW updates it."""
-
-
-@runtime_checkable
 class SurveysBatches(Protocol):
     """A model with a part of its loss that depends on sums over the global batch.
 

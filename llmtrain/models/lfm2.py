@@ -276,10 +276,6 @@ class LFM2(GPT):
             return 0.0
         return _STDS.get(name.split(".")[-2], _INIT_STD)
 
-    def rate_of(self, name: str) -> float:
-        """Return the factor of a parameter's learning rate: 3 for the embedding and the filters, which do better so."""
-        return 3.0 if name.endswith(("embed_tokens.weight", "conv.conv.weight")) else 1.0
-
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``lfm2`` model that computes the same."""
         c = self.config

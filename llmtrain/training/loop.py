@@ -77,7 +77,7 @@ def train(
             share = run.step * data_parallel_size(accelerator) + rank
             torch.manual_seed(key_of(s.loop.seed, share) >> 1)  # for the dropout of models that take no keys
             for group in optimizer.param_groups:
-                group["lr"] = lr_at(run.step, s.optim) * group.get("rate", 1.0)
+                group["lr"] = lr_at(run.step, s.optim)
             stop = any([run.wants_to_stop(), *(observer.wants_to_stop() for observer in observers)])
             how = s.optim.max_grad_norm, forward_backward, stop, agree, enter
             update = train_step(accelerator, model, optimizer, window.batches, *how)

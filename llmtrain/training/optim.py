@@ -7,7 +7,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import HasRates
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.training.muon import Muon
@@ -38,21 +37,16 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
     """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
 
     With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
-    precision. Where a model says so (:class:`HasRates`), a group has a factor of its learning rate, ``rate``.
+    precision.
     """
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
     taken = {id(p) for p in hidden}
-    # the first group's learning rate is logged; a stage of a pipeline may have nothing in it
-    rest: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, config.weight_decay): []}
-    for name, p in model.named_parameters():
-        if p.requires_grad and not p.is_meta and id(p) not in taken:
-            rate = model.rate_of(name) if isinstance(model, HasRates) else 1.0
-            rest.setdefault((rate, config.weight_decay if p.dim() >= 2 else 0.0), []).append(p)
+    rest = [p for p in model.parameters() if p.requires_grad and not p.is_meta and id(p) not in taken]
     groups = [
-        {"params": some, "lr": rate * config.learning_rate, "rate": rate, "weight_decay": decay}
-        for (rate, decay), some in rest.items()
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True)
     if not hidden:
         return adamw
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None

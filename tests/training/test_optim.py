@@ -16,13 +16,10 @@ import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.record.resume import Choice
-from llmtrain.training import loop
 from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
 from llmtrain.training.settings import LoopConfig, OptimConfig
-from recipes.gpt import main
-from tests.launching import TINY
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
@@ -152,17 +149,6 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architectur
     assert muon == {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
 
 
-def test_a_model_says_which_of_its_parameters_learn_faster() -> None:
-    model = GPT.of(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture="lfm2"), 30)
-    for optim in ("muon", "adamw"):
-        groups = make_optimizer(ALONE, model, OptimConfig(optim=optim)).param_groups
-        rates = {id(p): group.get("rate", 1.0) for group in groups for p in group["params"]}
-        faster = {name for name, p in model.named_parameters() if rates.pop(id(p)) == 3}
-        assert not rates
-        assert faster == {"model.embed_tokens.weight", "model.layers.0.conv.conv.weight"}
-        assert groups[0].get("rate", 1.0) == 1  # whose learning rate is the one that is logged
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: str) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
@@ -248,18 +234,3 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys
     run: Any = SimpleNamespace(step=3, settings=settings, choice=Choice(Path(), before={"update": before}))
     _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out
-
-
-def test_the_loop_keeps_the_factors_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, honest = [], loop.train_step
-
-    def watched(accelerator: Any, model: Any, optimizer: Any, *others: Any) -> Any:
-        seen.append({(group.get("rate", 1.0), group["lr"]) for group in optimizer.param_groups})
-        return honest(accelerator, model, optimizer, *others)
-
-    monkeypatch.setattr(loop, "train_step", watched)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("a rank waits for the bucket of another\n" * 400)
-    flags = ["--dataset", str(tmp_path / "text.txt"), *TINY, "--max_steps", "3", "--learning_rate", "0.01"]
-    main([*flags, "--output_dir", str(tmp_path / "run")])
-    assert seen == [{(1.0, rate), (3.0, 3 * rate)} for rate in (0.005, 0.01, 0.01)]
