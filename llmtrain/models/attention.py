@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from llmtrain.models.loss import padded_size
 
 NAME = "llmtrain"  # of :func:`register`'s attention, as transformers' configurations have it
-LONGEST = 512  # positions; beyond, what is kept for backward would outgrow all other activations
+SHORTEST, LONGEST = 129, 512  # positions of rows in blocks: PyTorch is faster below (in float32), and needs less beyond
 _WIDEST = 256  # head of torch's kernel for sequences of many lengths
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
@@ -105,9 +105,21 @@ class Documents:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return softmax(q k' / sqrt(D)) v, where each position sees itself and those before it; all [B, H, T, D]."""
-    if q.device.type == "cpu" and q.shape[2] <= LONGEST:
+    if _blocks_pay(q, k, v):
         return _in_blocks(q, k, v, q.shape[-1] ** -0.5, None, _blocks(len(q), q.shape[2]))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _blocks_pay(*inputs: Tensor) -> bool:
+    """Return whether causal attention over q, k and v [B, H, T, D] is faster in blocks.
+
+    It is on a CPU, for training: PyTorch's backward pass is slow in 16 bits, and of long rows (benchmarks/LOG.md).
+    """
+    q, length = inputs[0], inputs[0].shape[2]
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if q.device.type != "cpu" or length > LONGEST or not learns:
+        return False
+    return length >= SHORTEST or q.dtype.itemsize == 2 or torch.is_autocast_enabled("cpu")
 
 
 @functools.cache  # it is done once in a process
@@ -159,7 +171,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
         if documents.borders is None or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
             return None
         return _varlen(q, k, v, scale, documents.borders)
-    if q.device.type != "cpu" or q.shape[2] > LONGEST:
+    if q.device.type != "cpu" or q.shape[2] > LONGEST or (documents.starts is None and not _blocks_pay(q, k, v)):
         return None
     groups = q.shape[1] // k.shape[1]
     if groups > 1:

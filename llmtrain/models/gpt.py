@@ -38,9 +38,10 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        y = x.flatten(0, -2) @ self.weight
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y.view(*x.shape[:-1], -1)
 
 
 class KeyedDropout(nn.Module):

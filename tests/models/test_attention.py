@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +35,14 @@ def outcome(function: Attention, parts: list[torch.Tensor]) -> list[torch.Tensor
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def in_blocks(out: torch.Tensor) -> bool:
+    return type(out.grad_fn).__name__ == "_BlockwiseBackward"
+
+
 def blockwise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out = causal_attention(q, k, v)
-    assert type(out.grad_fn).__name__ == "_BlockwiseBackward"
+    with mock.patch.object(attention, "SHORTEST", 0):
+        out = causal_attention(q, k, v)
+    assert in_blocks(out)
     return out
 
 
@@ -76,10 +82,24 @@ def test_autocast_does_not_round_the_scores() -> None:
         assert torch.equal(blockwise(*(part.requires_grad_() for part in parts)), expected)
 
 
-def test_long_rows_are_pytorchs() -> None:
-    for length in (attention.LONGEST, attention.LONGEST + 1):
-        out = causal_attention(*(part.requires_grad_() for part in inputs(length)))
-        assert (type(out.grad_fn).__name__ == "_BlockwiseBackward") == (length == attention.LONGEST)
+@pytest.mark.parametrize(
+    ("dtype", "length", "expected"),
+    [
+        (torch.float32, attention.SHORTEST - 1, False),
+        (torch.float32, attention.SHORTEST, True),
+        (torch.float32, attention.LONGEST, True),
+        (torch.float32, attention.LONGEST + 1, False),
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, attention.LONGEST + 1, False),
+    ],
+)
+def test_whole_rows_go_in_blocks_where_that_is_faster(dtype: torch.dtype, length: int, expected: bool) -> None:
+    leaves = [part.requires_grad_() for part in inputs(length, dtype)]
+    assert in_blocks(causal_attention(*leaves)) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_blocks(causal_attention(*leaves)) == (length <= attention.LONGEST)
+    with torch.no_grad(), mock.patch.object(attention, "_in_blocks", side_effect=AssertionError):
+        causal_attention(*leaves)
 
 
 class Module:
