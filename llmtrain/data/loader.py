@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,11 @@ class Slot(NamedTuple):
     row: int | None  # None: past the end of the epoch, a row of weight zero
 
 
-Item: TypeAlias = tuple[Slot, dict[str, np.ndarray]]  # a slot, and the columns of its row
+class Read(NamedTuple):
+    """The rows of some slots, one below the other."""
+
+    slots: list[Slot]
+    columns: dict[str, np.ndarray]  # [slots, block_size + 1]
 
 
 def slots_of(step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None) -> list[Slot]:
@@ -92,7 +96,7 @@ class HeldOutSampler(Sampler[list[Slot]]):
                 yield [Slot(place, place if place < first + rows else None) for place in places]
 
 
-class SlotRows(Dataset[Item]):
+class SlotRows(Dataset[Read]):
     """Token rows, read by slot.
 
     They come straight from memory-mapped columns: a ``datasets.Dataset`` takes ten times as long for a few rows.
@@ -105,15 +109,15 @@ class SlotRows(Dataset[Item]):
         self.ends = np.cumsum(lengths)
         self.starts = self.ends - lengths
 
-    def __getitems__(self, slots: list[Slot]) -> list[Item]:
-        """Return each slot with its row's columns, ``labels`` too, [block_size + 1]; an empty slot has no label."""
+    def __getitems__(self, slots: list[Slot]) -> Read:
+        """Return the rows of slots, with ``labels``; an empty slot has no label."""
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
-        places = list(zip(chunks, rows - self.starts[chunks], strict=True))
+        places = list(zip(chunks.tolist(), (rows - self.starts[chunks]).tolist(), strict=True))
         columns = {name: np.stack([parts[chunk][row] for chunk, row in places]) for name, parts in self.columns.items()}
         labels = columns.setdefault("labels", columns["input_ids"])  # a text's places are -100 where it has ended
         labels[[slot.row is None for slot in slots]] = IGNORED
-        return [(slot, {name: column[i] for name, column in columns.items()}) for i, slot in enumerate(slots)]
+        return Read(slots, columns)
 
 
 class Collate:
@@ -129,16 +133,15 @@ class Collate:
     ) -> None:
         self.micro_batch, self.dropout_seed, self.prepare = micro_batch, dropout_seed, prepare
 
-    def __call__(self, items: list[Item]) -> Window:
-        found = {name: np.stack([row[name] for _, row in items]) for name in items[0][1]}
-        found = {name: one.astype(np.int64) if one.dtype.kind == "i" else one for name, one in found.items()}
-        rows = np.array([-1 if slot.row is None else slot.row for slot, _ in items])
+    def __call__(self, read: Read) -> Window:
+        found = {name: one.astype(np.int64) if one.dtype.kind == "i" else one for name, one in read.columns.items()}
+        rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
         found["input_ids"] = np.maximum(found["input_ids"], 0)
         content = [fingerprint(found[name][rows >= 0]) for name in ("input_ids", "labels")]
         targets = (found["labels"][:, 1:] != IGNORED).sum(axis=1)
         columns = {name: torch.from_numpy(column) for name, column in found.items()}
         if self.dropout_seed is not None:
-            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot, _ in items]  # 63 bits fit in int64
+            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
         about = torch.from_numpy(rows), torch.from_numpy(targets), torch.tensor(content)
         window = Window(columns, self.micro_batch, *about)
@@ -167,13 +170,13 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-) -> DataLoader[Item]:
+) -> DataLoader[Read]:
     """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
 
     To start at any step costs nothing. From ``pinned`` memory a GPU copies while it computes.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
-    collate = Collate(micro_batch, dropout_seed, prepare)
+    collate: Callable[..., Window] = Collate(micro_batch, dropout_seed, prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 
@@ -184,11 +187,11 @@ def eval_loader(
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
     parts: Sequence[int] = (),
-) -> DataLoader[Item]:
+) -> DataLoader[Read]:
     """Return every row once, in the stored order; the last batch of each source is filled up with rows of weight zero.
 
     ``parts`` are the rows of each source, where there are several.
     """
     sampler = HeldOutSampler(parts or [len(rows)], processes * micro_batch)
-    collate = Collate(micro_batch, prepare=prepare)
+    collate: Callable[..., Window] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

@@ -8,8 +8,8 @@ from typing import Literal, cast
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.contract import Batch, ForwardBackward, MeasuresItself, SurveysBatches, Update
 from llmtrain.models.loss import count_targets
@@ -74,7 +74,8 @@ def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool)
 
 def plain_of(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of DDP and of a compiler."""
-    return cast(nn.Module, extract_model_from_parallel(model, keep_torch_compile=False))
+    model = getattr(model, "_orig_mod", model)
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def count_units(

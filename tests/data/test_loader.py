@@ -13,6 +13,7 @@ from llmtrain.data.loader import (
     IGNORED,
     Collate,
     GlobalBatchSampler,
+    Read,
     Slot,
     SlotRows,
     eval_loader,
@@ -161,11 +162,10 @@ def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
         [Slot(9, None), Slot(10, None)],
         [Slot(11, 0)],
     ]:
-        items = stored.__getitems__(slots)
-        assert [slot for slot, _ in items] == slots
-        for slot, (_, row) in zip(slots, items, strict=True):
-            expected = [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
-            assert row["labels"].tolist() == expected
+        read = stored.__getitems__(slots)
+        assert read.slots == slots
+        for slot, labels in zip(slots, read.columns["labels"].tolist(), strict=True):
+            assert labels == ([IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"])
 
 
 def test_rows_are_found_in_tables_of_several_chunks(rows):
@@ -174,25 +174,21 @@ def test_rows_are_found_in_tables_of_several_chunks(rows):
     chunked = datasets.concatenate_datasets(parts)
     assert len(chunked.data.column("input_ids").chunks) == len(parts)
     slots = [Slot(i, row) for i, row in enumerate([22, 4, 5, 3, 0, 16, 17, *range(23)])]
-    for slot, (_, row) in zip(slots, SlotRows(chunked).__getitems__(slots), strict=True):
-        assert row["input_ids"].tolist() == rows[slot.row]["input_ids"]
+    found = SlotRows(chunked).__getitems__(slots).columns["input_ids"].tolist()
+    assert found == [rows[slot.row]["input_ids"] for slot in slots]
 
 
-def items(count: int, first: int = 0) -> list[tuple[Slot, dict[str, np.ndarray]]]:
+def read_of(count: int) -> Read:
     """``count`` rows of tokens; the second is empty, the third ends early."""
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return [(Slot(first + i, None if i == 1 else i), as_row(row)) for i, row in enumerate(tokens)]
-
-
-def as_row(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    return {"input_ids": tokens, "labels": tokens}
+    return Read([Slot(i, None if i == 1 else i) for i in range(count)], {"input_ids": tokens, "labels": tokens})
 
 
 @pytest.mark.parametrize(("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])])
 def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
-    window = Collate(micro, dropout_seed=1)(items(count))
+    window = Collate(micro, dropout_seed=1)(read_of(count))
     assert [len(batch["labels"]) for batch in window.batches] == sizes
     for batch in window.batches:
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
@@ -200,13 +196,13 @@ def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, mic
         assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
         assert batch["dropout_keys"].shape == (len(batch["labels"]),)
     together = torch.cat([batch["labels"] for batch in window.batches])
-    assert together.tolist() == [row["labels"].tolist() for _, row in items(count)]
+    assert together.tolist() == read_of(count).columns["labels"].tolist()
     assert window.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
     assert window.positions == 4 * count  # also those of an empty slot
 
 
 def test_a_place_without_a_token_has_no_label_and_the_input_0():
-    (batch,) = Collate(8)(items(4)).batches
+    (batch,) = Collate(8)(read_of(4)).batches
     assert list(batch) == ["input_ids", "labels"]
     assert (batch["labels"][1] == IGNORED).all()
     assert (batch["input_ids"][1] == 0).all()
@@ -217,7 +213,9 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
-    window = Collate(micro, dropout_seed=seed)([(Slot(p, 0), as_row(np.zeros(5, np.int32))) for p in positions])
+    tokens = np.zeros((len(positions), 5), np.int32)
+    read = Read([Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens})
+    window = Collate(micro, dropout_seed=seed)(read)
     return torch.cat([batch["dropout_keys"] for batch in window.batches]).tolist()
 
 
@@ -226,7 +224,7 @@ def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
     assert keys(2, 7, list(range(8))) == whole
     assert keys(3, 7, [5, 1]) == [whole[5], whole[1]]
     assert keys(8, 8, list(range(8))) != whole
-    rows_differ = Collate(8, dropout_seed=7)(items(8)).batches[0]["dropout_keys"].tolist()
+    rows_differ = Collate(8, dropout_seed=7)(read_of(8)).batches[0]["dropout_keys"].tolist()
     assert rows_differ == whole
     many = keys(8, 7, list(range(2000)))
     assert len(set(many)) == 2000
@@ -254,7 +252,7 @@ def test_a_window_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stay
     def prepare(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"odd": batch["input_ids"][:, 0] % 2}
 
-    window = Collate(2, dropout_seed=1, prepare=prepare)(items(5))
+    window = Collate(2, dropout_seed=1, prepare=prepare)(read_of(5))
     sent = window.to(torch.device("meta"))
     for batch, same in zip(sent.batches, window.batches, strict=True):
         assert batch.keys() == same.keys() == {"input_ids", "labels", "dropout_keys", "odd"}

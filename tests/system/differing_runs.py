@@ -49,13 +49,10 @@ def with_both_ends(tokenizer: Any, *arguments: Any, encoded: Any = text._encoded
 class LastLabel(loader.Collate):
     """Trains on all but the first half of a row."""
 
-    def __call__(self, items: Any) -> Any:
-        masked = []
-        for slot, row in items:
-            labels = row["labels"].copy()
-            labels[: len(labels) // 2] = -100
-            masked.append((slot, {**row, "labels": labels}))
-        return super().__call__(masked)
+    def __call__(self, read: Any) -> Any:
+        labels = read.columns["labels"].copy()
+        labels[:, : labels.shape[1] // 2] = -100
+        return super().__call__(read._replace(columns={**read.columns, "labels": labels}))
 
 
 def with_masked_labels(*arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import gpt
 import preference
 
 from llmtrain import launch
-from llmtrain.data.loader import Collate
+from llmtrain.data.loader import Collate, Read
 from llmtrain.training import loop, observers, optim, step
 from tests.system import controls
 
@@ -38,19 +38,19 @@ def perturb_rank_1(accelerator: Any, model: Any, *rest: Any) -> Any:
     return update
 
 
-def rows_of_rank_0(collate: Collate, items: list[Any]) -> Any:
+def rows_of_rank_0(collate: Collate, read: Read) -> Any:
     """Every rank but the first reads the rows again that it has read in its first step."""
-    collate.first = getattr(collate, "first", items)  # type: ignore[attr-defined]
-    return HONEST["collate"](collate, collate.first if RANK and len(items) == len(collate.first) else items)  # type: ignore[attr-defined]
+    first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
+    return HONEST["collate"](collate, first if RANK and len(read.slots) == len(first.slots) else read)
 
 
 def mean_of_ranks_means(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack([step.plain_of(model).units(batch) for batch in batches]).sum() * WORLD  # type: ignore[operator]
 
 
-def parted_pairs(collate: Collate, items: list[Any]) -> Any:
+def parted_pairs(collate: Collate, read: Read) -> Any:
     """The first rank has the chosen answers of the rows, the second the rejected ones."""
-    made = HONEST["collate"](collate, items)
+    made = HONEST["collate"](collate, read)
     for batch in made.batches if WORLD > 1 else ():
         batch["labels"][(batch["answers"] & 1) != RANK] = -100
     return made

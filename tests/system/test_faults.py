@@ -134,10 +134,10 @@ import gpt
 from llmtrain import launch
 from llmtrain.data.loader import Collate
 honest, calls = Collate.__call__, []
-def hanging(self, items):
+def hanging(self, read):
     calls.append(1)
     if len(calls) == 8 and os.environ["RANK"] == "1": time.sleep(600)
-    return honest(self, items)
+    return honest(self, read)
 Collate.__call__ = hanging
 if __name__ == "__main__": launch(gpt.main)
 """

@@ -59,9 +59,9 @@ import gpt
 from llmtrain import launch
 from llmtrain.data.loader import Collate
 honest = Collate.__call__
-def slow(self, items):
+def slow(self, read):
     if os.environ["RANK"] == "1": time.sleep(0.8)
-    return honest(self, items)
+    return honest(self, read)
 Collate.__call__ = slow
 if __name__ == "__main__": launch(gpt.main)
 """
