@@ -155,6 +155,12 @@ def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, mic
     assert len(labels) - len(rows) < processes * micro
 
 
+def test_evaluation_takes_smaller_batches_where_fewer_of_their_rows_are_empty(rows):
+    for micro, sizes in [(8, [8, 8, 8]), (10, [8, 8, 8]), (12, [12, 12]), (23, [23]), (1, [1] * 23)]:
+        assert [len(window.rows) for window in eval_loader(rows, 1, micro)] == sizes
+    assert [len(window.rows) for window in eval_loader(rows, 1, 8, parts=[7, 14, 2])] == [7, 7, 7, 7]
+
+
 def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
     stored = SlotRows(rows)
     for slots in [
