@@ -190,11 +190,11 @@ def eval_loader(
 ) -> DataLoader[Read]:
     """Return every row once, in the stored order; the last batch of each source is filled up with rows of weight zero.
 
-    ``parts`` are the rows of each source, where there are several. Batches may have a quarter less than ``micro_batch``
-    rows, where fewer are then of weight zero.
+    ``parts`` are the rows of each source, where there are several. Micro-batches have up to a quarter fewer rows than
+    ``micro_batch``, where fewer rows of weight zero are then computed.
     """
     parts = parts or [len(rows)]
-    sizes = [processes * rows_each for rows_each in range(micro_batch, micro_batch * 3 // 4, -1)]
+    sizes = range(processes * micro_batch, processes * (micro_batch * 3 // 4), -processes)
     sampler = HeldOutSampler(parts, min(sizes, key=lambda size: sum(-count % size for count in parts)))
     collate: Callable[..., Window] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

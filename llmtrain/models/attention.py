@@ -110,16 +110,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _blocks_pay(*inputs: Tensor) -> bool:
-    """Return whether causal attention over q, k and v [B, H, T, D] is faster in blocks.
+def _blocks_pay(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether causal attention over whole rows [B, H, T, D] is faster in blocks.
 
     It is on a CPU, for training: PyTorch's backward pass is slow in 16 bits, and of long rows (benchmarks/LOG.md).
     """
-    q, length = inputs[0], inputs[0].shape[2]
-    learns = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    if q.device.type != "cpu" or length > LONGEST or not learns:
-        return False
-    return length >= SHORTEST or q.dtype.itemsize == 2 or torch.is_autocast_enabled("cpu")
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    shortest = 0 if q.dtype.itemsize == 2 or torch.is_autocast_enabled("cpu") else SHORTEST
+    return q.device.type == "cpu" and learns and shortest <= q.shape[2] <= LONGEST
 
 
 @functools.cache  # it is done once in a process

@@ -75,7 +75,7 @@ def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool)
 def plain_of(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of DDP and of a compiler."""
     model = getattr(model, "_orig_mod", model)
-    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def count_units(
