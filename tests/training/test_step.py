@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.contract import Due
 from llmtrain.errors import UserError
@@ -16,7 +17,7 @@ from llmtrain.models.loss import count_targets
 from llmtrain.training.loop import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import Accumulation, count_tokens, train_step
+from llmtrain.training.step import Accumulation, count_tokens, plain_of, train_step
 
 VOCABULARY = 40
 
@@ -153,3 +154,11 @@ def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next
 def test_a_run_that_was_asked_to_stop_meets_at_once() -> None:
     assert Due(7, False, 16, True).together
     assert not Due(7, False, 16, False).together
+
+
+def test_a_model_is_found_inside_the_wrappers_of_ddp_and_of_a_compiler(model: GPT) -> None:
+    replicated = DistributedDataParallel.__new__(DistributedDataParallel)  # without other processes
+    nn.Module.__init__(replicated)
+    replicated.module = model
+    for wrapped in (model, replicated, torch.compile(model), torch.compile(replicated)):
+        assert plain_of(wrapped) is model
