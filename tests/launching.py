@@ -1,6 +1,5 @@
 """Starting recipes as real processes, in a process group of their own that never outlives the test."""
 
-import ast
 import contextlib
 import json
 import os
@@ -150,13 +149,3 @@ def write_pairs(path: Path, count: int = 60, seed: int = 0) -> Path:
 def bound(failures: int, of: int) -> str:
     """A count of failures with its 95 % bound: with none in n, three in n (the rule of three)."""
     return f"{failures} of {of}" + (f" (95 % bound {3 / of:.2%})" if not failures and of > 3 else "")
-
-
-def code_lines(source: str) -> int:
-    """Lines without docstrings, comments and blank lines."""
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-            docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
-    lines = enumerate(source.splitlines(), start=1)
-    return sum(1 for i, line in lines if i not in docstrings and line.strip() and not line.strip().startswith("#"))

@@ -17,7 +17,7 @@ from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.training import run as running
 from llmtrain.training import start
 from llmtrain.training.settings import CONFIGS
-from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, code_lines, series, write_chats
+from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
 
 DUMPS = {"parse", "resolved", "asdict", "_asdict_inner", "__post_init__", "__eq__", "__repr__", "replace", "deepcopy"}
 SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
@@ -148,12 +148,3 @@ def test_a_run_that_goes_on_trains_what_it_has_learned(own: dict[str, Any], tmp_
     own["main"]([*flags, *source, "--max_steps", "61", "--lr_scheduler_type", "constant"])
     losses = series(tmp_path / "run", "train/loss")
     assert series(tmp_path / "run-2", "train/loss")[61] < 0.8 * losses[1]
-
-
-def test_the_recipes_are_as_short_as_they_read() -> None:
-    """Lines of code, without docstrings, comments and blank lines."""
-    lines = {name: code_lines((ROOT / name).read_text()) for name in (GPT, FINETUNE)}
-    assert lines[GPT] <= 45
-    assert lines[FINETUNE] <= 50
-    (own,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL)
-    assert code_lines(own) <= 32
