@@ -10,7 +10,19 @@ import sys
 
 from benchmarks.runs import ROOT
 
-TABLES = ["overhead", "processes", "trainer", "sft", "preference", "data", "loss", "scale", "links", "plan", "steps"]
+TABLES = [
+    "overhead",
+    "processes",
+    "trainer",
+    "sft",
+    "preference",
+    "data",
+    "loss",
+    "scale",
+    "links",
+    "plan",
+    "steps",
+]
 TABLES += ["time_to_loss", "middle"]
 NEEDS_NANOGPT = {"steps", "time_to_loss", "middle"}
 NEEDS_TEXT = {"middle"}
@@ -20,8 +32,12 @@ NEEDS_ROOT = {"links", "plan"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", help=" ".join(TABLES))
-    parser.add_argument("--nanogpt", metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
-    parser.add_argument("--text", metavar="FILE", help="for time_to_loss and middle; tinyshakespeare, say")
+    parser.add_argument(
+        "--nanogpt", metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT"
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="for time_to_loss and middle; tinyshakespeare, say"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - set(TABLES):
         parser.error(f"no table {', '.join(sorted(unknown))}: there are {' '.join(TABLES)}")
@@ -37,8 +53,14 @@ def main() -> int:
             print(f"{table:<10}skipped: it needs root, for network namespaces")
             continue
         more = ["--nanogpt", arguments.nanogpt] if table in NEEDS_NANOGPT else []
-        more += ["--text", arguments.text] if table in ("time_to_loss", "middle") and arguments.text else []
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{table}", *more], cwd=ROOT, check=False).returncode:
+        more += (
+            ["--text", arguments.text]
+            if table in ("time_to_loss", "middle") and arguments.text
+            else []
+        )
+        if subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{table}", *more], cwd=ROOT, check=False
+        ).returncode:
             failed.append(table)
     if failed:
         print(f"failed    {' '.join(failed)}")

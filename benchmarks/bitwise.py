@@ -40,11 +40,16 @@ def main() -> None:
     plain, bitwise, check = [], [], []
     for _ in range(UNCOUNTED + PAIRS):
         plain.append(seconds(lambda: train_step(accelerator, model, optimizer, batches, 1.0)))
-        bitwise.append(seconds(lambda: train_step(accelerator, model, optimizer, batches, 1.0, tree)))
+        bitwise.append(
+            seconds(lambda: train_step(accelerator, model, optimizer, batches, 1.0, tree))
+        )
         check.append(seconds(lambda: check_replicas(accelerator, model)))
     one, other, once = (statistics.median(times[UNCOUNTED:]) for times in (plain, bitwise, check))
     say("step", f"{one * 1e3:.1f} ms; --bitwise {other * 1e3:.1f} ms, {other / one:.3f}x")
-    say("check", f"replicas {once * 1e3:.2f} ms: {once / one:.2%} of a step, {once / one / 100:.4%} at every 100")
+    say(
+        "check",
+        f"replicas {once * 1e3:.2f} ms: {once / one:.2%} of a step, {once / one / 100:.4%} at every 100",
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,10 @@ class Bench:
         self.step()
         self.weights = self.model.state_dict()
         self.state = checkpoint.optimizer_tensors(self.model, self.optimizer)
-        self.savers = [Saver(folder / name, WeightsOnly(), 1 << 30, name == "later") for name in ("ours", "later")]
+        self.savers = [
+            Saver(folder / name, WeightsOnly(), 1 << 30, name == "later")
+            for name in ("ours", "later")
+        ]
 
     def step(self) -> None:
         self.model(self.ids, self.ids).backward()
@@ -72,7 +75,9 @@ class Bench:
         self.seconds[name].append(time.perf_counter() - began)
 
     def save(self, saver: int, number: int, done: Callable[[], None]) -> None:
-        self.savers[saver].save(number, Spread(self.weights), Spread(self.state), {"step": number}, done)
+        self.savers[saver].save(
+            number, Spread(self.weights), Spread(self.state), {"step": number}, done
+        )
 
     def round(self, number: int) -> None:
         ours, theirs = self.folder / f"ours/step-{number:08d}", self.folder / "dcp"
@@ -82,7 +87,10 @@ class Bench:
         self.clock("dcp save", lambda: dcp.save(both, storage_writer=writer, no_dist=True))
         self.clock("check", lambda: checkpoint.find_fault(ours))
         for temperature in ("warm", "cold"):
-            for name, load in (("load", lambda: self.load(ours)), ("dcp load", lambda: self.load_dcp(theirs))):
+            for name, load in (
+                ("load", lambda: self.load(ours)),
+                ("dcp load", lambda: self.load_dcp(theirs)),
+            ):
                 if temperature == "cold":
                     forget(self.folder)
                 self.clock(f"{temperature} {name}", load)
@@ -96,7 +104,10 @@ class Bench:
         self.take(dict(read_tensors(path / "optimizer")))
 
     def load_dcp(self, path: Path) -> None:
-        into = {"model": self.weights, "optimizer": {name: torch.empty_like(t) for name, t in self.state.items()}}
+        into = {
+            "model": self.weights,
+            "optimizer": {name: torch.empty_like(t) for name, t in self.state.items()},
+        }
         dcp.load(into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
         self.take(into["optimizer"])
 
@@ -136,12 +147,20 @@ class Bench:
         parameters = sum(p.numel() for p in self.model.parameters())
         m = {name: statistics.median(times[UNCOUNTED:]) for name, times in self.seconds.items()}
         threads = f"{torch.get_num_threads()} of {os.cpu_count()} CPUs compute"
-        say("tensors", f"{parameters / 1e6:.1f}M parameters and AdamW's state, {size / 1e6:.0f} MB; {threads}")
+        say(
+            "tensors",
+            f"{parameters / 1e6:.1f}M parameters and AdamW's state, {size / 1e6:.0f} MB; {threads}",
+        )
         for name in ("save", "warm load", "cold load"):
             theirs = "dcp save" if name == "save" else name.replace("load", "dcp load")
-            ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[theirs], strict=True)][UNCOUNTED:]
+            ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[theirs], strict=True)][
+                UNCOUNTED:
+            ]
             spread = f"{min(ratios):.2f} to {max(ratios):.2f} by round"
-            say(name, f"{m[name]:.3f} s; dcp {m[theirs]:.3f} s: {m[name] / m[theirs]:.2f}x ({spread})")
+            say(
+                name,
+                f"{m[name]:.3f} s; dcp {m[theirs]:.3f} s: {m[name] / m[theirs]:.2f}x ({spread})",
+            )
         for name, means in (
             ("stall", "the caller waits"),
             ("durable", "it is on the disk after"),
@@ -149,17 +168,29 @@ class Bench:
         ):
             say("async", f"{means} {m[name]:.3f} s, {m[name] / m['save']:.2f}x a save")
         slowed = m["step meanwhile"] / m["step"]
-        say("step", f"{m['step']:.3f} s; {m['step meanwhile']:.3f} s while a save is under way: {slowed:.2f}x")
+        say(
+            "step",
+            f"{m['step']:.3f} s; {m['step meanwhile']:.3f} s while a save is under way: {slowed:.2f}x",
+        )
         rate = size / m["check"] / 1e9
         block = BLOCK / m["sha256"] / 1e9
-        say("hash", f"sha256 {block:.2f} GB/s on one core, of bytes at hand; find_fault {rate:.2f} GB/s, with reading")
+        say(
+            "hash",
+            f"sha256 {block:.2f} GB/s on one core, of bytes at hand; find_fault {rate:.2f} GB/s, with reading",
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", metavar="DIR", help="where checkpoints go for the time being (default: temporary)")
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="where checkpoints go for the time being (default: temporary)",
+    )
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that there is no process group
+    warnings.filterwarnings(
+        "ignore", module=r"torch\.distributed\.checkpoint"
+    )  # that there is no process group
     block = memoryview(bytearray(BLOCK))
     with scratch(arguments.folder) as folder:
         bench = Bench(folder)

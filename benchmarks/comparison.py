@@ -62,7 +62,10 @@ class Medians:
 
 
 def in_turn(
-    contenders: Mapping[str, Callable[[], float]], rounds: int = 5, uncounted: int = 1, retries: int = 4
+    contenders: Mapping[str, Callable[[], float]],
+    rounds: int = 5,
+    uncounted: int = 1,
+    retries: int = 4,
 ) -> dict[str, Medians]:
     """Call the contenders in turn; each returns the figure that it is compared by.
 
@@ -101,7 +104,10 @@ def report(name: str, rows: list[Row], folder: Path = RESULTS, **details: object
     """Print the rows of a table and write them to ``results/NAME.json``."""
     for row in rows:
         sign = "met" if row.is_met else "missed"
-        print(f"{row.work:<56} {row.against:<40}{row.ours:>12,.4g}{row.theirs:>12,.4g} {row.unit:<10}", end="")
+        print(
+            f"{row.work:<56} {row.against:<40}{row.ours:>12,.4g}{row.theirs:>12,.4g} {row.unit:<10}",
+            end="",
+        )
         print(f"{row.ratio:>8.3f}  {row.target:<8} {sign}", flush=True)
     folder.mkdir(exist_ok=True)
     table = {

@@ -41,10 +41,15 @@ def tokenising(folder: Path) -> Row:
         return float(size / figure(command, LLMTRAIN_CACHE=str(folder / f"ours-{next(tries)}")))
 
     def theirs() -> float:
-        return size / peer("map", tokenizer, text, "--length", BLOCK, "--cache", folder / f"theirs-{next(tries)}")
+        return size / peer(
+            "map", tokenizer, text, "--length", BLOCK, "--cache", folder / f"theirs-{next(tries)}"
+        )
 
     found = in_turn({"ours": ours, "theirs": theirs}, rounds=3, uncounted=0)
-    work, against = f"tokenising {size:.0f} MB of text on two cores", "datasets.map(num_proc=2), grouped"
+    work, against = (
+        f"tokenising {size:.0f} MB of text on two cores",
+        "datasets.map(num_proc=2), grouped",
+    )
     return Row(work, against, found["ours"].value, found["theirs"].value, "MB/s", ">= 1.5")
 
 

@@ -51,7 +51,13 @@ Llama = tuple[int, int, int]  # layers, width, inner width
 
 @dataclass(frozen=True)
 class Sizes:
-    gpt2: tuple[int, int, int, int, int] = (12, 12, 768, 1024, 16)  # layers, heads, width, block, rows
+    gpt2: tuple[int, int, int, int, int] = (
+        12,
+        12,
+        768,
+        1024,
+        16,
+    )  # layers, heads, width, block, rows
     gpt2_vocabulary: int = 50_304
     letters: tuple[int, int, int, int, int] = (6, 6, 384, 256, 64)
     letters_updates: int = 900
@@ -90,11 +96,19 @@ class Call:
         self.sizes, self.folder, self.nanogpt, self.text = sizes, folder, nanogpt, text
         self.cpu = sizes.device == "cpu"
 
-    def recipe(self, name: str, run_name: str, *words: str, precision: str = "bf16", **variables: str) -> Path:
+    def recipe(
+        self, name: str, run_name: str, *words: str, precision: str = "bf16", **variables: str
+    ) -> Path:
         """Run a recipe in a process of its own; returns its folder."""
         folder = self.folder / run_name
-        precision = "no" if self.cpu else precision  # a CPU may emulate bfloat16, a hundred times as slowly
-        told = {"ACCELERATE_MIXED_PRECISION": precision, "LLMTRAIN_CACHE": str(self.folder / "cache"), **variables}
+        precision = (
+            "no" if self.cpu else precision
+        )  # a CPU may emulate bfloat16, a hundred times as slowly
+        told = {
+            "ACCELERATE_MIXED_PRECISION": precision,
+            "LLMTRAIN_CACHE": str(self.folder / "cache"),
+            **variables,
+        }
         told |= {"ACCELERATE_USE_CPU": "true"} if self.cpu else {}
         run([sys.executable, name, *words, *place(folder)], **told)
         return folder
@@ -105,7 +119,9 @@ class Call:
         found: Figures = {"tokens/s": median_reading(folder, "train/tokens_per_second")}
         if "train/mfu" in lines[-1]:
             found["mfu"] = median_reading(folder, "train/mfu")
-        found["GiB"] = max(size for line in lines for sizes in line["memory"].values() for size in sizes)
+        found["GiB"] = max(
+            size for line in lines for sizes in line["memory"].values() for size in sizes
+        )
         return found | {"phases": {name: ranks[0] for name, ranks in lines[-1]["phases"].items()}}
 
 
@@ -133,12 +149,21 @@ def machine(call: Call) -> Figures:
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     whole = torch.empty(n * n * 16, device=device, dtype=torch.uint8)
     found: Figures = {"torch": torch.__version__, "transformers": transformers.__version__}
-    found |= {"accelerate": accelerate.__version__, "device": "cpu" if call.cpu else torch.cuda.get_device_name()}
+    found |= {
+        "accelerate": accelerate.__version__,
+        "device": "cpu" if call.cpu else torch.cuda.get_device_name(),
+    }
     found["TFLOP/s"] = 2 * n**3 / seconds_of(lambda: a @ b, device) / 1e12
     found["copy TB/s"] = 2 * len(whole) / seconds_of(whole.clone, device) / 1e12
-    for name, length, masked in (("plain", 1024, False), ("boolean mask", 1024, True), ("odd length", 1023, False)):
+    for name, length, masked in (
+        ("plain", 1024, False),
+        ("boolean mask", 1024, True),
+        ("odd length", 1023, False),
+    ):
         q = torch.randn(2, 12, length, 64, device=device, dtype=torch.bfloat16)
-        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril() if masked else None
+        mask = (
+            torch.ones(length, length, dtype=torch.bool, device=device).tril() if masked else None
+        )
         with torch.profiler.profile() as profile:
             F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
         names = [event.key for event in profile.key_averages() if "attention" in event.key]
@@ -155,7 +180,10 @@ def losses(call: Call) -> Figures:
     from llmtrain.models import loss
 
     # numbers that bfloat16 has, too, so that what is measured is the arithmetic
-    hidden, weight = torch.randn(2, 96, 128).bfloat16().float(), torch.randn(3000, 128).bfloat16().float()
+    hidden, weight = (
+        torch.randn(2, 96, 128).bfloat16().float(),
+        torch.randn(3000, 128).bfloat16().float(),
+    )
     targets = torch.randint(3000, (2, 96)).masked_fill(torch.rand(2, 96) < 0.3, -100)
 
     def outcome(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -183,14 +211,21 @@ def models(call: Call) -> Figures:
     from llmtrain.models.summed import probe, summed
 
     ids = torch.randint(500, (4, 65))
-    llama = AutoModelForCausalLM.from_config(_llama(call, call.sizes.eight_billion if call.cpu else (4, 256, 704), 64))
+    llama = AutoModelForCausalLM.from_config(
+        _llama(call, call.sizes.eight_billion if call.cpu else (4, 256, 704), 64)
+    )
     found = {}
-    for name, model in {"gpt": GPT(GPTConfig(4, 4, 128, 64), 500), "llama": summed(llama, 64)}.items():
+    for name, model in {
+        "gpt": GPT(GPTConfig(4, 4, 128, 64), 500),
+        "llama": summed(llama, 64),
+    }.items():
         if name == "llama":
             probe(model)
         state = {key: value.clone() for key, value in model.state_dict().items()}
 
-        def outcome(device: str, dtype: torch.dtype, model: Any = model, state: Any = state) -> list[torch.Tensor]:
+        def outcome(
+            device: str, dtype: torch.dtype, model: Any = model, state: Any = state
+        ) -> list[torch.Tensor]:
             model.to(device, torch.float32).load_state_dict(state)
             model.to(dtype).zero_grad()
             nll = model(ids.to(device), ids.to(device))
@@ -199,7 +234,9 @@ def models(call: Call) -> Figures:
 
         exact = [one.detach().clone() for one in outcome("cpu", torch.float64)]
         for dtype in (torch.bfloat16, torch.float32):
-            found[f"{name}, {dtype}"] = max(map(_relative, outcome(call.sizes.device, dtype), exact))
+            found[f"{name}, {dtype}"] = max(
+                map(_relative, outcome(call.sizes.device, dtype), exact)
+            )
     return found
 
 
@@ -215,7 +252,9 @@ def recipes(call: Call) -> Figures:
         for precision in ("no", "bf16", "fp16"):
             words = SHORT + flags(optim=optim, max_steps=20, dropout=0.1)
             folder = call.recipe(GPT_RECIPE, f"{optim}-{precision}", *words, precision=precision)
-            series[precision] = [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
+            series[precision] = [
+                line["train/loss"] for line in metrics(folder) if "train/loss" in line
+            ]
             pairs = zip(series[precision], series["no"], strict=True)
             found[f"{optim}, {precision}"] = max(abs(a - b) for a, b in pairs)
     return found
@@ -233,13 +272,25 @@ def graphs(call: Call) -> Figures:
         command = [sys.executable, GPT_RECIPE, *words, *place(folder)]
         status = subprocess.run(command, env=told, stdout=log, stderr=log, check=False).returncode
     text = (call.folder / "graphs.txt").read_text()
-    return {"status": status, "recompiled": text.count("Recompiling function"), "breaks": text.count("Graph break in")}
+    return {
+        "status": status,
+        "recompiled": text.count("Recompiling function"),
+        "breaks": text.count("Graph break in"),
+    }
 
 
 def alone(call: Call) -> Figures:
     """Statuses of one process under torchrun: DDP with its hooks and saves in the background, and FSDP2."""
-    launch = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "1"]
-    runs = {f"ddp, {hook}": ({}, flags(ddp_comm_hook=hook, async_save=True)) for hook in ("none", "bf16", "powersgd")}
+    launch = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
+    runs = {
+        f"ddp, {hook}": ({}, flags(ddp_comm_hook=hook, async_save=True))
+        for hook in ("none", "bf16", "powersgd")
+    }
     shard = {"LLMTRAIN_SHARD_ALONE": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     runs |= {"fsdp2": (shard, []), "fsdp2, offload": ({**shard, "FSDP_OFFLOAD_PARAMS": "true"}, [])}
     found: Figures = {}
@@ -252,7 +303,9 @@ def alone(call: Call) -> Figures:
             steps = flags(max_steps=12) if resumed else []
             folder = call.folder / name.replace(", ", "-")
             since = (
-                flags(resume_from_checkpoint=folder, output_dir=call.folder / f"{folder.name}-on") if resumed else []
+                flags(resume_from_checkpoint=folder, output_dir=call.folder / f"{folder.name}-on")
+                if resumed
+                else []
             )
             command = [*launch, GPT_RECIPE, *words, *place(folder), *steps, *since]
             ended = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
@@ -261,7 +314,9 @@ def alone(call: Call) -> Figures:
     return found
 
 
-def _watched(recipe: str, words: list[str], around: Callable[[Iterator[Any]], Iterator[Any]], folder: Path) -> None:
+def _watched(
+    recipe: str, words: list[str], around: Callable[[Iterator[Any]], Iterator[Any]], folder: Path
+) -> None:
     """Run a recipe in this process, its windows wrapped."""
     from llmtrain.training import loop
 
@@ -286,7 +341,15 @@ def waits(call: Call) -> Figures:
                     torch.cuda.set_sync_debug_mode("default")
             counts.append(sum("synchronizing CUDA" in str(one.message) for one in seen))
 
-    words = flags(n_layer=4, n_head=4, n_embd=128, block_size=128, eval_steps=0, logging_steps=100, max_steps=10)
+    words = flags(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=128,
+        eval_steps=0,
+        logging_steps=100,
+        max_steps=10,
+    )
     words += flags(global_batch_size=32, per_device_train_batch_size=16)
     _watched(GPT_RECIPE, words, counted, call.folder / "waits")
     return {"waits": counts[2:-1]}
@@ -296,14 +359,27 @@ def resumed(call: Call) -> Figures:
     """Whether a killed run ends in the same bits, with --bitwise and without; and what --bitwise costs."""
     found: Figures = {}
     for name, more in {"plain": [], "bitwise": ["--bitwise"]}.items():
-        command = [sys.executable, "-m", "llmtrain", "verify", "resume", "--steps", "12", "--layouts", "1", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "llmtrain",
+            "verify",
+            "resume",
+            "--steps",
+            "12",
+            "--layouts",
+            "1",
+            "--json",
+        ]
         told = {**os.environ, "ACCELERATE_USE_CPU": "true"} if call.cpu else dict(os.environ)
         words = flags(n_layer=4, n_head=4, n_embd=128, block_size=128, eval_steps=0, dropout=0.1)
         command += [GPT_RECIPE, *words, *more]
         ended = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
         print(ended.stdout, ended.stderr)
         found[f"{name}: status"] = ended.returncode
-        folder = call.recipe(GPT_RECIPE, f"cost-{name}", *SHORT, *more, *flags(max_steps=40, logging_steps=10))
+        folder = call.recipe(
+            GPT_RECIPE, f"cost-{name}", *SHORT, *more, *flags(max_steps=40, logging_steps=10)
+        )
         found[f"{name}: tokens/s"] = median_reading(folder, "train/tokens_per_second")
     return found
 
@@ -312,11 +388,24 @@ def packed(call: Call) -> Figures:
     """Losses of packed conversations here and on the CPU, in float32."""
     write_chats(chats := call.folder / "chats.jsonl")
     write_tokenizer(call.folder / "words", chat=True)
-    words = flags(dataset=chats, from_config="llama", tokenizer=call.folder / "words", block_size=256, max_steps=5)
-    words += flags(logging_steps=1, eval_steps=0, global_batch_size=8, per_device_train_batch_size=4)
+    words = flags(
+        dataset=chats,
+        from_config="llama",
+        tokenizer=call.folder / "words",
+        block_size=256,
+        max_steps=5,
+    )
+    words += flags(
+        logging_steps=1, eval_steps=0, global_batch_size=8, per_device_train_batch_size=4
+    )
     here = call.recipe(FINETUNE_RECIPE, "packed", *words, precision="no")
-    there = call.recipe(FINETUNE_RECIPE, "packed-cpu", *words, precision="no", ACCELERATE_USE_CPU="true")
-    pairs = [[line["train/loss"] for line in metrics(one) if "train/loss" in line] for one in (here, there)]
+    there = call.recipe(
+        FINETUNE_RECIPE, "packed-cpu", *words, precision="no", ACCELERATE_USE_CPU="true"
+    )
+    pairs = [
+        [line["train/loss"] for line in metrics(one) if "train/loss" in line]
+        for one in (here, there)
+    ]
     return {"losses differ by": max(abs(a - b) for a, b in zip(*pairs, strict=True))}
 
 
@@ -328,8 +417,12 @@ def write_larger_tokenizer(folder: Path, vocabulary: int) -> Path:
     write_tokenizer(folder, chat=True)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
-    first = 1 + max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"]))
-    content["model"]["vocab"] |= {f"<unused {number}>": number for number in range(first, vocabulary)}
+    first = 1 + max(
+        *content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])
+    )
+    content["model"]["vocab"] |= {
+        f"<unused {number}>": number for number in range(first, vocabulary)
+    }
     file.write_text(json.dumps(content))
     return folder
 
@@ -345,11 +438,17 @@ def loss_alone(call: Call) -> Figures:
     targets = torch.randint(call.sizes.gpt2_vocabulary, (rows, block - 1), device=device)
 
     def compiled(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy((h @ w.to(h.dtype).T).float().flatten(0, 1), t.flatten(), reduction="sum")
+        return F.cross_entropy(
+            (h @ w.to(h.dtype).T).float().flatten(0, 1), t.flatten(), reduction="sum"
+        )
 
-    ways: dict[str, Callable[..., torch.Tensor]] = {"ours": linear_nll, "compiled": torch.compile(compiled)}
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "ours": linear_nll,
+        "compiled": torch.compile(compiled),
+    }
     return {
-        f"ms, {name}": 1e3 * seconds_of(partial(_forward_backward, way, hidden, weight, targets), device)
+        f"ms, {name}": 1e3
+        * seconds_of(partial(_forward_backward, way, hidden, weight, targets), device)
         for name, way in ways.items()
     }
 
@@ -362,7 +461,11 @@ def _gpt2_words(call: Call, **more: object) -> list[str]:
     tokenizer = call.folder / "gpt2-words"
     if not tokenizer.exists():
         write_larger_tokenizer(tokenizer, call.sizes.gpt2_vocabulary)
-    settings: dict[str, object] = {"tokenizer": tokenizer, "max_steps": call.sizes.updates, "torch_compile": "always"}
+    settings: dict[str, object] = {
+        "tokenizer": tokenizer,
+        "max_steps": call.sizes.updates,
+        "torch_compile": "always",
+    }
     return gpt_flags(*call.sizes.gpt2) + flags(**settings | UPDATES_ALONE | more)
 
 
@@ -393,7 +496,9 @@ def profile(call: Call) -> Figures:
                 passed = time.perf_counter() - began
                 recording.__exit__(None, None, None)
                 events = recording.key_averages()
-                times = {event.key: getattr(event, "self_device_time_total", 0) / 1e6 for event in events}
+                times = {
+                    event.key: getattr(event, "self_device_time_total", 0) / 1e6 for event in events
+                }
                 found["idle"] = 1 - sum(times.values()) / passed
                 longest = sorted(times, key=times.__getitem__, reverse=True)[:25]
                 found["kernels"] = {name[:80]: times[name] / passed for name in longest}
@@ -410,8 +515,12 @@ def letters(call: Call) -> Figures:
     if not call.text:
         text.write_text(letters_of_docs())
     updates, every = sizes.letters_updates, sizes.letters_updates // 9
-    words = gpt_flags(*sizes.letters) + flags(dataset=text, tokenizer="char", eval_fraction=0.1, dropout=0.2)
-    words += flags(max_steps=updates, eval_steps=every, logging_steps=updates // 18, torch_compile="always")
+    words = gpt_flags(*sizes.letters) + flags(
+        dataset=text, tokenizer="char", eval_fraction=0.1, dropout=0.2
+    )
+    words += flags(
+        max_steps=updates, eval_steps=every, logging_steps=updates // 18, torch_compile="always"
+    )
     folder = call.recipe(GPT_RECIPE, "letters", *words)
     found = [line["eval/loss"] for line in metrics(folder) if "eval/loss" in line]
     there = next((number * every for number, loss in enumerate(found) if loss <= 1.47), None)
@@ -425,8 +534,18 @@ def nanogpt(call: Call) -> Figures:
     if call.nanogpt is None:
         return {"skipped": "it needs --nanogpt FOLDER"}
     sizes, tokens = call.sizes, call.folder / "tokens"
-    np.random.default_rng(0).integers(sizes.gpt2_vocabulary, size=2_000_000, dtype=np.uint16).tofile(tokens)
-    theirs = [call.nanogpt, "--tokens", tokens, "--vocabulary", sizes.gpt2_vocabulary, "--steps", sizes.updates]
+    np.random.default_rng(0).integers(
+        sizes.gpt2_vocabulary, size=2_000_000, dtype=np.uint16
+    ).tofile(tokens)
+    theirs = [
+        call.nanogpt,
+        "--tokens",
+        tokens,
+        "--vocabulary",
+        sizes.gpt2_vocabulary,
+        "--steps",
+        sizes.updates,
+    ]
     theirs += ["--shape", *sizes.gpt2, "--bf16", "--fused", "--compile", "--device", sizes.device]
     return {"tokens/s": peer("nanogpt", *theirs)}
 
@@ -438,16 +557,28 @@ def _llama(call: Call, shape: Llama, length: int) -> Any:
     from transformers import LlamaConfig
 
     layers, width, inner = shape
-    heads = {"num_attention_heads": max(width // 128, 2), "num_key_value_heads": max(width // 512, 1)}
+    heads = {
+        "num_attention_heads": max(width // 128, 2),
+        "num_key_value_heads": max(width // 512, 1),
+    }
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, **heads}
     ends = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    return LlamaConfig(vocab_size=call.sizes.llama_vocabulary, max_position_embeddings=length, **sizes, **ends)
+    return LlamaConfig(
+        vocab_size=call.sizes.llama_vocabulary, max_position_embeddings=length, **sizes, **ends
+    )
 
 
 def _finetune(call: Call, name: str, length: int, *words: str, **model: object) -> Path:
     rows = max(call.sizes.tokens // length, 1)
-    settings = {"block_size": length - 1, "global_batch_size": rows, "per_device_train_batch_size": rows}
-    words += (*flags(**model, **settings), *flags(learning_rate=1e-4, logging_steps=4, **UPDATES_ALONE))
+    settings = {
+        "block_size": length - 1,
+        "global_batch_size": rows,
+        "per_device_train_batch_size": rows,
+    }
+    words += (
+        *flags(**model, **settings),
+        *flags(learning_rate=1e-4, logging_steps=4, **UPDATES_ALONE),
+    )
     return call.recipe(FINETUNE_RECIPE, name, *words)
 
 
@@ -457,7 +588,9 @@ def _chats(call: Call) -> Path:
     return chats
 
 
-def billion(call: Call, packed: bool, length: int, checkpointing: bool, compiled: bool = False) -> Figures:
+def billion(
+    call: Call, packed: bool, length: int, checkpointing: bool, compiled: bool = False
+) -> Figures:
     """A Llama of a billion weights, all trained, on text or packed conversations."""
     model = call.folder / "billion"
     if not model.exists():
@@ -473,22 +606,49 @@ def billion(call: Call, packed: bool, length: int, checkpointing: bool, compiled
 def checkpoint(call: Call) -> Figures:
     """Seconds that an update with a save in the background takes more than another; bytes; the plan's memory."""
     billion(call, False, call.sizes.lengths[0], True)  # which writes the model
-    words = ["--gradient_checkpointing", "--async_save", *flags(max_steps=12, save_steps=6, logging_steps=1)]
+    words = [
+        "--gradient_checkpointing",
+        "--async_save",
+        *flags(max_steps=12, save_steps=6, logging_steps=1),
+    ]
     model = call.folder / "billion"
     own = {"dataset": "builtin:python-docs", "from_config": model, "tokenizer": model}
     rows = max(call.sizes.tokens // call.sizes.lengths[0], 1)
-    settings = {"block_size": call.sizes.lengths[0] - 1, "global_batch_size": rows, "eval_fraction": 0}
+    settings = {
+        "block_size": call.sizes.lengths[0] - 1,
+        "global_batch_size": rows,
+        "eval_fraction": 0,
+    }
     words += flags(**own, **settings, per_device_train_batch_size=rows)
     folder = call.recipe(FINETUNE_RECIPE, "saves", *words)
     times = {line["step"]: line["time"] for line in metrics(folder) if "train/loss" in line}
     steps = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
     usual = statistics.median(seconds for step, seconds in steps.items() if step not in (1, 2, 7))
-    size = sum(file.stat().st_size for file in newest(folder, "checkpoints/*6/MANIFEST.json").parent.rglob("*"))
+    size = sum(
+        file.stat().st_size
+        for file in newest(folder, "checkpoints/*6/MANIFEST.json").parent.rglob("*")
+    )
     device = "cpu" if call.cpu else "h200-141gb"
-    command = [sys.executable, "-m", "llmtrain", "plan", "--device", device, "--json", FINETUNE_RECIPE, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "llmtrain",
+        "plan",
+        "--device",
+        device,
+        "--json",
+        FINETUNE_RECIPE,
+        *words,
+    ]
     plan = json.loads(run(command, LLMTRAIN_CACHE=str(call.folder / "cache")))
-    planned = sum(value for key, value in plan["ways"][0]["bytes"].items() if key != "total") / 2**30
-    found: Figures = {"stall, seconds": steps.get(7, 0) - usual, "update, seconds": usual, "GB": size / 1e9}
+    planned = (
+        sum(value for key, value in plan["ways"][0]["bytes"].items() if key != "total") / 2**30
+    )
+    found: Figures = {
+        "stall, seconds": steps.get(7, 0) - usual,
+        "update, seconds": usual,
+        "GB": size / 1e9,
+    }
     return found | {"GiB planned": planned, "GiB": call.speed(folder)["GiB"]}
 
 
@@ -500,7 +660,9 @@ def lora(call: Call) -> Figures:
     if not base.exists():
         write_larger_tokenizer(base, call.sizes.llama_vocabulary)
         with torch.device(call.sizes.device):
-            model = LlamaForCausalLM._from_config(_llama(call, call.sizes.eight_billion, length), dtype=torch.bfloat16)
+            model = LlamaForCausalLM._from_config(
+                _llama(call, call.sizes.eight_billion, length), dtype=torch.bfloat16
+            )
         model.save_pretrained(base)
         del model
         if not call.cpu:
@@ -516,24 +678,57 @@ def trl(call: Call) -> Figures:
     if importlib.util.find_spec("trl") is None:
         return {"skipped": "trl is not installed"}
     base, length = call.folder / "eight", call.sizes.lengths[0]
-    settings: dict[str, object] = {"packing": True, "packing_strategy": "wrapped", "gradient_checkpointing": True}
-    settings |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "use_liger_kernel": not call.cpu}
+    settings: dict[str, object] = {
+        "packing": True,
+        "packing_strategy": "wrapped",
+        "gradient_checkpointing": True,
+    }
+    settings |= {
+        "bf16": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "use_liger_kernel": not call.cpu,
+    }
     rows = max(call.sizes.tokens // length, 1)
-    theirs = [base, _chats(call), "--batch", rows, "--length", length, "--steps", 20, "--device", call.sizes.device]
+    theirs = [
+        base,
+        _chats(call),
+        "--batch",
+        rows,
+        "--length",
+        length,
+        "--steps",
+        20,
+        "--device",
+        call.sizes.device,
+    ]
     return {"all tokens/s": peer("sft", *theirs, "--flags", json.dumps(settings), "--lora", 16)}
 
 
 def sections_of(call: Call) -> dict[str, dict[str, Callable[[], Figures]]]:
     """Return the sections of each call, ours first."""
     short, long = call.sizes.lengths
-    kinds = [(False, short, True), (False, short, False), (True, short, True), (True, long, True), (False, long, True)]
+    kinds = [
+        (False, short, True),
+        (False, short, False),
+        (True, short, True),
+        (True, long, True),
+        (False, long, True),
+    ]
     names = {
-        f"{'packed' if is_packed else 'text'}-{length}{'' if again else '-kept'}": (is_packed, length, again)
+        f"{'packed' if is_packed else 'text'}-{length}{'' if again else '-kept'}": (
+            is_packed,
+            length,
+            again,
+        )
         for is_packed, length, again in kinds
     }
     checks = (machine, losses, models, recipes, graphs, alone, waits, resumed, packed)
     adamw = {"optim": "adamw", "learning_rate": 6e-4}
-    gpt2s: dict[str, dict[str, Any]] = {"gpt2": {}, "gpt2-adamw": adamw, "gpt2-eager": {"torch_compile": "never"}}
+    gpt2s: dict[str, dict[str, Any]] = {
+        "gpt2": {},
+        "gpt2-adamw": adamw,
+        "gpt2-eager": {"torch_compile": "never"},
+    }
     return {
         "correctness": {check.__name__: partial(check, call) for check in checks},
         "gpt2": {
@@ -557,7 +752,9 @@ def sections_of(call: Call) -> dict[str, dict[str, Callable[[], Figures]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("call", choices=["correctness", "gpt2", "llama"])
-    parser.add_argument("--out", type=Path, required=True, help="folder for all that is measured and printed")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for all that is measured and printed"
+    )
     parser.add_argument("--nanogpt", help="a checkout of github.com/karpathy/nanoGPT")
     parser.add_argument("--text", type=Path, help="a file of UTF-8 text; tinyshakespeare, say")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
@@ -565,7 +762,9 @@ def main() -> None:
     parser.add_argument("--here", help=argparse.SUPPRESS)  # a section, in this process
     arguments = parser.parse_args()
     if not arguments.rehearse and not torch.cuda.is_available():
-        sys.exit("error: there is no GPU here; --rehearse tries everything at a tiny size on the CPU.")
+        sys.exit(
+            "error: there is no GPU here; --rehearse tries everything at a tiny size on the CPU."
+        )
     out, work = arguments.out.absolute(), Path("/tmp/llmtrain-gpu")
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(exist_ok=True)
@@ -579,13 +778,19 @@ def main() -> None:
         began, log = time.monotonic(), out / f"{arguments.call}-{name}.log"
         with log.open("w") as file:
             command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--here", name]
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                status: int | None = process.wait(max(until - began, 1.0) if not arguments.rehearse else None)
+                status: int | None = process.wait(
+                    max(until - began, 1.0) if not arguments.rehearse else None
+                )
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 status = None
-        figures: object = f"failed ({'no time was left' if status is None else status}); see {log.name}"
+        figures: object = (
+            f"failed ({'no time was left' if status is None else status}); see {log.name}"
+        )
         if status == 0:
             figures = json.loads(log.read_text().splitlines()[-1])
         failed[name] += status != 0

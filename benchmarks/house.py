@@ -46,9 +46,13 @@ class Module:
     @property
     def lines(self) -> int:
         """The lines of code: no blank ones, comments or docstrings."""
-        left_out = {line for text in _docstrings(self.syntax) for line in range(text.first, text.last + 1)}
+        left_out = {
+            line for text in _docstrings(self.syntax) for line in range(text.first, text.last + 1)
+        }
         lines = enumerate(map(str.strip, self.source.splitlines()), start=1)
-        return sum(1 for number, line in lines if line and line[0] != "#" and number not in left_out)
+        return sum(
+            1 for number, line in lines if line and line[0] != "#" and number not in left_out
+        )
 
 
 class Tree:
@@ -65,7 +69,9 @@ class Tree:
             where, source = path.relative_to(self.root), path.read_text(encoding="utf-8")
             parts = where.with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            prefix = "" if folder == "llmtrain" else "llmtrain."  # the name under which recipes are installed
+            prefix = (
+                "" if folder == "llmtrain" else "llmtrain."
+            )  # the name under which recipes are installed
             yield Module(prefix + name, str(where), source, ast.parse(source))
 
     def _homes(self) -> dict[str, str]:
@@ -75,7 +81,11 @@ class Tree:
             if isinstance(node, ast.ImportFrom):
                 homes |= {alias.name: node.module or "" for alias in node.names if alias.asname}
             elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                named = {constant.value for constant in ast.walk(node) if isinstance(constant, ast.Constant)}
+                named = {
+                    constant.value
+                    for constant in ast.walk(node)
+                    if isinstance(constant, ast.Constant)
+                }
                 homes |= {str(name): "llmtrain" for name in named if name not in homes}
         return homes
 
@@ -87,7 +97,11 @@ class Tree:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for name in (alias.name for alias in node.names):
-                    home = self.homes.get(name, "llmtrain") if node.module == "llmtrain" else node.module
+                    home = (
+                        self.homes.get(name, "llmtrain")
+                        if node.module == "llmtrain"
+                        else node.module
+                    )
                     inner = f"{node.module}.{name}"
                     found.add(inner if inner in self.modules else home)
         return {name for name in found if name == "llmtrain" or name.startswith("llmtrain.")}
@@ -132,7 +146,9 @@ class Tree:
         """Return how many flags the help of a recipe shows; a dash where it has no such help."""
         environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, recipe.path, asked]
-        ended = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, check=False
+        )
         lines = ended.stdout.splitlines()
         return "-" if ended.returncode else str(sum(line.startswith("  --") for line in lines))
 
@@ -187,7 +203,10 @@ def _short(name: str) -> str:
 
 def _counted(found: list[str], shown: int) -> Section:
     """Return how many there are, and the first of them."""
-    return {"": str(len(found)), **{f"  {number}": one for number, one in enumerate(found[:shown], start=1)}}
+    return {
+        "": str(len(found)),
+        **{f"  {number}": one for number, one in enumerate(found[:shown], start=1)},
+    }
 
 
 def describe(tree: Tree, shown: int) -> dict[str, Section]:
@@ -195,11 +214,16 @@ def describe(tree: Tree, shown: int) -> dict[str, Section]:
     modules = [*tree.modules.values()]
     rooms: Counter[str] = Counter()
     for module in modules:
-        rooms[module.room if (tree.root / "llmtrain" / module.room).is_dir() else "beside the rooms"] += module.lines
+        rooms[
+            module.room if (tree.root / "llmtrain" / module.room).is_dir() else "beside the rooms"
+        ] += module.lines
     recipes = [recipe for recipe in tree.recipes if not recipe.path.endswith("__init__.py")]
     longest = sorted(modules, key=lambda module: -module.lines)[:shown]
     openings = tree.refused_docstrings()
-    by_opening = {f"  {opening}": str(count) for opening, count in Counter(one for one, _ in openings).most_common()}
+    by_opening = {
+        f"  {opening}": str(count)
+        for opening, count in Counter(one for one, _ in openings).most_common()
+    }
     places = [place for _, place in openings] if shown > SHOWN else []
     return {
         "lines of code": {
@@ -207,16 +231,26 @@ def describe(tree: Tree, shown: int) -> dict[str, Section]:
             **{f"  {room}": str(count) for room, count in sorted(rooms.items())},
             **{f"  {recipe.path}": str(recipe.lines) for recipe in recipes},
         },
-        "longest files": {f"  {i}": f"{module.lines} {module.path}" for i, module in enumerate(longest, start=1)},
-        "the word Any": {"": str(sum(len(re.findall(r"\bAny\b", module.source)) for module in modules))},
+        "longest files": {
+            f"  {i}": f"{module.lines} {module.path}" for i, module in enumerate(longest, start=1)
+        },
+        "the word Any": {
+            "": str(sum(len(re.findall(r"\bAny\b", module.source)) for module in modules))
+        },
         "public names": {"": str(len(tree.homes))},
         "flags": {
             f"  {Path(recipe.path).stem} {asked}": tree.flags(recipe, asked)
             for recipe in recipes
             for asked in ("--help", "--help_all")
         },
-        "words of README.md": {"": str(len((tree.root / "README.md").read_text(encoding="utf-8").split()))},
-        "refused openings of docstrings": {**_counted(places, shown), "": str(len(openings)), **by_opening},
+        "words of README.md": {
+            "": str(len((tree.root / "README.md").read_text(encoding="utf-8").split()))
+        },
+        "refused openings of docstrings": {
+            **_counted(places, shown),
+            "": str(len(openings)),
+            **by_opening,
+        },
         "imports against the doors": _counted(tree.strangers(), shown),
         "circles of imports": _counted(tree.circles(), shown),
     }
@@ -224,8 +258,12 @@ def describe(tree: Tree, shown: int) -> dict[str, Section]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", nargs="*", type=Path, metavar="TREE", help="a checkout, or two to compare")
-    parser.add_argument("--full", action="store_true", help=f"list everything that is found, not the first {SHOWN}")
+    parser.add_argument(
+        "trees", nargs="*", type=Path, metavar="TREE", help="a checkout, or two to compare"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help=f"list everything that is found, not the first {SHOWN}"
+    )
     arguments = parser.parse_args()
     roots = [root.resolve() for root in arguments.trees or [Path(__file__).parent.parent]]
     for root in roots:
@@ -238,7 +276,10 @@ def main() -> None:
         sections = [one[title] for one in described]
         for name in dict.fromkeys(name for section in sections for name in ["", *section]):
             rows.append((name or title, [section.get(name, "") for section in sections]))
-    widths = [max(len(cell) for cell in column) for column in zip(*(cells for _, cells in rows), strict=True)]
+    widths = [
+        max(len(cell) for cell in column)
+        for column in zip(*(cells for _, cells in rows), strict=True)
+    ]
     first = max(len(name) for name, _ in rows)
     for name, cells in rows:
         line = "  ".join(f"{cell:<{width}}" for cell, width in zip_longest(cells, widths))

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import Row, report
-from benchmarks.runs import GPT_RECIPE, ROOT, environment, flags, gpt_flags, launcher, metrics, scratch
+from benchmarks.runs import (
+    GPT_RECIPE,
+    ROOT,
+    environment,
+    flags,
+    gpt_flags,
+    launcher,
+    metrics,
+    scratch,
+)
 from llmtrain.launching.children import kill
 from llmtrain.observe.phases import OWN
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
@@ -18,7 +27,13 @@ from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 MBIT, UPDATES = 100, 32
 MODEL = [  # 11.1 million parameters; buckets are small, or the link has nothing to do for most of the backward pass
     *gpt_flags(6, 6, 384, 128, 22, per_device=11),
-    *flags(tokenizer="bpe:1024", eval_fraction=0, optim="adamw", learning_rate=1e-3, lr_scheduler_type="constant"),
+    *flags(
+        tokenizer="bpe:1024",
+        eval_fraction=0,
+        optim="adamw",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+    ),
     *flags(ddp_bucket_cap_mb=2, max_steps=UPDATES, logging_steps=1, report_to="none"),
 ]
 HOW = {
@@ -30,7 +45,9 @@ HOW = {
 }
 
 
-def train(names: list[str], folder: Path, words: list[str], processes: int = 2) -> list[dict[str, Any]]:
+def train(
+    names: list[str], folder: Path, words: list[str], processes: int = 2
+) -> list[dict[str, Any]]:
     """Return the readings of a run of the GPT on these machines, of so many processes in all."""
     started: list[subprocess.Popen[bytes]] = []
     cache = str(folder.parent / "cache")
@@ -39,10 +56,19 @@ def train(names: list[str], folder: Path, words: list[str], processes: int = 2) 
         for rank, name in enumerate(names):
             where = flags(machine_rank=rank, main_process_ip=ADDRESS[FIRST], mixed_precision="no")
             where += flags(num_processes=processes)
-            command = [*launcher("multi_node"), *where, GPT_RECIPE, *words, "--output_dir", str(folder)]
+            command = [
+                *launcher("multi_node"),
+                *where,
+                GPT_RECIPE,
+                *words,
+                "--output_dir",
+                str(folder),
+            ]
             quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             here = on_machine(name, command)
-            started.append(subprocess.Popen(here, cwd=ROOT, env=env, start_new_session=True, **quiet))
+            started.append(
+                subprocess.Popen(here, cwd=ROOT, env=env, start_new_session=True, **quiet)
+            )
         for process in started:
             _, said = process.communicate(timeout=900)
             if process.returncode:
@@ -55,7 +81,9 @@ def train(names: list[str], folder: Path, words: list[str], processes: int = 2) 
 
 def seconds(reading: dict[str, Any], phases: Collection[str] | None = None) -> float:
     """Return the seconds of an update on the slower process; in some of its phases, or in all."""
-    chosen = [values for phase, values in reading["phases"].items() if phases is None or phase in phases]
+    chosen = [
+        values for phase, values in reading["phases"].items() if phases is None or phase in phases
+    ]
     return max(sum(ranks) for ranks in zip(*chosen, strict=True))
 
 
@@ -69,14 +97,30 @@ def main() -> None:
             update = statistics.median(seconds(reading) for reading in counted)
             compute = statistics.median(seconds(reading, OWN) for reading in counted)
             found[name] = {"update": update, "compute": compute, "loss": readings[-1]["train/loss"]}
-            print(f"{name:<18}{update:6.2f} s an update, {compute:.2f} of it its own; loss {found[name]['loss']:.3f}")
+            print(
+                f"{name:<18}{update:6.2f} s an update, {compute:.2f} of it its own; loss {found[name]['loss']:.3f}"
+            )
     updates = {name: figures["update"] for name, figures in found.items()}
     whole, alone = updates["whole gradients"], updates["sync_every 16"]
     bound = 4 * 11.1e6 / (MBIT * 1e6 / 8)
     table = [
-        Row("an update with whole gradients, 100 Mbit/s", "its bytes at that rate", whole, bound, "s", "<= 10"),
+        Row(
+            "an update with whole gradients, 100 Mbit/s",
+            "its bytes at that rate",
+            whole,
+            bound,
+            "s",
+            "<= 10",
+        ),
         Row("an update with bf16", "with whole gradients", updates["bf16"], whole, "s", "<= 0.6"),
-        Row("an update with powersgd", "with whole gradients", updates["powersgd"], whole, "s", "<= 1"),
+        Row(
+            "an update with powersgd",
+            "with whole gradients",
+            updates["powersgd"],
+            whole,
+            "s",
+            "<= 1",
+        ),
         Row(
             "an update with --sync_every 16",
             "what it computes",

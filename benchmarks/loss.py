@@ -42,7 +42,12 @@ def torch_op(tokens: int | None = None) -> Loss:
         if torch.is_autocast_enabled("cpu"):  # of which the operation takes no notice
             hidden, weight = hidden.bfloat16(), weight.bfloat16()
         return F.linear_cross_entropy(
-            hidden.flatten(0, 1), weight, targets.flatten(), reduction="sum", ignore_index=IGNORED, options=options
+            hidden.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            reduction="sum",
+            ignore_index=IGNORED,
+            options=options,
         )
 
     return loss
@@ -50,13 +55,19 @@ def torch_op(tokens: int | None = None) -> Loss:
 
 def trl_kernel() -> Loss:
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as ROWS_OF_THE_HEAD  # its backward imports this module
+    from trl.trainer.utils import (
+        _CHUNKED_LOGPROB_CHUNK_SIZE as ROWS_OF_THE_HEAD,  # its backward imports this module
+    )
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute what its trainers do on a CPU, where ignored tokens are computed and masked; without metrics."""
         labels = targets.clamp(min=0).flatten()
         arguments = hidden.flatten(0, 1), weight, None, labels, 1.0, ROWS_OF_THE_HEAD, None, 1.0, ()
-        return -ChunkedLogProbFunction.apply(*arguments)[0].masked_fill(targets.flatten() == IGNORED, 0).sum()
+        return (
+            -ChunkedLogProbFunction.apply(*arguments)[0]
+            .masked_fill(targets.flatten() == IGNORED, 0)
+            .sum()
+        )
 
     return loss
 
@@ -77,10 +88,14 @@ def kinds() -> dict[str, Callable[[], Loss]]:
 
 def peak() -> int:
     """Return the most bytes of this process so far; and of the one that started it, which must stay small."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
-def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float], list[torch.Tensor]]:
+def measure(
+    loss: Loss, trained: float, autocast: bool
+) -> tuple[dict[str, float], list[torch.Tensor]]:
     """Return the cost of one forward and backward, and the loss and the gradients of hidden and weight."""
     generator = torch.Generator().manual_seed(0)
 
@@ -91,7 +106,9 @@ def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float
         weight = torch.randn(vocabulary, WIDTH, generator=generator).mul_(0.05)
         return hidden.requires_grad_(), weight.requires_grad_(), targets
 
-    def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+    ) -> list[torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             nll = loss(hidden, weight, targets)
         (nll / 1000).backward()  # as by the number of tokens
@@ -103,7 +120,11 @@ def measure(loss: Loss, trained: float, autocast: bool) -> tuple[dict[str, float
     arguments = inputs(POSITIONS, VOCABULARY)
     before, began, worked = peak(), time.perf_counter(), time.process_time()
     outcome = run(*arguments)
-    cost = {"seconds": time.perf_counter() - began, "CPU": time.process_time() - worked, "bytes": peak() - before}
+    cost = {
+        "seconds": time.perf_counter() - began,
+        "CPU": time.process_time() - worked,
+        "bytes": peak() - before,
+    }
     return cost, outcome
 
 
@@ -115,9 +136,15 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--autocast", choices=["bf16"], help="products in bfloat16 (default: float32)")
-    parser.add_argument("--trained", type=float, default=1.0, help="share of the tokens that are not ignored")
-    parser.add_argument("--one", nargs=2, metavar=("KIND", "FILE"), help=argparse.SUPPRESS)  # for a process of its own
+    parser.add_argument(
+        "--autocast", choices=["bf16"], help="products in bfloat16 (default: float32)"
+    )
+    parser.add_argument(
+        "--trained", type=float, default=1.0, help="share of the tokens that are not ignored"
+    )
+    parser.add_argument(
+        "--one", nargs=2, metavar=("KIND", "FILE"), help=argparse.SUPPRESS
+    )  # for a process of its own
     arguments = parser.parse_args()
     if arguments.one:
         kind, file = arguments.one
@@ -130,16 +157,29 @@ def main() -> None:
     apart: dict[str, list[float]] = {}
     with scratch() as folder:
         for _ in range(ROUNDS):
-            for name in sorted(names, key=lambda name: name != "plain"):  # with which the others compare theirs
-                command = [sys.executable, "-m", "benchmarks.loss", *sys.argv[1:], "--one", name, folder / "plain"]
+            for name in sorted(
+                names, key=lambda name: name != "plain"
+            ):  # with which the others compare theirs
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.loss",
+                    *sys.argv[1:],
+                    "--one",
+                    name,
+                    folder / "plain",
+                ]
                 cost, apart[name] = figure(command, torch.get_num_threads())
                 costs[name].append(cost)
     medians = {
-        name: {key: statistics.median(cost[key] for cost in tries) for key in tries[0]} for name, tries in costs.items()
+        name: {key: statistics.median(cost[key] for cost in tries) for key in tries[0]}
+        for name, tries in costs.items()
     }
     shape = f"{ROWS * POSITIONS} tokens x {WIDTH} x {VOCABULARY}, {arguments.autocast or 'float32'}"
     say("shape", f"{shape}, {arguments.trained:.0%} trained, {torch.get_num_threads()} threads")
-    print(f"{'':18}{'peak GB':>9}{'':8}{'seconds':>9}{'':8}{'CPU s':>9}{'':8}  difference: loss, hidden, weight")
+    print(
+        f"{'':18}{'peak GB':>9}{'':8}{'seconds':>9}{'':8}{'CPU s':>9}{'':8}  difference: loss, hidden, weight"
+    )
     for name in names:
         cells = (
             f"{medians[name][key] / unit:9.2f}{medians[name][key] / medians['ours'][key]:7.2f}x"
@@ -147,14 +187,27 @@ def main() -> None:
         )
         print(f"{name:18}{''.join(cells)}  {' '.join(f'{number:.0e}' for number in apart[name])}")
     ours, work = medians["ours"], f"loss, {shape}"
-    rows = [Row(work, "whole logits", ours["seconds"], medians["plain"]["seconds"], "seconds", "<= 1.05")]
+    rows = [
+        Row(
+            work, "whole logits", ours["seconds"], medians["plain"]["seconds"], "seconds", "<= 1.05"
+        )
+    ]
     for name, peer in (
         ("torch", "torch's linear_cross_entropy"),
         (f"torch, {CHUNK} tokens", "it, best"),
         ("trl", "TRL"),
     ):
         if name in medians:
-            rows.append(Row(work, f"{peer}: memory", ours["bytes"] / 1e9, medians[name]["bytes"] / 1e9, "GB", "<= 1.0"))
+            rows.append(
+                Row(
+                    work,
+                    f"{peer}: memory",
+                    ours["bytes"] / 1e9,
+                    medians[name]["bytes"] / 1e9,
+                    "GB",
+                    "<= 1.0",
+                )
+            )
     if arguments.trained == 1 and not arguments.autocast:
         report("loss", rows, seconds={name: medians[name]["seconds"] for name in names})
 

@@ -24,17 +24,34 @@ from benchmarks.time_to_loss import ONCE, nanogpt
 from llmtrain.console import say
 
 UPDATES, RATES = 150, ("5e-4", "1e-3", "2e-3")
-THEIRS = ["n_layer=6", "n_head=6", "n_embd=384", "block_size=256", "batch_size=8", f"max_iters={UPDATES}"]
-THEIRS += [f"lr_decay_iters={UPDATES}", f"eval_interval={UPDATES}", "warmup_iters=15", "min_lr=1e-4"]
+THEIRS = [
+    "n_layer=6",
+    "n_head=6",
+    "n_embd=384",
+    "block_size=256",
+    "batch_size=8",
+    f"max_iters={UPDATES}",
+]
+THEIRS += [
+    f"lr_decay_iters={UPDATES}",
+    f"eval_interval={UPDATES}",
+    "warmup_iters=15",
+    "min_lr=1e-4",
+]
 OURS_UPDATES = 75
-OURS = gpt_flags(6, 6, 384, 256, 8, architecture="lfm2") + flags(optim="muon", max_steps=OURS_UPDATES)
+OURS = gpt_flags(6, 6, 384, 256, 8, architecture="lfm2") + flags(
+    optim="muon", max_steps=OURS_UPDATES
+)
 OURS += flags(learning_rate=0.02, warmup_steps=10, lr_scheduler_type="linear")
 
 
 def run_recipe(folder: Path, text: Path, *more: str) -> None:
     data = flags(dataset=text, tokenizer="bpe:4096", eval_fraction=0.1)
     variables = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
-    run([sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more], **variables)
+    run(
+        [sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more],
+        **variables,
+    )
 
 
 def write_data(text: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -43,7 +60,9 @@ def write_data(text: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
     folder.mkdir(parents=True)
     for name, part in (("train", text[:first]), ("val", text[first:])):
         pieces = [part[start : start + 10_000] for start in range(0, len(part), 10_000)]
-        ids = itertools.chain.from_iterable(tokenizer(pieces, add_special_tokens=False)["input_ids"])
+        ids = itertools.chain.from_iterable(
+            tokenizer(pieces, add_special_tokens=False)["input_ids"]
+        )
         np.fromiter(ids, np.uint16).tofile(folder / f"{name}.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(tokenizer)}))
 
@@ -58,7 +77,9 @@ def ours(folder: Path, text: Path, losses: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of github.com/karpathy/nanoGPT")
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="a checkout of github.com/karpathy/nanoGPT"
+    )
     parser.add_argument("--text", type=Path, required=True, help="a file of UTF-8 text")
     arguments = parser.parse_args()
     names = [*(f"nanoGPT, AdamW {rate}" for rate in RATES), "ours"]
@@ -67,13 +88,19 @@ def main() -> None:
         text = shutil.copy(arguments.text, folder / "text.txt")
         run_recipe(folder, text, "--dry_run")
         (words,) = folder.glob("cache/*/tokenizer")
-        write_data(text.read_text(), PreTrainedTokenizerFast.from_pretrained(words), folder / "data/text")
+        write_data(
+            text.read_text(), PreTrainedTokenizerFast.from_pretrained(words), folder / "data/text"
+        )
         shutil.copy(arguments.nanogpt / "configurator.py", folder)
         theirs = {
-            name: partial(nanogpt, folder, arguments.nanogpt, [*THEIRS, f"learning_rate={rate}"], losses[name])
+            name: partial(
+                nanogpt, folder, arguments.nanogpt, [*THEIRS, f"learning_rate={rate}"], losses[name]
+            )
             for name, rate in zip(names, RATES, strict=False)
         }
-        found = in_turn({**theirs, "ours": partial(ours, folder, text, losses["ours"])}, rounds=1, uncounted=0)
+        found = in_turn(
+            {**theirs, "ours": partial(ours, folder, text, losses["ours"])}, rounds=1, uncounted=0
+        )
     for name, values in losses.items():
         say("nats", f"{name}: {values[0]:.4f} in {found[name].value:.1f} s")
     best = min(theirs, key=lambda name: losses[name][0])
@@ -84,7 +111,9 @@ def main() -> None:
         "middle",
         [
             Row(f"updates {work}", best, OURS_UPDATES, UPDATES, "updates", "<= 0.6"),
-            Row(f"seconds {work}", best, found["ours"].value, found[best].value, "seconds", "<= 0.6"),
+            Row(
+                f"seconds {work}", best, found["ours"].value, found[best].value, "seconds", "<= 0.6"
+            ),
         ],
         losses=losses,
     )

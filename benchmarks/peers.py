@@ -47,7 +47,9 @@ def say_figure(value: float) -> None:
     print(json.dumps(value), flush=True)
 
 
-def bare_update(network: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+def bare_update(
+    network: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor
+) -> torch.Tensor:
     """Make an update with our model on rows of tokens [batch, block + 1]; returns their mean loss."""
     loss: torch.Tensor = network(ids, ids) / ids[:, 1:].numel()
     loss.backward()
@@ -66,7 +68,9 @@ def nanogpt(arguments: argparse.Namespace) -> None:
     import model as nano
 
     layers, heads, width, block, batch = arguments.shape
-    config = nano.GPTConfig(block, arguments.vocabulary, layers, heads, width, dropout=0.0, bias=False)
+    config = nano.GPTConfig(
+        block, arguments.vocabulary, layers, heads, width, dropout=0.0, bias=False
+    )
     device = arguments.device
     if device == "cuda":  # as train.py does
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -76,15 +80,21 @@ def nanogpt(arguments: argparse.Namespace) -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=arguments.fused)
     forward = torch.compile(network) if arguments.compile else network
-    autocast = torch.autocast(device, torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
+    autocast = (
+        torch.autocast(device, torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
+    )
 
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         data = np.memmap(arguments.tokens, dtype=np.uint16, mode="r")
         places = torch.randint(len(data) - block, (batch,))
         x = torch.stack([torch.from_numpy(data[i : i + block].astype(np.int64)) for i in places])
-        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + block].astype(np.int64)) for i in places])
+        y = torch.stack(
+            [torch.from_numpy(data[i + 1 : i + 1 + block].astype(np.int64)) for i in places]
+        )
         if device == "cuda":
-            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(
+                device, non_blocking=True
+            )
         return x, y
 
     readings = Readings(batch * block)
@@ -128,11 +138,15 @@ def ddp(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layers, heads, width, block, batch = arguments.shape
-    shape = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture="lfm2")
+    shape = GPTConfig(
+        n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture="lfm2"
+    )
     network: torch.nn.Module = GPT.of(shape, arguments.vocabulary)  # the recipe's own
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    optimizer = make_optimizer(Accelerator(cpu=True), network, OptimConfig(optim="muon"))  # as the recipe's is
+    optimizer = make_optimizer(
+        Accelerator(cpu=True), network, OptimConfig(optim="muon")
+    )  # as the recipe's is
     if world > 1:
         network = torch.nn.parallel.DistributedDataParallel(network)
     readings = Readings(batch * block * world)
@@ -188,7 +202,9 @@ def trainer(arguments: argparse.Namespace) -> None:
     )
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    Trainer(model, settings, data_collator=collator, train_dataset=rows, callbacks=[Watch()]).train()
+    Trainer(
+        model, settings, data_collator=collator, train_dataset=rows, callbacks=[Watch()]
+    ).train()
     say_figure(readings.median)
 
 
@@ -274,10 +290,16 @@ def tokenise(arguments: argparse.Namespace) -> None:
 
     def group(batch: dict[str, list[list[int]]]) -> dict[str, Any]:
         stream = [token for ids in batch["input_ids"] for token in ids]
-        return {"input_ids": [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]}
+        return {
+            "input_ids": [
+                stream[i : i + length] for i in range(0, len(stream) - length + 1, length)
+            ]
+        }
 
     began = time.perf_counter()
-    data = datasets.load_dataset("json", data_files=str(arguments.rows), split="train", cache_dir=str(arguments.cache))
+    data = datasets.load_dataset(
+        "json", data_files=str(arguments.rows), split="train", cache_dir=str(arguments.cache)
+    )
     data = data.map(encode, batched=True, num_proc=2, remove_columns=data.column_names)
     data.map(group, batched=True, num_proc=2)
     say_figure(time.perf_counter() - began)
@@ -288,7 +310,9 @@ def main() -> None:
     peers = parser.add_subparsers(required=True)
     loop = argparse.ArgumentParser(add_help=False)
     loop.add_argument("--vocabulary", type=int, required=True)
-    loop.add_argument("--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH"))
+    loop.add_argument(
+        "--shape", type=int, nargs=5, metavar=("LAYERS", "HEADS", "WIDTH", "BLOCK", "BATCH")
+    )
     loop.add_argument("--steps", type=int, required=True)
     one = peers.add_parser("nanogpt", parents=[loop])
     one.add_argument("folder", type=str)

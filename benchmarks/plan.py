@@ -21,7 +21,10 @@ from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 
 MODEL = flags(block_size=128, tokenizer="bpe:2048", eval_fraction=0, report_to="none")
-COMMON = [*MODEL, *flags(max_steps=5, resume_from_checkpoint="never", dataset="builtin:python-docs")]
+COMMON = [
+    *MODEL,
+    *flags(max_steps=5, resume_from_checkpoint="never", dataset="builtin:python-docs"),
+]
 COMMON += flags(per_device_train_batch_size=4)
 GPT_SIZE = flags(n_layer=4, n_head=4, n_embd=256, architecture="gpt2")
 GPT = [*COMMON, *GPT_SIZE, *flags(global_batch_size=16)]
@@ -29,8 +32,18 @@ SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=f
 LLAMA = [*COMMON, *flags(from_config="llama", config_overrides=SIZES, global_batch_size=8)]
 CASES = [  # what, recipe, flags, precision
     ("GPT", GPT_RECIPE, GPT, "no"),
-    ("GPT, AdamW, recomputed", GPT_RECIPE, [*GPT, *flags(optim="adamw", gradient_checkpointing=True)], "no"),
-    ("GPT, AdamW, one micro-batch", GPT_RECIPE, [*GPT, *flags(global_batch_size=8, optim="adamw")], "no"),
+    (
+        "GPT, AdamW, recomputed",
+        GPT_RECIPE,
+        [*GPT, *flags(optim="adamw", gradient_checkpointing=True)],
+        "no",
+    ),
+    (
+        "GPT, AdamW, one micro-batch",
+        GPT_RECIPE,
+        [*GPT, *flags(global_batch_size=8, optim="adamw")],
+        "no",
+    ),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
 ]
 WAYS = {
@@ -44,21 +57,36 @@ MIB = 2**20
 RATES, UPDATES = (50, 200, 1000), 12  # Mbit/s
 TRIES, MOVED = 4, 0.15
 ROWS = 8  # of a process and update
-SLOW = [*MODEL, *GPT_SIZE, *flags(optim="adamw", ddp_bucket_cap_mb=2, logging_steps=1, max_steps=UPDATES)]
+SLOW = [
+    *MODEL,
+    *GPT_SIZE,
+    *flags(optim="adamw", ddp_bucket_cap_mb=2, logging_steps=1, max_steps=UPDATES),
+]
 SLOW += flags(per_device_train_batch_size=ROWS)
 
 
 def memory_table(folder: Path) -> list[Row]:
     table = []
     for case, recipe, words, precision in CASES:
-        asked = Asked(recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision)
+        asked = Asked(
+            recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision
+        )
         for way in plain(plan(asked))["ways"]:
             config, more = WAYS[way["name"]]
             name = f"{case}, {way['name']}"
             launched = launcher(config, mixed_precision=precision)
             found = measured(launched, recipe, [*words, *more], folder / name.replace(" ", "-"))
             for part in ("weights", "optimizer"):
-                table.append(Row(f"{name}: {part}", "measured", way["bytes"][part], found[part], "bytes", "+- 0"))
+                table.append(
+                    Row(
+                        f"{name}: {part}",
+                        "measured",
+                        way["bytes"][part],
+                        found[part],
+                        "bytes",
+                        "+- 0",
+                    )
+                )
             # what is known exactly, of gradients, stands on both sides
             gradients = 0.0 if way["name"] == "DDP" else way["bytes"]["gradients"]
             sizes = (predicted_most(way) - gradients) / MIB, (found["most"] - gradients) / MIB
@@ -73,16 +101,30 @@ def seconds_table(folder: Path) -> list[Row]:
         words = [*SLOW, *flags(global_batch_size=ROWS * processes)]
         memory = Memory(subject_of(GPT_RECIPE, words, "no"), on_gpu=False)
         for rate in RATES:
-            inside, between = Link(2e9, GLOO_HOP["inside"]), Link(rate * 1e6 / 8, GLOO_HOP["between"])
+            inside, between = (
+                Link(2e9, GLOO_HOP["inside"]),
+                Link(rate * 1e6 / 8, GLOO_HOP["between"]),
+            )
             cluster = Cluster(processes // 2, inside, between, nccl=False)
             compute, update = side_by_side(memory, words, processes, rate, folder)
             step = step_time(memory, compute, cluster, Sharding(processes, 1), ROWS, 1)
-            table.append(Row(f"{processes} processes, {rate} Mbit/s", "measured", step.total, update, "s", "+- 0.2"))
+            table.append(
+                Row(
+                    f"{processes} processes, {rate} Mbit/s",
+                    "measured",
+                    step.total,
+                    update,
+                    "s",
+                    "+- 0.2",
+                )
+            )
             print(table[-1], step, flush=True)
     return table
 
 
-def side_by_side(memory: Memory, words: list[str], processes: int, rate: int, folder: Path) -> tuple[Compute, float]:
+def side_by_side(
+    memory: Memory, words: list[str], processes: int, rate: int, folder: Path
+) -> tuple[Compute, float]:
     """Return what calibrating says, and the seconds of an update over the link right after.
 
     Both are taken again where the machine's own speed has moved between them, which forward passes show: they wait for
@@ -96,7 +138,10 @@ def side_by_side(memory: Memory, words: list[str], processes: int, rate: int, fo
         forward = statistics.median(seconds(reading, ("forward",)) for reading in readings) / ROWS
         if abs(forward / compute.forward - 1) <= MOVED:
             break
-        print(f"a forward pass took {forward / compute.forward:.2f} of what it took before: again", flush=True)
+        print(
+            f"a forward pass took {forward / compute.forward:.2f} of what it took before: again",
+            flush=True,
+        )
     return compute, statistics.median(seconds(reading) for reading in readings)
 
 

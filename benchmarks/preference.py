@@ -30,8 +30,12 @@ BEST = {**COMMON, "precompute_ref_log_probs": True}
 
 
 def ours(folder: Path, pairs: Path, base: Path, loss: str = "sigmoid") -> float:
-    words = flags(model_name_or_path=base, dataset=pairs, block_size=LENGTH - 1, global_batch_size=ROWS)
-    words += flags(per_device_train_batch_size=ROWS, max_steps=UPDATES, logging_steps=5, loss_type=loss)
+    words = flags(
+        model_name_or_path=base, dataset=pairs, block_size=LENGTH - 1, global_batch_size=ROWS
+    )
+    words += flags(
+        per_device_train_batch_size=ROWS, max_steps=UPDATES, logging_steps=5, loss_type=loss
+    )
     return with_ignored(folder, recipe(PREFERENCE_RECIPE, folder, *words, *flags(**UPDATES_ALONE)))
 
 
@@ -39,7 +43,11 @@ def lengths(folder: Path) -> dict[str, float]:
     """Return what the rows hold, and what sharing prompts could save at most: (2P + C + R) / (P + C + R)."""
     audit = json.loads(newest(folder, "run.json").read_text())["audit"]
     per_pair = {name: audit[name] / audit["kept"] for name in ("tokens", "judged", "shared")}
-    return {"pairs": audit["kept"], **per_pair, "bound": audit["tokens"] / (audit["tokens"] - audit["shared"])}
+    return {
+        "pairs": audit["kept"],
+        **per_pair,
+        "bound": audit["tokens"] / (audit["tokens"] - audit["shared"]),
+    }
 
 
 def peak(folder: Path) -> float:
@@ -65,9 +73,23 @@ def main() -> None:
     report(
         "preference",
         [
-            Row(work, "TRL, without checkpointing", speed, found["defaults"].value, "tokens/s", ">= 2"),
+            Row(
+                work,
+                "TRL, without checkpointing",
+                speed,
+                found["defaults"].value,
+                "tokens/s",
+                ">= 2",
+            ),
             Row(work, "TRL, its best flags", speed, found["best"].value, "tokens/s", ">= 1.5"),
-            Row(f"{work}: peak memory", "orpo, which has no reference", held, without, "GiB", "<= 1.1"),
+            Row(
+                f"{work}: peak memory",
+                "orpo, which has no reference",
+                held,
+                without,
+                "GiB",
+                "<= 1.1",
+            ),
         ],
         lengths=of,
         best=BEST,

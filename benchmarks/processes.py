@@ -10,7 +10,11 @@ from pathlib import Path
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.runs import BIN, GPT_RECIPE, UPDATES_ALONE, figure, flags, peer, recipe, scratch
 
-SHAPE, VOCABULARY, UPDATES = (4, 4, 128, 128, 16), 2048, 60  # layers, heads, width, block, batch of a process
+SHAPE, VOCABULARY, UPDATES = (
+    (4, 4, 128, 128, 16),
+    2048,
+    60,
+)  # layers, heads, width, block, batch of a process
 _ARGUMENTS = ["--shape", *SHAPE, "--vocabulary", VOCABULARY, "--steps", UPDATES]
 
 

@@ -14,8 +14,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-GPT_RECIPE, FINETUNE_RECIPE, PREFERENCE_RECIPE = "recipes/gpt.py", "recipes/finetune.py", "recipes/preference.py"
-UPDATES_ALONE = {"eval_fraction": 0, "save_steps": 100_000}  # flags of a run that only makes updates
+GPT_RECIPE, FINETUNE_RECIPE, PREFERENCE_RECIPE = (
+    "recipes/gpt.py",
+    "recipes/finetune.py",
+    "recipes/preference.py",
+)
+UPDATES_ALONE = {
+    "eval_fraction": 0,
+    "save_steps": 100_000,
+}  # flags of a run that only makes updates
 NAMES = {"bf16": "bf16", "no": "float32"}
 
 
@@ -30,7 +37,10 @@ def half() -> str:
 
 def flags(**values: object) -> list[str]:
     """Return the words of a command line; a flag that is ``True`` is a switch."""
-    pairs = [(f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in values.items()]
+    pairs = [
+        (f"--{name}",) if value is True else (f"--{name}", str(value))
+        for name, value in values.items()
+    ]
     return [word for pair in pairs for word in pair]
 
 
@@ -44,7 +54,9 @@ def gpt_flags(
     architecture: str = "gpt2",
 ) -> list[str]:
     """Return the flags of a GPT of this shape, trained on ``batch`` rows an update, ``per_device`` in a micro-batch."""
-    shape = flags(n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture=architecture)
+    shape = flags(
+        n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture=architecture
+    )
     return shape + flags(global_batch_size=batch, per_device_train_batch_size=per_device or batch)
 
 
@@ -82,7 +94,12 @@ def figure(command: Sequence[object], threads: int = CORES, **variables: str) ->
 
 def launcher(config: str = "cpu", **values: object) -> list[str]:
     """Return the words that launch a script under one of accelerate_configs/, with flags of the launcher's."""
-    words = [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    words = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        f"accelerate_configs/{config}.yaml",
+    ]
     return words + flags(**values)
 
 
@@ -119,7 +136,11 @@ def recipe(
     """Run a recipe under accelerate launch; returns its tokens per second. Its data is kept beside ``folder``."""
     more = {} if processes is None else {"num_processes": processes}
     launch = launcher(config, mixed_precision=precision, **more)
-    run([*launch, name, *words, *place(folder)], threads, LLMTRAIN_CACHE=str(folder.parent / "cache"))
+    run(
+        [*launch, name, *words, *place(folder)],
+        threads,
+        LLMTRAIN_CACHE=str(folder.parent / "cache"),
+    )
     return median_reading(folder, "train/tokens_per_second")
 
 

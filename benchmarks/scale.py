@@ -43,7 +43,9 @@ TOKENS, ROW = 4096, 16  # tokens of an update; of a row where rows are counted
 PICTURE = ROOT / "docs/scale.svg"
 
 
-def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) -> tuple[float, float]:
+def speed(
+    folder: Path, width: int = 128, block: int = 128, processes: int = 0
+) -> tuple[float, float]:
     """Return the tokens a second of recipes/gpt.py with 4 layers, and its share of the measured peak.
 
     Where a number of ``processes`` is given, each has one thread and as large a batch as one alone.
@@ -52,7 +54,9 @@ def speed(folder: Path, width: int = 128, block: int = 128, processes: int = 0) 
     words = gpt_flags(4, width // 32, width, block, batch * max(processes, 1), per_device=batch)
     words += flags(optim="adamw", max_steps=30, logging_steps=5, **UPDATES_ALONE)
     if processes > 1:
-        tokens = recipe(GPT_RECIPE, folder, *words, config="cpu_ddp", threads=1, processes=processes)
+        tokens = recipe(
+            GPT_RECIPE, folder, *words, config="cpu_ddp", threads=1, processes=processes
+        )
     else:
         tokens = recipe(GPT_RECIPE, folder, *words, threads=1 if processes else CORES)
     return tokens, median_reading(folder, "train/mfu")
@@ -99,7 +103,11 @@ def reading(text: Path) -> None:
     for _ in GlobalBatchSampler(len(rows), batch, range(far, far + 1000), seed=0):
         pass
     order = 1e6 * (time.perf_counter() - began) / 1000 / batch
-    print(json.dumps({"start": start, "memory": memory, "order": order, "speed": 400 * TOKENS / seconds}))
+    print(
+        json.dumps(
+            {"start": start, "memory": memory, "order": order, "speed": 400 * TOKENS / seconds}
+        )
+    )
 
 
 def read_rows(folder: Path) -> Series:
@@ -130,8 +138,13 @@ def measured(folder: Path) -> dict[str, Series]:
 
         contenders = {str(value): partial(one, kind, value, shares[value]) for value in values}
         medians = in_turn(contenders, rounds=2, uncounted=0)
-        found[kind] = {v: {"speed": medians[str(v)].value, "share": statistics.median(shares[v])} for v in values}
-    for count in PROCESSES:  # each takes the peak of a core for its own; more than there are have only what there are
+        found[kind] = {
+            v: {"speed": medians[str(v)].value, "share": statistics.median(shares[v])}
+            for v in values
+        }
+    for count in (
+        PROCESSES
+    ):  # each takes the peak of a core for its own; more than there are have only what there are
         found["processes"][count]["share"] *= max(count / CORES, 1)
     return {"rows": read_rows(folder), **found}
 
@@ -142,7 +155,9 @@ def draw(found: dict[str, Series]) -> None:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "llmtrain"  # the same figures make the same file
-    figure, ((width, block), (processes, rows)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    figure, ((width, block), (processes, rows)) = pyplot.subplots(
+        2, 2, figsize=(9, 6.5), layout="constrained"
+    )
     for axes, kind, title in (
         (width, "width", "width (4 layers, block 128)"),
         (block, "block", "block size (4 layers x 128)"),
@@ -159,11 +174,22 @@ def draw(found: dict[str, Series]) -> None:
         other.set_ylabel("% of the measured peak", color="tab:orange")
         other.set_ylim(0, max(100, *shares) * 1.05)
     counts = sorted(found["rows"])
-    labels = {"start": "seconds to the first batch", "memory": "memory", "order": "time to find a row"}
+    labels = {
+        "start": "seconds to the first batch",
+        "memory": "memory",
+        "order": "time to find a row",
+    }
     for key, label in labels.items():
         least = found["rows"][counts[0]][key]
-        rows.plot(counts, [found["rows"][count][key] / least for count in counts], "o-", label=label)
-    rows.set(title=f"rows of {ROW} tokens, beside {counts[0]:,}", xscale="log", ylim=(0, 2), ylabel="ratio")
+        rows.plot(
+            counts, [found["rows"][count][key] / least for count in counts], "o-", label=label
+        )
+    rows.set(
+        title=f"rows of {ROW} tokens, beside {counts[0]:,}",
+        xscale="log",
+        ylim=(0, 2),
+        ylabel="ratio",
+    )
     rows.legend()
     figure.savefig(PICTURE, metadata={"Date": None})
 
@@ -182,7 +208,14 @@ def main() -> None:
         [
             Row(f"first batch, {work}", against, many["start"], few["start"], "seconds", "<= 1.1"),
             Row(f"memory, {work}", against, many["memory"], few["memory"], "MiB", "<= 1.02"),
-            Row(f"a row's place in the order, {work}", against, many["order"], few["order"], "us", "<= 1.1"),
+            Row(
+                f"a row's place in the order, {work}",
+                against,
+                many["order"],
+                few["order"],
+                "us",
+                "<= 1.1",
+            ),
         ],
         series=found,
     )

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.inputs import write_base, write_chats
-from benchmarks.runs import FINETUNE_RECIPE, UPDATES_ALONE, flags, peer, recipe, scratch, with_ignored
+from benchmarks.runs import (
+    FINETUNE_RECIPE,
+    UPDATES_ALONE,
+    flags,
+    peer,
+    recipe,
+    scratch,
+    with_ignored,
+)
 
 LENGTH, BATCH, UPDATES = 512, 4, 30
 COMMON = {"bf16": False, "gradient_checkpointing": False, "assistant_only_loss": True}
@@ -19,8 +27,12 @@ PACKED = {**COMMON, "packing": True, "optim": "adamw_torch_fused"}
 
 
 def ours(folder: Path, chats: Path, base: Path) -> float:
-    words = flags(model_name_or_path=base, dataset=chats, block_size=LENGTH - 1, global_batch_size=BATCH)
-    words += flags(per_device_train_batch_size=BATCH, max_steps=UPDATES, logging_steps=5, **UPDATES_ALONE)
+    words = flags(
+        model_name_or_path=base, dataset=chats, block_size=LENGTH - 1, global_batch_size=BATCH
+    )
+    words += flags(
+        per_device_train_batch_size=BATCH, max_steps=UPDATES, logging_steps=5, **UPDATES_ALONE
+    )
     return with_ignored(folder, recipe(FINETUNE_RECIPE, folder, *words))
 
 
@@ -40,7 +52,14 @@ def main() -> None:
         "sft",
         [
             Row(work, "TRL, packed", speed, found["packed"].value, "tokens/s", ">= 1.5"),
-            Row(work, "TRL, out of the box", speed, found["out of the box"].value, "tokens/s", ">= 3"),
+            Row(
+                work,
+                "TRL, out of the box",
+                speed,
+                found["out of the box"].value,
+                "tokens/s",
+                ">= 3",
+            ),
         ],
         packed=PACKED,
     )

@@ -57,7 +57,10 @@ def main() -> None:
     train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
     here, everywhere = held_bytes(model)
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    say("weights", f"{here / 2**20:.1f} of {everywhere / 2**20:.1f} MiB here, the largest {largest / 2**20:.1f} MiB")
+    say(
+        "weights",
+        f"{here / 2**20:.1f} of {everywhere / 2**20:.1f} MiB here, the largest {largest / 2**20:.1f} MiB",
+    )
 
     team = Team.of_all(sees_folder=True)
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])

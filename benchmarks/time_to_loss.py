@@ -24,15 +24,43 @@ import numpy as np
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.inputs import letters_of_docs
-from benchmarks.runs import GPT_RECIPE, flags, gpt_flags, half, metrics, newest, peer, place, run, scratch
+from benchmarks.runs import (
+    GPT_RECIPE,
+    flags,
+    gpt_flags,
+    half,
+    metrics,
+    newest,
+    peer,
+    place,
+    run,
+    scratch,
+)
 from llmtrain.console import say
 
-ALIKE = ["device=cpu", "compile=False", "eval_iters=20", "log_interval=1", "dropout=0.0", "always_save_checkpoint=True"]
+ALIKE = [
+    "device=cpu",
+    "compile=False",
+    "eval_iters=20",
+    "log_interval=1",
+    "dropout=0.0",
+    "always_save_checkpoint=True",
+]
 SHAPE = ["n_layer=4", "n_head=4", "n_embd=128", "block_size=64", "batch_size=12"]
 PUBLISHED = [*SHAPE, "max_iters=2000", "lr_decay_iters=2000"]
-TUNED = ["n_layer=1", "n_head=4", "n_embd=128", "block_size=48", "batch_size=32", "learning_rate=8e-3", "min_lr=8e-4"]
+TUNED = [
+    "n_layer=1",
+    "n_head=4",
+    "n_embd=128",
+    "block_size=48",
+    "batch_size=32",
+    "learning_rate=8e-3",
+    "min_lr=8e-4",
+]
 TUNED += ["max_iters=700", "lr_decay_iters=700", "eval_interval=700"]
-OURS = gpt_flags(2, 2, 96, 48, 64, architecture="lfm2") + flags(optim="muon", max_steps=84, learning_rate=0.03)
+OURS = gpt_flags(2, 2, 96, 48, 64, architecture="lfm2") + flags(
+    optim="muon", max_steps=84, learning_rate=0.03
+)
 OURS += flags(warmup_steps=8, lr_scheduler_type="linear", adam_beta1=0.8, adam_beta2=0.99)
 ONCE = flags(eval_steps=100_000, save_steps=100_000, logging_steps=100)
 PARTS = ("start", "first evaluation", "updates", "last evaluation")
@@ -66,10 +94,15 @@ def nanogpt(folder: Path, checkout: Path, settings: list[str], losses: list[floa
 def run_recipe(folder: Path, text: Path, *more: str) -> None:
     data = flags(dataset=text, tokenizer="char", eval_fraction=0.1)
     variables = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
-    run([sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more], **variables)
+    run(
+        [sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more],
+        **variables,
+    )
 
 
-def ours(folder: Path, text: Path, seeds: Iterator[int], losses: list[float], parts: list[list[float]]) -> float:
+def ours(
+    folder: Path, text: Path, seeds: Iterator[int], losses: list[float], parts: list[list[float]]
+) -> float:
     """Return the seconds until the last evaluation is written, whose loss is taken; and note its :data:`PARTS`."""
     began = time.time()
     run_recipe(folder, text, "--seed", str(next(seeds)))
@@ -83,20 +116,26 @@ def ours(folder: Path, text: Path, seeds: Iterator[int], losses: list[float], pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of github.com/karpathy/nanoGPT")
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="a checkout of github.com/karpathy/nanoGPT"
+    )
     parser.add_argument("--text", type=Path, help="a file of UTF-8 text")
     arguments = parser.parse_args()
     with scratch() as folder:
         text = folder / "text.txt"
         text.write_text(arguments.text.read_text() if arguments.text else letters_of_docs())
         write_data(text.read_text(), folder / "data/text")
-        shutil.copy(arguments.nanogpt / "configurator.py", folder)  # which train.py looks for where it is started
+        shutil.copy(
+            arguments.nanogpt / "configurator.py", folder
+        )  # which train.py looks for where it is started
         run_recipe(folder, text, "--dry_run")  # prepares the data
         losses: dict[str, list[float]] = {"published": [], "tuned": [], "ours": []}
         parts: list[list[float]] = []
         found = in_turn(
             {
-                "published": partial(nanogpt, folder, arguments.nanogpt, PUBLISHED, losses["published"]),
+                "published": partial(
+                    nanogpt, folder, arguments.nanogpt, PUBLISHED, losses["published"]
+                ),
                 "tuned": partial(nanogpt, folder, arguments.nanogpt, TUNED, losses["tuned"]),
                 "ours": partial(ours, folder, text, itertools.count(), losses["ours"], parts),
             },
@@ -117,7 +156,14 @@ def main() -> None:
         "time_to_loss",
         [
             Row(work, "nanoGPT as published", mine, found["published"].value, "seconds", "<= 0.2"),
-            Row(work, "nanoGPT, best of 65 settings", mine, found["tuned"].value, "seconds", "<= 0.5"),
+            Row(
+                work,
+                "nanoGPT, best of 65 settings",
+                mine,
+                found["tuned"].value,
+                "seconds",
+                "<= 0.5",
+            ),
         ],
         losses=losses,
         parts=apart,

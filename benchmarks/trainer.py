@@ -33,7 +33,10 @@ from benchmarks.runs import (
 from llmtrain import DataConfig, tokenize
 
 BLOCK, BATCH, UPDATES = 256, 8, 40
-BEST = {"optim": "adamw_torch_fused", "bf16": half() == "bf16"}  # of what helps on a CPU; compiled or not, as is faster
+BEST = {
+    "optim": "adamw_torch_fused",
+    "bf16": half() == "bf16",
+}  # of what helps on a CPU; compiled or not, as is faster
 SIZES = flags(block_size=BLOCK, global_batch_size=BATCH, per_device_train_batch_size=BATCH)
 TEXT = flags(dataset="builtin:python-docs", eval_fraction=0)
 LLAMA = LlamaConfig(
@@ -49,12 +52,22 @@ LLAMA = LlamaConfig(
 )
 # what recipes/gpt.py trains by default
 GPT_BATCH = 32
-GPT2 = GPT2Config(vocab_size=2048, n_positions=128, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+GPT2 = GPT2Config(
+    vocab_size=2048,
+    n_positions=128,
+    n_embd=128,
+    n_layer=4,
+    n_head=4,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 
 
 def write_model(folder: Path, config: PretrainedConfig) -> Path:
     """Write the shape of the model, its tokenizer, and the same rows for the Trainer."""
-    data = DataConfig(dataset=["builtin:python-docs"], tokenizer=f"bpe:{config.vocab_size}", eval_fraction=0.0)
+    data = DataConfig(
+        dataset=["builtin:python-docs"], tokenizer=f"bpe:{config.vocab_size}", eval_fraction=0.0
+    )
     block = config.max_position_embeddings
     tokenized = tokenize(data, block)
     tokenized.tokenizer.save_pretrained(folder)
@@ -68,7 +81,14 @@ def write_model(folder: Path, config: PretrainedConfig) -> Path:
 def first_step(folder: Path, script: str, *words: str) -> float:
     """Return the seconds from the command to the first update, with data in the cache."""
     began = time.time()
-    command = [*launcher(), script, *words, *TEXT, *flags(max_steps=1, logging_steps=1), *place(folder / "first")]
+    command = [
+        *launcher(),
+        script,
+        *words,
+        *TEXT,
+        *flags(max_steps=1, logging_steps=1),
+        *place(folder / "first"),
+    ]
     run(command, LLMTRAIN_CACHE=str(folder / "cache"))
     return newest(folder / "first", "metrics.jsonl").stat().st_mtime - began
 
@@ -81,7 +101,9 @@ def trainers_first_step(model: Path, batch: int) -> float:
 
 def main() -> None:
     with scratch() as folder:
-        os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")  # where the recipes find the rows as well
+        os.environ["LLMTRAIN_CACHE"] = str(
+            folder / "cache"
+        )  # where the recipes find the rows as well
         model, small = write_model(folder / "llama", LLAMA), write_model(folder / "gpt2", GPT2)
         shape = [*flags(from_config=model, tokenizer=model), *SIZES]
         words = [*shape, *TEXT, *flags(max_steps=UPDATES, save_steps=100_000)]
@@ -90,9 +112,13 @@ def main() -> None:
             {
                 "ours": partial(recipe, FINETUNE_RECIPE, folder / "run", *words),
                 "defaults": partial(peer, *trainer),
-                "ours, half": partial(recipe, FINETUNE_RECIPE, folder / "run", *words, precision=half()),
+                "ours, half": partial(
+                    recipe, FINETUNE_RECIPE, folder / "run", *words, precision=half()
+                ),
                 "best": partial(peer, *trainer, "--flags", json.dumps(BEST)),
-                "best, compiled": partial(peer, *trainer, "--flags", json.dumps(BEST | {"torch_compile": True})),
+                "best, compiled": partial(
+                    peer, *trainer, "--flags", json.dumps(BEST | {"torch_compile": True})
+                ),
             },
             rounds=3,
             uncounted=0,
@@ -122,11 +148,26 @@ def main() -> None:
                 ">= 1.3",
             ),
             Row(
-                f"{work}, {NAMES[half()]}", against, speed["ours, half"].value, speed[best].value, "tokens/s", ">= 1.05"
+                f"{work}, {NAMES[half()]}",
+                against,
+                speed["ours, half"].value,
+                speed[best].value,
+                "tokens/s",
+                ">= 1.05",
             ),
             *(
-                Row(f"{start} {kind}", "Trainer", launched[ours].value, launched[theirs].value, "seconds", "<= 0.85")
-                for kind, ours, theirs in (("Llama", "ours", "theirs"), ("GPT", "our gpt", "their gpt"))
+                Row(
+                    f"{start} {kind}",
+                    "Trainer",
+                    launched[ours].value,
+                    launched[theirs].value,
+                    "seconds",
+                    "<= 0.85",
+                )
+                for kind, ours, theirs in (
+                    ("Llama", "ours", "theirs"),
+                    ("GPT", "our gpt", "their gpt"),
+                )
             ),
         ],
         speeds={name: medians.values for name, medians in speed.items()},

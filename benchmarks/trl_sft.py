@@ -24,7 +24,10 @@ COUNT, MICRO, LENGTH = 200, 8, 512
 def conversations() -> list[list[dict[str, str]]]:
     """Return functions and their docstrings, some of them as two questions with their answers."""
     pairs = [pair for pair in builtin.function_pairs() if len("".join(pair)) < 700]
-    turns = [[{"role": "user", "content": code}, {"role": "assistant", "content": said}] for code, said in pairs]
+    turns = [
+        [{"role": "user", "content": code}, {"role": "assistant", "content": said}]
+        for code, said in pairs
+    ]
     return [turns[2 * i] + turns[2 * i + 1] if i % 4 == 0 else turns[2 * i] for i in range(COUNT)]
 
 
@@ -55,13 +58,17 @@ def of_trl(chats: list[list[dict[str, str]]], base: Path, folder: Path) -> tuple
         train_dataset=datasets.Dataset.from_dict({"messages": chats}),
         processing_class=AutoTokenizer.from_pretrained(base),
     )
-    trained = sum(label != -100 for labels in trainer.train_dataset["labels"] for label in labels[1:])
+    trained = sum(
+        label != -100 for labels in trainer.train_dataset["labels"] for label in labels[1:]
+    )
     trainer.train()
     return trained, next(line["loss"] for line in trainer.state.log_history if "loss" in line)
 
 
 def of_llmtrain(chats: Path, base: Path, folder: Path, **values: object) -> tuple[int, float]:
-    words = flags(dataset=chats, max_steps=1, model_name_or_path=base, block_size=LENGTH - 1, overlong="error")
+    words = flags(
+        dataset=chats, max_steps=1, model_name_or_path=base, block_size=LENGTH - 1, overlong="error"
+    )
     words += flags(eval_fraction=0, logging_steps=1, global_batch_size=COUNT, **values)
     variables = {"LLMTRAIN_CACHE": str(folder.parent / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     run([sys.executable, FINETUNE_RECIPE, *words, *place(folder)], threads=1, **variables)
@@ -78,7 +85,9 @@ def main() -> None:
         found = {
             "TRL": of_trl(chats, base, folder / "trl"),
             "llmtrain, a conversation a row": of_llmtrain(data, base, folder / "rows", **one_a_row),
-            "llmtrain, packed": of_llmtrain(data, base, folder / "packed", per_device_train_batch_size=4),
+            "llmtrain, packed": of_llmtrain(
+                data, base, folder / "packed", per_device_train_batch_size=4
+            ),
         }
     print(f"{'':<34}{'trained tokens':>16}{'loss of step 1':>18}")
     for name, (tokens, loss) in found.items():

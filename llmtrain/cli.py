@@ -13,7 +13,9 @@ from llmtrain._version import __version__
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, explained, require
 
-COMMANDS = [module.name for module in pkgutil.iter_modules(commands.__path__) if module.name[0] != "_"]
+COMMANDS = [
+    module.name for module in pkgutil.iter_modules(commands.__path__) if module.name[0] != "_"
+]
 _EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
 
 
@@ -29,16 +31,25 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        require("--debug" not in argv, "--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.")
+        require(
+            "--debug" not in argv,
+            "--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.",
+        )
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
-        added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+        added = parser.add_subparsers(
+            title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+        )
         for name in COMMANDS:
             module = importlib.import_module(f"llmtrain.commands.{name}")
             text = module.__doc__ or name
-            command = added.add_parser(name, help=text.splitlines()[0], description=text, allow_abbrev=False)
+            command = added.add_parser(
+                name, help=text.splitlines()[0], description=text, allow_abbrev=False
+            )
             module.add_arguments(command)
-            command.add_argument("--json", action="store_true", help="print what it finds as JSON, for a program")
+            command.add_argument(
+                "--json", action="store_true", help="print what it finds as JSON, for a program"
+            )
             command.set_defaults(run=module.run)
         arguments = parser.parse_args(argv)
         arguments.run(arguments)

@@ -38,7 +38,9 @@ class Config:
     _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
     acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
     retired: ClassVar[Mapping[str, Retired]] = {}
-    origins: Mapping[str, str] = {}  # sources of the flags that a person has set: the command line or a file
+    origins: Mapping[
+        str, str
+    ] = {}  # sources of the flags that a person has set: the command line or a file
 
     def given(self, name: str) -> bool:
         """Return whether a person has set this flag, on the command line or in a file."""
@@ -66,7 +68,10 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
     """Check that every named number is finite and at least ``minimum``."""
     for name in names:
         value = getattr(config, name)
-        require(minimum <= value < float("inf"), f"--{name} {value} is out of range: it must be at least {minimum}.")
+        require(
+            minimum <= value < float("inf"),
+            f"--{name} {value} is out of range: it must be at least {minimum}.",
+        )
 
 
 def configs_of(settings: Any) -> dict[str, Config]:
@@ -91,17 +96,25 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     layers = [("command line", parser.given(argv))]
     config_file = layers[0][1].pop("config", None)
     if config_file is not None:
-        layers.insert(0, (config_file, parser.given(_argv_from_yaml(config_file, parser), source=config_file)))
+        layers.insert(
+            0, (config_file, parser.given(_argv_from_yaml(config_file, parser), source=config_file))
+        )
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
         names = flags_of(default).keys()
-        changes = {name: value for _, given in layers for name, value in given.items() if name in names}
+        changes = {
+            name: value for _, given in layers for name, value in given.items() if name in names
+        }
         origins = {name: source for source, given in layers for name in given if name in names}
         try:
             parsed[part] = dataclasses.replace(copy.deepcopy(default), **changes)  # type: ignore[type-var]
         except UserError as error:  # a value out of range: say which file it stands in
-            files = [f" ({origins[name]})" for name in origins if f"--{name} " in str(error) and config_file]
+            files = [
+                f" ({origins[name]})"
+                for name in origins
+                if f"--{name} " in str(error) and config_file
+            ]
             raise UserError(f"{error}{files[0] if files else ''}") from None
         parsed[part].origins = origins
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
@@ -138,7 +151,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Shows one name a flag (HF's parser also accepts dashes), and the default where there is one."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=min(120, shutil.get_terminal_size((110, 24)).columns))
+        super().__init__(
+            prog, max_help_position=38, width=min(120, shutil.get_terminal_size((110, 24)).columns)
+        )
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.option_strings[0] == "-h":
@@ -148,17 +163,25 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return name
         known: dict[Any, str] = {int: "N", float: "X"}
         word = known.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()
-        return f"{name} {self._metavar_formatter(action, word)(1)[0]}" + (" ..." if action.nargs == "+" else "")
+        return f"{name} {self._metavar_formatter(action, word)(1)[0]}" + (
+            " ..." if action.nargs == "+" else ""
+        )
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         silent = action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == 0
-        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
+        default = (
+            " ".join(map(str, action.default))
+            if isinstance(action.default, list)
+            else "%(default)s"
+        )
         return text if silent else f"{text} (default: {default})"
 
 
 class _Parser(HfArgumentParser):
-    def __init__(self, defaults: Iterable[Config], description: str | None, show_hidden: bool) -> None:
+    def __init__(
+        self, defaults: Iterable[Config], description: str | None, show_hidden: bool
+    ) -> None:
         configs = [*defaults]
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
@@ -167,25 +190,47 @@ class _Parser(HfArgumentParser):
             allow_abbrev=False,
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
-        self.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins over it")
+        self.add_argument(
+            "--config", metavar="FILE", help="YAML file of flags; the command line wins over it"
+        )
         self.add_argument("--help_all", action="help", help="show the flags that commands use, too")
-        self.set_defaults(**{name: getattr(config, name) for config in configs for name in flags_of(config)})
-        self.retired = {name: about for config in configs for name, about in type(config).retired.items()}
-        hidden = {name for one in configs for name, field in flags_of(one).items() if field.metadata["hidden"]}
+        self.set_defaults(
+            **{name: getattr(config, name) for config in configs for name in flags_of(config)}
+        )
+        self.retired = {
+            name: about for config in configs for name, about in type(config).retired.items()
+        }
+        hidden = {
+            name
+            for one in configs
+            for name, field in flags_of(one).items()
+            if field.metadata["hidden"]
+        }
         for action in self._actions:
             is_on = action.default is True and not action.option_strings[0].startswith("--no_")
-            if is_on or (action.dest in hidden and not show_hidden):  # of a switch that is on, --no_... is shown
+            if is_on or (
+                action.dest in hidden and not show_hidden
+            ):  # of a switch that is on, --no_... is shown
                 action.help = argparse.SUPPRESS
 
     @staticmethod
-    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+    def _parse_dataclass_field(
+        parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]"
+    ) -> None:
         plain = copy.copy(field)
         plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
         HfArgumentParser._parse_dataclass_field(parser, plain)
 
     @property
     def flags(self) -> list[str]:
-        return sorted({option for action in self._actions for option in action.option_strings if option[:2] == "--"})
+        return sorted(
+            {
+                option
+                for action in self._actions
+                for option in action.option_strings
+                if option[:2] == "--"
+            }
+        )
 
     def given(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
         """Return what ``argv`` says, and nothing else: a name that it does not set is absent."""
@@ -206,7 +251,9 @@ class _Parser(HfArgumentParser):
             raise UserError(f"{self.place}--{name} is retired: {found.use}.")
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # one name of two
+        message = re.sub(
+            r"(--\w+)/--[\w-]+", r"\1", message.removeprefix("argument ")
+        )  # one name of two
         raise UserError(f"{self.place}{message}; --help lists the flags.")
 
     place = ""  # before an error: the file that says it
@@ -234,7 +281,9 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
     if tree is None or _is_null(tree):
         return []
     require(isinstance(tree, yaml.MappingNode), f"--config {path} must be `flag: value` lines.")
-    names = [option[2:] for option in parser.flags if option not in ("--config", "--help_all", "--help")]
+    names = [
+        option[2:] for option in parser.flags if option not in ("--config", "--help_all", "--help")
+    ]
     argv: list[str] = []
     seen = set()
     parser.place = f"{path}: "
@@ -256,7 +305,9 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
             try:
                 argv += [f"--{key}"] if string_to_bool(words[0]) else []  # type: ignore[no-untyped-call]
             except argparse.ArgumentTypeError:
-                raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
+                raise UserError(
+                    f"{path}: '{key}' must be true or false, not '{words[0]}'."
+                ) from None
         else:
             # `--key=value` keeps a value that begins with a dash a value
             argv += [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]

@@ -25,7 +25,9 @@ Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torc
 Published: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
 # Leaves the gradient of sum(nll) / tokens of a window; returns this rank's summed nll.
 ForwardBackward: TypeAlias = Callable[[Sequence[Batch], "torch.Tensor"], "torch.Tensor"]
-Forward: TypeAlias = Callable[..., "torch.Tensor"]  # the summed nll of a batch, with or without a gradient
+Forward: TypeAlias = Callable[
+    ..., "torch.Tensor"
+]  # the summed nll of a batch, with or without a gradient
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,27 @@ class Window:
 
     columns: dict[str, torch.Tensor]  # of all its rows, one micro-batch after the other
     micro_batch: int  # rows
-    rows: torch.Tensor  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
-    targets: torch.Tensor  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
-    content: torch.Tensor  # int64 [2]: fingerprints of tokens and of labels; those of ranks add up to the batch's
-    prepared: tuple[Batch, ...] = ()  # what a model that prepares batches has made of each micro-batch
+    rows: (
+        torch.Tensor
+    )  # int64 [rows]: which row of the data set each is, -1 where none; in the order of the slots
+    targets: (
+        torch.Tensor
+    )  # int64 [rows]: tokens of each that are trained, all labels but the first that are not -100
+    content: (
+        torch.Tensor
+    )  # int64 [2]: fingerprints of tokens and of labels; those of ranks add up to the batch's
+    prepared: tuple[
+        Batch, ...
+    ] = ()  # what a model that prepares batches has made of each micro-batch
 
     @property
     def batches(self) -> list[Batch]:
         """The micro-batches."""
         starts = range(0, len(self.columns["labels"]), self.micro_batch)
-        slices = [{name: one[i : i + self.micro_batch] for name, one in self.columns.items()} for i in starts]
+        slices = [
+            {name: one[i : i + self.micro_batch] for name, one in self.columns.items()}
+            for i in starts
+        ]
         more = self.prepared or ({},) * len(slices)
         return [batch | made for batch, made in zip(slices, more, strict=True)]
 
@@ -61,7 +74,10 @@ class Window:
         return self._with(lambda one: one.pin_memory())
 
     def _with(self, moved: Callable[[Any], Any]) -> Window:
-        columns, *prepared = ({key: moved(one) for key, one in part.items()} for part in (self.columns, *self.prepared))
+        columns, *prepared = (
+            {key: moved(one) for key, one in part.items()}
+            for part in (self.columns, *self.prepared)
+        )
         return replace(self, columns=columns, prepared=tuple(prepared))
 
 
@@ -74,7 +90,9 @@ class Update(NamedTuple):
     stop: bool  # whether any rank was asked to stop
     survey: torch.Tensor | None = None  # what a survey of the global batch has found
     units: int = 0  # what the loss is a mean over: trained tokens, or what the model counts
-    measured: torch.Tensor | None = None  # this rank's sums of what the model measures beside the loss
+    measured: torch.Tensor | None = (
+        None  # this rank's sums of what the model measures beside the loss
+    )
 
 
 @runtime_checkable
@@ -109,7 +127,9 @@ class SurveysBatches(Protocol):
     def surveyed_as(self) -> str:
         """The name of the metric that tells what was found."""
 
-    def loads(self, counts: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loads(
+        self, counts: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what ``forward`` takes as ``load``, and what is told of it, given the sums and the tokens."""
 
 
@@ -174,9 +194,13 @@ class Built:
 
     model: nn.Module  # real, or on the meta device until it is placed
     files: ModelWriter
-    weights: Weights | None = None  # what its parameters begin with, where they are on the meta device
+    weights: Weights | None = (
+        None  # what its parameters begin with, where they are on the meta device
+    )
     start: dict[str, Any] | None = None  # where its weights came from, for a run's identity
-    check: Callable[[], None] = field(default=lambda: None)  # once its weights are there; raises UserError
+    check: Callable[[], None] = field(
+        default=lambda: None
+    )  # once its weights are there; raises UserError
 
 
 class Rows(Protocol):
@@ -206,7 +230,9 @@ class Due(NamedTuple):
     def at(self, every: int) -> bool:
         """Return whether a multiple of ``every`` was reached since this could last be done; never for 0."""
         before = (self.step - 1) // self.alone * self.alone
-        return every > 0 and (self.finished or (self.together and self.step // every > before // every))
+        return every > 0 and (
+            self.finished or (self.together and self.step // every > before // every)
+        )
 
 
 class Observer:

@@ -37,7 +37,9 @@ DEVICES = {  # longer titles first: the first that is a part of a name counts
     "t4-16gb": Device("T4", 65e12, 14 * _GIB, 0.32e12, 16e9),
 }
 
-USUAL_MFU = 0.4  # share of its peak that a GPU reaches in a well-kept run, where nobody has measured
+USUAL_MFU = (
+    0.4  # share of its peak that a GPU reaches in a well-kept run, where nobody has measured
+)
 
 
 def device_called(name: str) -> Device:

@@ -42,7 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a device or the host has no memory left."""
     of_host = isinstance(error, OSError) and error.errno == errno.ENOMEM
     named = bool(_kinds(error) & {"OutOfMemoryError", "MemoryError"})
-    return named or of_host or "can't allocate memory" in str(error)  # torch's allocator for CPUs raises RuntimeError
+    return (
+        named or of_host or "can't allocate memory" in str(error)
+    )  # torch's allocator for CPUs raises RuntimeError
 
 
 def _kinds(error: BaseException) -> set[str]:
@@ -68,7 +70,10 @@ def _explained(error: BaseException) -> str | None:
             f"{shipped_config('fsdp2')}; llmtrain plan says what it needs."
         )
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        place, remedy = "" if error.filename is None else f"{str(error.filename)[:200]}: ", _REMEDIES[error.errno]
+        place, remedy = (
+            "" if error.filename is None else f"{str(error.filename)[:200]}: ",
+            _REMEDIES[error.errno],
+        )
         # a write to a full disk names no file; a right that is missing for something else than a file is not known here
         return f"{place}{error.strerror}; {remedy}." if place or remedy != _NO_RIGHT else None
     if {"DistNetworkError", "DistStoreError"} & _kinds(error):
@@ -103,7 +108,10 @@ _HUB = {  # by the names of huggingface_hub's errors, and of those of what it st
     "GatedRepoError": f"accept its terms on its page, and {_LOG_IN}",
     "RepositoryNotFoundError": f"is the name right? Where it is private, {_LOG_IN}",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it has not been fetched before",
-    **dict.fromkeys(("LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TimeoutException"), _UNREACHED),
+    **dict.fromkeys(
+        ("LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TimeoutException"),
+        _UNREACHED,
+    ),
 }
 
 

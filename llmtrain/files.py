@@ -111,7 +111,9 @@ def forget_after(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a crash left half written
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # a line that a crash left half written
             if json.loads(line)["step"] <= step:
                 kept.append(f"{line}\n")
     _replace(path, "".join(kept))

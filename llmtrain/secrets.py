@@ -12,7 +12,9 @@ _NAME = (
     rf"(?!(?:[\w.-]*[_.-])?(?:{_ORDINARY})[_.-]token\b)(?:[\w.-]*[_.-])?"
     r"(?:token|secret|passwd|password|credentials?|(?:api|access|secret|private)[_-]?key)"
 )
-_KEY = r"(?:[\w.-]*[_.-])?key"  # says too little: may be a column; with 40 hex digits it is a W&B key
+_KEY = (
+    r"(?:[\w.-]*[_.-])?key"  # says too little: may be a column; with 40 hex digits it is a W&B key
+)
 _HEX = r"[0-9a-fA-F]{40}"
 _QUOTED = r"\"[^\"]*\"|'[^']*'"
 
@@ -43,7 +45,11 @@ def redacted(value: T, name: str = "") -> T:
     in ``_TOKEN``, ``_KEY``, ``_SECRET`` or ``_PASSWORD``, or what stands under such a name: ``{"api_key": ...}``,
     ``["--hub_token", ...]``, ``"password=..."``, or ``name``, where the value has one. Numbers are kept.
     """
-    found = {v for k, v in os.environ.items() if re.search("_(TOKEN|KEY|SECRET|PASSWORD)$", k.upper()) and len(v) >= 8}
+    found = {
+        v
+        for k, v in os.environ.items()
+        if re.search("_(TOKEN|KEY|SECRET|PASSWORD)$", k.upper()) and len(v) >= 8
+    }
     given = re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
     hidden: T = _redacted(value, given, name)
     return hidden
@@ -59,9 +65,13 @@ def _redacted(value: Any, given: re.Pattern[str], name: str) -> Any:
     if isinstance(value, dict):
         return type(value)({_text(key, given): under(key, one) for key, one in value.items()})
     if isinstance(value, list | tuple):  # in a command line a flag names what comes next
-        flags = ["", *(one if isinstance(one, str) and one.startswith("--") else "" for one in value)]
+        flags = [
+            "",
+            *(one if isinstance(one, str) and one.startswith("--") else "" for one in value),
+        ]
         names = (
-            flag if flag and not str(one).startswith("-") else name for flag, one in zip(flags, value, strict=False)
+            flag if flag and not str(one).startswith("-") else name
+            for flag, one in zip(flags, value, strict=False)
         )
         return type(value)([under(key, one) for key, one in zip(names, value, strict=True)])
     if isinstance(value, str) and value and _SECRET_NAME.fullmatch(name):

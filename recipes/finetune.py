@@ -14,7 +14,12 @@ Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 DEFAULTS = lt.Settings(
     model=lt.ModelConfig(from_config="llama", block_size=256),
     lora=lt.LoraConfig(),
-    data=lt.DataConfig(dataset=["builtin:python-functions"], tokenizer=None, eval_fraction=0.02, global_batch_size=8),
+    data=lt.DataConfig(
+        dataset=["builtin:python-functions"],
+        tokenizer=None,
+        eval_fraction=0.02,
+        global_batch_size=8,
+    ),
     chat=lt.ChatConfig(),
     optim=lt.OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
     run=lt.RunConfig(output_dir="runs/finetune"),
@@ -34,12 +39,20 @@ def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
 def main(argv: list[str] | None = None) -> object:
     s = lt.parse(DEFAULTS, argv, description=__doc__)
     if s.model.model_name_or_path:  # what has been trained before is trained on gently
-        s.optim.default("learning_rate", 2e-4 if s.lora and s.lora.lora_r else 2e-5, "a model that was trained before")
+        s.optim.default(
+            "learning_rate",
+            2e-4 if s.lora and s.lora.lora_r else 2e-5,
+            "a model that was trained before",
+        )
     rows = tokenized(s)
     accelerator = lt.start(s)
-    built = lt.place(accelerator, build, s, rows)  # spread over the processes where the accelerate config asks for it
+    built = lt.place(
+        accelerator, build, s, rows
+    )  # spread over the processes where the accelerate config asks for it
     optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
-    with lt.open_run(accelerator, s, rows, built) as run:  # the folder, and which checkpoint it goes on from
+    with lt.open_run(
+        accelerator, s, rows, built
+    ) as run:  # the folder, and which checkpoint it goes on from
         batches, held_out = lt.loaders(run)
         lt.train(run, *accelerator.prepare(built.model, optimizer, batches, held_out))
     return run

@@ -14,14 +14,18 @@ Settings: TypeAlias = "lt.Settings[lt.GPTConfig, lt.DataConfig]"
 DEFAULTS = lt.Settings(
     model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"),
     data=lt.DataConfig(tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
-    optim=lt.OptimConfig(optim="muon", max_steps=120, learning_rate=2e-2, lr_scheduler_type="linear", warmup_steps=10),
+    optim=lt.OptimConfig(
+        optim="muon", max_steps=120, learning_rate=2e-2, lr_scheduler_type="linear", warmup_steps=10
+    ),
     parallel=lt.PipelineConfig(),
     run=lt.RunConfig(output_dir="runs/gpt"),
 )
 
 
 def tokenized(s: Settings) -> lt.Tokenized:
-    return lt.tokenize(s.data, s.model.block_size)  # text -> tokens -> rows on disk, before the process group exists
+    return lt.tokenize(
+        s.data, s.model.block_size
+    )  # text -> tokens -> rows on disk, before the process group exists
 
 
 def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
@@ -29,16 +33,22 @@ def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
 
     with torch.device("meta"):  # without memory: its weights come when it is placed
         model = lt.GPT.of(s.model, rows.vocabulary)
-    return lt.Built(model, model.files(rows.tokenizer, rows.facts.dataset), model.first_weights(s.loop.seed))
+    return lt.Built(
+        model, model.files(rows.tokenizer, rows.facts.dataset), model.first_weights(s.loop.seed)
+    )
 
 
 def main(argv: list[str] | None = None) -> object:
     s = lt.parse(DEFAULTS, argv, description=__doc__)
     rows = tokenized(s)
     accelerator = lt.start(s)
-    built = lt.place(accelerator, build, s, rows)  # spread over the processes where the accelerate config asks for it
+    built = lt.place(
+        accelerator, build, s, rows
+    )  # spread over the processes where the accelerate config asks for it
     optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
-    with lt.open_run(accelerator, s, rows, built) as run:  # the folder, and which checkpoint it goes on from
+    with lt.open_run(
+        accelerator, s, rows, built
+    ) as run:  # the folder, and which checkpoint it goes on from
         batches, held_out = lt.loaders(run)
         lt.train(run, *accelerator.prepare(built.model, optimizer, batches, held_out))
     return run

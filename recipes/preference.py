@@ -14,7 +14,12 @@ Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 DEFAULTS = lt.Settings(
     model=lt.ModelConfig(block_size=256),
     lora=lt.LoraConfig(),
-    data=lt.DataConfig(dataset=["builtin:python-preferences"], tokenizer=None, eval_fraction=0.05, global_batch_size=8),
+    data=lt.DataConfig(
+        dataset=["builtin:python-preferences"],
+        tokenizer=None,
+        eval_fraction=0.05,
+        global_batch_size=8,
+    ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
     optim=lt.OptimConfig(max_steps=300, learning_rate=1e-6, warmup_steps=30, weight_decay=0.0),
@@ -28,21 +33,31 @@ def tokenized(s: Settings) -> lt.Tokenized:
     s.model.fit_block_size()
     s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
     alone = s.preference is not None and s.preference.alone
-    return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code, judged_alone=alone)
+    return lt.tokenize(
+        s.data, s.model.block_size, s.chat, s.model.trust_remote_code, judged_alone=alone
+    )
 
 
 def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
-    return lt.load_model(s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise, s.preference)
+    return lt.load_model(
+        s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise, s.preference
+    )
 
 
 def main(argv: list[str] | None = None) -> object:
     s = lt.parse(DEFAULTS, argv, description=__doc__)
-    s.optim.default("learning_rate", 1e-5 if s.lora and s.lora.lora_r else 1e-6, "comparing answers")
+    s.optim.default(
+        "learning_rate", 1e-5 if s.lora and s.lora.lora_r else 1e-6, "comparing answers"
+    )
     rows = tokenized(s)
     accelerator = lt.start(s)
-    built = lt.place(accelerator, build, s, rows)  # spread over the processes where the accelerate config asks for it
+    built = lt.place(
+        accelerator, build, s, rows
+    )  # spread over the processes where the accelerate config asks for it
     optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
-    with lt.open_run(accelerator, s, rows, built) as run:  # the folder, and what the first weights make of each answer
+    with lt.open_run(
+        accelerator, s, rows, built
+    ) as run:  # the folder, and what the first weights make of each answer
         batches, held_out = lt.loaders(run)
         lt.train(run, *accelerator.prepare(built.model, optimizer, batches, held_out))
     return run

@@ -18,7 +18,9 @@ from tests.launching import LONG, write_text  # noqa: E402 - the environment mus
 def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.mktemp("private")
     os.environ["LLMTRAIN_CACHE"] = str(base / "cache")
-    os.environ["HF_HOME"] = str(base / "hf")  # no accelerate config of the person who runs the tests
+    os.environ["HF_HOME"] = str(
+        base / "hf"
+    )  # no accelerate config of the person who runs the tests
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+    ]
     lines = [line for report in reports for name, line in report.user_properties if name == "score"]
     if lines:
         terminalreporter.section("scoreboard")

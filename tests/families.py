@@ -24,4 +24,6 @@ OVERRIDES = "num_hidden_layers=2,hidden_size=64"
 def rows_of(tokenizer: Any, packed: bool = False, new_tokens: list[int] | None = None) -> Any:
     """What `load_model` asks of rows, without any."""
     facts = SimpleNamespace(dataset="nothing")
-    return SimpleNamespace(tokenizer=tokenizer, packed=packed, ends=(), new_tokens=new_tokens or [], facts=facts)
+    return SimpleNamespace(
+        tokenizer=tokenizer, packed=packed, ends=(), new_tokens=new_tokens or [], facts=facts
+    )

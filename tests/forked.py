@@ -27,26 +27,44 @@ IMPORTED = [
     "llmtrain.training.loop",
     "llmtrain.training.summary",
 ]
-IMPORTED += ["llmtrain.data.rows", "llmtrain.models.gpt", "llmtrain.models.pretrained", "llmtrain.record.publish"]
-IMPORTED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "pytest", __name__]
+IMPORTED += [
+    "llmtrain.data.rows",
+    "llmtrain.models.gpt",
+    "llmtrain.models.pretrained",
+    "llmtrain.record.publish",
+]
+IMPORTED += [
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "pytest",
+    __name__,
+]
 
 
-def run_forked(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:
+def run_forked(
+    command: list[str], env: dict[str, str] | None = None, timeout: float = 120
+) -> Ended:
     """What ``run`` gives, of a script under ``python``, ``torchrun`` or ``accelerate launch`` with several processes.
     Where one fails, the others are killed, and its status is that of all."""
     count, words, told = _as_launched(command)
     environment = {**os.environ, **told, "PYTHONPATH": str(ROOT), **(env or {})}
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(IMPORTED)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # as torchrun has one
     with tempfile.TemporaryDirectory() as folder:
         ends = [Path(folder, name) for name in ("out", "err")]
         ranks = [_of_rank(rank, count, store.port) if count > 1 else {} for rank in range(count)]
-        processes: list[Any] = [forks.Process(target=_live, args=(words, environment | rank, ends)) for rank in ranks]
+        processes: list[Any] = [
+            forks.Process(target=_live, args=(words, environment | rank, ends)) for rank in ranks
+        ]
         for process in processes:
             process.start()
         until = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        while any(process.is_alive() for process in processes) and not any(
+            process.exitcode for process in processes
+        ):
             if time.monotonic() > until:
                 break
             time.sleep(0.01)
@@ -55,8 +73,12 @@ def run_forked(command: list[str], env: dict[str, str] | None = None, timeout: f
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
-        ended = Ended(max(abs(status or 0) for status in statuses), *(path.read_text() for path in ends))
-    assert ended.status or None not in statuses, f"{command} takes more than {timeout} s\n{ended.out}\n{ended.err}"
+        ended = Ended(
+            max(abs(status or 0) for status in statuses), *(path.read_text() for path in ends)
+        )
+    assert ended.status or None not in statuses, (
+        f"{command} takes more than {timeout} s\n{ended.out}\n{ended.err}"
+    )
     return ended
 
 
@@ -77,8 +99,18 @@ def _as_launched(command: list[str]) -> tuple[int, list[str], dict[str, str]]:
 
 
 def _of_rank(rank: int, count: int, port: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    store = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_PORT": port,
+    }
+    store = {
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     return {name: str(number) for name, number in numbers.items()} | store
 
 
@@ -88,7 +120,9 @@ def _live(words: list[str], environment: dict[str, str], ends: list[Path]) -> No
     os.chdir(ROOT)
     for number, path in enumerate(ends, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    tqdm.set_lock(threading.RLock())  # its own lock, of many processes, is left behind by those that end at once
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own lock, of many processes, is left behind by those that end at once
     sys.argv = words
     sys.path[:0] = [str(Path(words[0]).resolve().parent), str(ROOT)]
     runpy.run_path(words[0], run_name="__main__")

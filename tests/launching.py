@@ -21,7 +21,18 @@ GPT, FINETUNE, PREFERENCE = "recipes/gpt.py", "recipes/finetune.py", "recipes/pr
 LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
 long_form = pytest.mark.long
 TINY = [
-    *("--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--block_size", "32", "--tokenizer", "byte"),
+    *(
+        "--n_layer",
+        "2",
+        "--n_head",
+        "2",
+        "--n_embd",
+        "32",
+        "--block_size",
+        "32",
+        "--tokenizer",
+        "byte",
+    ),
     *("--global_batch_size", "8", "--per_device_train_batch_size", "2", "--warmup_steps", "2"),
     *("--max_steps", "6", "--logging_steps", "1", "--eval_steps", "100", "--report_to", "none"),
 ]
@@ -39,7 +50,13 @@ def torchrun(processes: int) -> list[str]:
 
 
 def accelerate(config: str, *flags: str) -> list[str]:
-    return [str(BIN / "accelerate"), "launch", "--config_file", f"accelerate_configs/{config}.yaml", *flags]
+    return [
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        f"accelerate_configs/{config}.yaml",
+        *flags,
+    ]
 
 
 @dataclass
@@ -55,7 +72,9 @@ class Ended:
         return self
 
 
-def begin(command: list[str], env: dict[str, str] | None = None, tree: Path = ROOT) -> subprocess.Popen:
+def begin(
+    command: list[str], env: dict[str, str] | None = None, tree: Path = ROOT
+) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         cwd=tree,
@@ -89,7 +108,9 @@ def stop_group(process: subprocess.Popen) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]  # the last line may be half written
+    whole = (
+        (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    )  # the last line may be half written
     return [json.loads(line) for line in whole.splitlines()]
 
 
@@ -112,7 +133,18 @@ def read_json(path: Path) -> Any:
 
 def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
     draw = random.Random(seed)
-    nouns = ["model", "token", "batch", "gradient", "process", "kernel", "weight", "bucket", "sampler", "epoch"]
+    nouns = [
+        "model",
+        "token",
+        "batch",
+        "gradient",
+        "process",
+        "kernel",
+        "weight",
+        "bucket",
+        "sampler",
+        "epoch",
+    ]
     verbs = ["reads", "sends", "keeps", "sums", "hides", "splits", "joins", "drops"]
     lines = [
         f"The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}, and {draw.randint(2, 99)} "
@@ -131,7 +163,10 @@ def write_chats(path: Path, count: int = 60, seed: int = 0) -> Path:
         messages = []
         for _ in range(draw.choice([1, 1, 2, 3])):
             word = "".join(draw.choice("abcd") for _ in range(draw.randint(1, 4)))
-            messages += [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]
+            messages += [
+                {"role": "user", "content": word},
+                {"role": "assistant", "content": word[::-1]},
+            ]
         lines.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -140,12 +175,19 @@ def write_chats(path: Path, count: int = 60, seed: int = 0) -> Path:
 def write_pairs(path: Path, count: int = 60, seed: int = 0) -> Path:
     """Write ragged pairs with a rule to learn in them: a word is turned round, not said again."""
     draw = random.Random(seed)
-    words = ["".join(draw.choice("abcd") for _ in range(draw.randint(3, 9))) + "e" for _ in range(count)]
-    pairs = [{"prompt": word, "chosen": word[::-1], "rejected": word * draw.randint(1, 2)} for word in words]
+    words = [
+        "".join(draw.choice("abcd") for _ in range(draw.randint(3, 9))) + "e" for _ in range(count)
+    ]
+    pairs = [
+        {"prompt": word, "chosen": word[::-1], "rejected": word * draw.randint(1, 2)}
+        for word in words
+    ]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
 
 
 def bound(failures: int, of: int) -> str:
     """A count of failures with its 95 % bound: with none in n, three in n (the rule of three)."""
-    return f"{failures} of {of}" + (f" (95 % bound {3 / of:.2%})" if not failures and of > 3 else "")
+    return f"{failures} of {of}" + (
+        f" (95 % bound {3 / of:.2%})" if not failures and of > 3 else ""
+    )

@@ -36,9 +36,13 @@ def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
                     command("ip", "-n", name, "link", "set", device, "up")
                 if mbit is not None:
                     limit = ("rate", f"{mbit}mbit", "burst", "256kbit", "latency", "50ms")
-                    command("tc", "-n", name, "qdisc", "add", "dev", "cable0", "root", "tbf", *limit)
+                    command(
+                        "tc", "-n", name, "qdisc", "add", "dev", "cable0", "root", "tbf", *limit
+                    )
         except subprocess.CalledProcessError as error:
-            raise UnavailableError(f"may not make network namespaces here: {error.stderr.strip()}") from None
+            raise UnavailableError(
+                f"may not make network namespaces here: {error.stderr.strip()}"
+            ) from None
         yield [FIRST, SECOND]
 
 

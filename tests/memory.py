@@ -13,8 +13,15 @@ def measured(launcher: list[str], recipe: str, flags: list[str], folder: Path) -
     """Bytes of ``weights``, ``gradients`` and ``optimizer`` state, and the ``most`` that was added to what stayed from
     the update before; of the process that holds most."""
     folder.mkdir()
-    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}  # what is freed goes back to the system
-    run([*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")], env, 400).assert_ok()
+    env = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+    }  # what is freed goes back to the system
+    run(
+        [*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")],
+        env,
+        400,
+    ).assert_ok()
     ranks: list[dict[str, float]] = [read_json(path) for path in folder.glob("*.json")]
     return max(ranks, key=lambda found: found["weights"] + found["optimizer"])
 
@@ -28,7 +35,9 @@ def predicted_most(way: dict[str, Any]) -> float:
 
 def resident(key: str) -> int:
     """Bytes of this process that are in memory (``VmRSS``), or were at most (``VmHWM``): proc(5)."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    ]
     return 1024 * int(line.split()[1])
 
 

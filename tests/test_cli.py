@@ -32,7 +32,9 @@ def test_help_comes_without_torch_or_transformers(argv: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'numpy', 'wandb'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "usage: llmtrain" in done.stdout
 
@@ -64,7 +66,9 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         (["generate", "x", "--top_k", "-1"], "top_k -1 is out of range"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(argv: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture
+) -> None:
     status, out, err = ended(capsys, *argv)
     assert status == 2
     assert err.startswith("error: ")
@@ -75,17 +79,26 @@ def test_a_mistake_is_one_line_and_status_2(argv: list[str], says: str, capsys: 
 
 def test_python_m_llmtrain_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmtrain", "--version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "llmtrain", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout == f"llmtrain {__version__}\n"
 
 
-def test_a_recipe_and_its_config_are_copied_and_nothing_is_overwritten(tmp_path: Path, capsys) -> None:
+def test_a_recipe_and_its_config_are_copied_and_nothing_is_overwritten(
+    tmp_path: Path, capsys
+) -> None:
     status, out, err = ended(capsys, "init", str(tmp_path / "mine"), "--config", "cpu_ddp")
     assert (status, err) == (0, "")
     assert (tmp_path / "mine" / "gpt.py").read_text() == (ROOT / "recipes" / "gpt.py").read_text()
     assert "num_processes: 2" in (tmp_path / "mine" / "cpu_ddp.yaml").read_text()
-    assert f"accelerate launch --config_file {tmp_path}/mine/cpu_ddp.yaml {tmp_path}/mine/gpt.py" in out
+    assert (
+        f"accelerate launch --config_file {tmp_path}/mine/cpu_ddp.yaml {tmp_path}/mine/gpt.py"
+        in out
+    )
     (tmp_path / "mine" / "cpu_ddp.yaml").unlink()
     (tmp_path / "mine" / "gpt.py").write_text("mine")
     status, _, err = ended(capsys, "init", str(tmp_path / "mine"))
@@ -104,13 +117,22 @@ def test_a_config_is_copied_beside_what_is_there(tmp_path: Path, capsys) -> None
     assert f"{mine}/gpt.py (was there, and is kept)\nconfig    {mine}/fsdp2.yaml\n" in out
     assert (mine / "gpt.py").read_text() == "mine"
     assert "fsdp_version: 2" in (mine / "fsdp2.yaml").read_text()
-    found = json.loads(ended(capsys, "init", str(mine), "--config", "multi_node.slurm", "--json")[1])
+    found = json.loads(
+        ended(capsys, "init", str(mine), "--config", "multi_node.slurm", "--json")[1]
+    )
     assert found["kept"] == [str(mine / "gpt.py")]
     assert found["start"] == ["sbatch", str(mine / "multi_node.slurm")]
-    assert Path(found["config"]).read_text() == (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
-    said = "".join(re.findall(r"(?m)^(?:RECIPE|CONFIG)=.*\n", (mine / "multi_node.slurm").read_text()))
+    assert (
+        Path(found["config"]).read_text()
+        == (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
+    )
+    said = "".join(
+        re.findall(r"(?m)^(?:RECIPE|CONFIG)=.*\n", (mine / "multi_node.slurm").read_text())
+    )
     words = ["bash", "-c", f'{said} echo "$RECIPE:$CONFIG"']
-    assert subprocess.check_output(words, text=True).strip() == f"{mine}/gpt.py:{mine}/multi_node.yaml"
+    assert (
+        subprocess.check_output(words, text=True).strip() == f"{mine}/gpt.py:{mine}/multi_node.yaml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,22 +157,31 @@ def test_a_config_has_as_many_processes_as_there_are_gpus(
 
 
 @pytest.mark.parametrize("words", [["--recipe", "bert"], ["--config", "tpu"]])
-def test_what_is_not_shipped_is_answered_with_what_is(words: list[str], tmp_path: Path, capsys) -> None:
+def test_what_is_not_shipped_is_answered_with_what_is(
+    words: list[str], tmp_path: Path, capsys
+) -> None:
     status, _, err = ended(capsys, "init", str(tmp_path / "mine"), *words)
     assert (status, err.count("\n")) == (2, 1)
     assert ": there are " in err
     assert not (tmp_path / "mine").exists()
 
 
-def test_debugging_shows_where_an_error_arose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_debugging_shows_where_an_error_arose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
     status, out, err = ended(capsys, "runs", str(tmp_path / "nowhere"))
     assert (status, out) == (2, "")
     assert "Traceback" in err
-    assert err.splitlines()[-1] == f"error: {tmp_path}/nowhere is no folder; name the one that holds runs."
+    assert (
+        err.splitlines()[-1]
+        == f"error: {tmp_path}/nowhere is no folder; name the one that holds runs."
+    )
 
 
-def test_a_disk_that_refuses_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_disk_that_refuses_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "merged")
 
@@ -168,18 +199,30 @@ def test_every_command_prints_json(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_json_of_what_is_written_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    found = json.loads(ended(capsys, "init", str(tmp_path / "mine"), "--config", "cpu_ddp", "--json")[1])
+    found = json.loads(
+        ended(capsys, "init", str(tmp_path / "mine"), "--config", "cpu_ddp", "--json")[1]
+    )
     assert Path(found["recipe"]).is_file()
-    assert found["start"] == ["accelerate", "launch", "--config_file", found["config"], found["recipe"]]
+    assert found["start"] == [
+        "accelerate",
+        "launch",
+        "--config_file",
+        found["config"],
+        found["recipe"],
+    ]
     lessons = json.loads(ended(capsys, "learn", "--json")[1])
     assert [one["lesson"] for one in lessons] == list(LESSONS)
     assert all(one["title"] for one in lessons)
 
 
-def test_json_of_an_export_says_where_the_model_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_json_of_an_export_says_where_the_model_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    status, out, err = ended(capsys, "export", str(tmp_path / "model"), "--to", str(tmp_path / "to"), "--json")
+    status, out, err = ended(
+        capsys, "export", str(tmp_path / "model"), "--to", str(tmp_path / "to"), "--json"
+    )
     assert (status, err) == (0, "")
     assert json.loads(out) == {"model": str(tmp_path / "to")}
     assert (tmp_path / "to" / "config.json").is_file()

@@ -77,7 +77,9 @@ def complaint(call, *arguments, **options) -> str:
 def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text("size: 5\nrate: 0.25\n")
-    settings = resolved(parse(together(Toy(size=4, name="duck"), Box()), ["--size", "6", "--config", str(path)]))
+    settings = resolved(
+        parse(together(Toy(size=4, name="duck"), Box()), ["--size", "6", "--config", str(path)])
+    )
     assert settings["size"] == {"value": 6, "from": "command line"}
     assert settings["rate"] == {"value": 0.25, "from": str(path)}
     assert settings["name"] == {"value": "duck", "from": "recipe"}
@@ -93,7 +95,9 @@ def test_a_value_that_was_given_says_so_even_where_it_equals_the_default(tmp_pat
 
 def test_every_setting_of_every_config_is_resolved():
     settings = resolved(together(Toy(), Box()))
-    assert list(settings) == [field.name for config in (Toy, Box) for field in dataclasses.fields(config)]
+    assert list(settings) == [
+        field.name for config in (Toy, Box) for field in dataclasses.fields(config)
+    ]
     assert {setting["from"] for setting in settings.values()} == {"recipe"}
 
 
@@ -136,7 +140,9 @@ def test_a_word_that_belongs_to_no_flag_is_an_error(argv):
     assert re.search(r"stray|-s", complaint(toy, *argv))
 
 
-@pytest.mark.parametrize(("key", "meant"), [("sise", "size"), ("siz", "size"), ("colors", "colour")])
+@pytest.mark.parametrize(
+    ("key", "meant"), [("sise", "size"), ("siz", "size"), ("colors", "colour")]
+)
 def test_an_unknown_yaml_key_is_an_error_with_the_nearest_name(tmp_path, key, meant):
     message = complaint(from_yaml, tmp_path, f"{key}: 4")
     assert "toy.yaml" in message
@@ -196,16 +202,18 @@ def test_a_yaml_value_becomes_what_the_flag_would(tmp_path, text, argv):
     assert from_yaml(tmp_path, text) == toy(*argv)
 
 
-@pytest.mark.parametrize("word", ["on", "007", "12:30:00", "2024-06-01", "2024-99-99", "0x10", "1_000"])
+@pytest.mark.parametrize(
+    "word", ["on", "007", "12:30:00", "2024-06-01", "2024-99-99", "0x10", "1_000"]
+)
 def test_a_yaml_word_reaches_a_text_setting_as_it_is_written(tmp_path, word):
     assert from_yaml(tmp_path, f"name: {word}").name == word
 
 
 def test_coerced_values_have_the_type_of_their_field(tmp_path):
     config = from_yaml(tmp_path, "size: 7\nrate: 2\nloud: true\nshifts: [4]\nname: 3\n")
-    assert [type(v) for v in (config.size, config.rate, config.loud, config.shifts[0], config.name)] == [
-        *(int, float, bool, int, str)
-    ]
+    assert [
+        type(v) for v in (config.size, config.rate, config.loud, config.shifts[0], config.name)
+    ] == [*(int, float, bool, int, str)]
 
 
 def test_a_yaml_file_may_begin_with_a_byte_order_mark(tmp_path):
@@ -345,21 +353,31 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
 
 @pytest.mark.parametrize("where", ["flag", "file"])
 def test_a_retired_flag_is_a_line_that_says_what_to_use(tmp_path, where):
-    said = complaint(toy, "--fur", "3") if where == "flag" else complaint(from_yaml, tmp_path, "fur: 3")
+    said = (
+        complaint(toy, "--fur", "3")
+        if where == "flag"
+        else complaint(from_yaml, tmp_path, "fur: 3")
+    )
     assert said.endswith("--fur is retired: stroke it.")
 
 
 def test_the_command_line_of_an_earlier_version_is_read_without_its_retired_flags():
     old = ["--size", "4", "--fur", "3", "4", "--name", "duck", "--no_fur", "--loud"]
     assert without_retired(old, Toy.retired) == ["--size", "4", "--name", "duck", "--loud"]
-    assert "--teeth is retired: buy a --maker" in complaint(without_retired, ["--teeth=3"], Toy.retired)
+    assert "--teeth is retired: buy a --maker" in complaint(
+        without_retired, ["--teeth=3"], Toy.retired
+    )
 
 
 @pytest.mark.parametrize(("recipe", "shown"), [("gpt", 43), ("finetune", 56)])
 def test_help_shows_no_more_flags_than_a_person_can_use(capsys, monkeypatch, recipe, shown):
     defaults = runpy.run_path(str(RECIPES[0].with_name(f"{recipe}.py")))["DEFAULTS"]
     few, every = (
-        len(re.findall(r"^  --\w+", help_text(capsys, monkeypatch, defaults, flag=flag), re.MULTILINE))
+        len(
+            re.findall(
+                r"^  --\w+", help_text(capsys, monkeypatch, defaults, flag=flag), re.MULTILINE
+            )
+        )
         for flag in ("--help", "--help_all")
     )
     assert few <= shown

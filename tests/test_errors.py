@@ -33,7 +33,10 @@ def taken_port() -> Iterator[int]:
     [
         (errno.ENOSPC, "/data/run: No space left on device; make room"),
         (errno.EDQUOT, "make room"),
-        (errno.EACCES, "/data/run: Permission denied; name a file or folder that this user may use"),
+        (
+            errno.EACCES,
+            "/data/run: Permission denied; name a file or folder that this user may use",
+        ),
         (errno.EROFS, "name a file or folder"),
         (errno.ENAMETOOLONG, "name another file or folder"),
         (errno.EMFILE, "ulimit"),
@@ -48,7 +51,10 @@ def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
 def test_a_config_that_a_line_names_is_there_also_outside_of_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder, named in ((ROOT, Path("accelerate_configs/fsdp2.yaml")), (tmp_path, shipped_config("fsdp2").resolve())):
+    for folder, named in (
+        (ROOT, Path("accelerate_configs/fsdp2.yaml")),
+        (tmp_path, shipped_config("fsdp2").resolve()),
+    ):
         monkeypatch.chdir(folder)
         assert f" or shard it with {named};" in str(explained(MemoryError()))
         assert named.is_file()
@@ -77,7 +83,11 @@ def test_what_a_library_wraps_is_found() -> None:
 def test_memory_that_is_not_there_is_explained() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
-    for error in (caught.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")):
+    for error in (
+        caught.value,
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    ):
         assert "out of memory" in str(explained(error))
         assert "llmtrain plan" in str(explained(error))
 
@@ -103,7 +113,13 @@ def _mistake_while_memory_is_short() -> None:
 
 def test_what_is_of_the_program_is_not_explained_away() -> None:
     gone = FileNotFoundError(errno.ENOENT, "gone", "x")
-    for error in (KeyError("rows"), RuntimeError("shapes differ"), gone, OSError(), OSError(errno.EACCES, "no port")):
+    for error in (
+        KeyError("rows"),
+        RuntimeError("shapes differ"),
+        gone,
+        OSError(),
+        OSError(errno.EACCES, "no port"),
+    ):
         assert explained(error) is None
     with pytest.raises(KeyError) as caught:
         _mistake_while_memory_is_short()
@@ -142,7 +158,12 @@ for name in sys.argv[1:]:
 
 
 def asked(port: int, *names: str) -> list[str]:
-    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HUB_OFFLINE": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", ASK, *names]
     return subprocess.check_output(command, text=True, timeout=120, env=env).splitlines()
 

@@ -27,7 +27,9 @@ def comparable(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS])
+@pytest.mark.parametrize(
+    "lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS]
+)
 def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
     ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
     page = PAGE.read_text()
@@ -52,7 +54,9 @@ def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
         str(tmp_path / "run"),
     ]
     run([str(BIN / "llmtrain"), "xray", "recipes/gpt.py", *flags]).assert_ok()
-    picture = re.search(r"<svg.*?</svg>", (tmp_path / "run" / "xray" / "timeline.html").read_text(), re.DOTALL)
+    picture = re.search(
+        r"<svg.*?</svg>", (tmp_path / "run" / "xray" / "timeline.html").read_text(), re.DOTALL
+    )
     assert picture is not None
     (ROOT / "docs" / "xray.svg").write_text(picture[0] + "\n")
 

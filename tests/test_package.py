@@ -19,7 +19,10 @@ import llmtrain
 from tests.launching import ROOT
 
 ROOMS = ("data", "models", "parallel", "observe", "record")
-GROUND = {"llmtrain.parallel.mesh", "llmtrain.parallel.collectives"}  # what is sharded, all may know
+GROUND = {
+    "llmtrain.parallel.mesh",
+    "llmtrain.parallel.collectives",
+}  # what is sharded, all may know
 
 
 def imports(path: Path) -> set[str]:
@@ -36,7 +39,11 @@ def imports(path: Path) -> set[str]:
 def test_rooms_do_not_know_each_other(room: str) -> None:
     for path in (ROOT / "llmtrain" / room).glob("*.py"):
         known = imports(path) - GROUND
-        strangers = {name for name in known if name.split(".")[1] in {*ROOMS, "training", "commands"} - {room}}
+        strangers = {
+            name
+            for name in known
+            if name.split(".")[1] in {*ROOMS, "training", "commands"} - {room}
+        }
         assert not strangers, f"{path.name} imports {strangers}"
 
 
@@ -51,13 +58,19 @@ def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_o
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     oldest = Version(metadata["options"]["python_requires"].removeprefix(">="))
-    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    pins = [
+        Requirement(line)
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line[0] != "#"
+    ]
     installed = {canonicalize_name(found.name): found for found in distributions()}
     for pin in pins:
         found = installed.get(canonicalize_name(pin.name))
         takes = SpecifierSet(found.metadata["Requires-Python"] or "") if found else SpecifierSet()
         applies = pin.marker is None or pin.marker.evaluate({"python_version": str(oldest)})
-        assert oldest in takes or not applies, f"constraints.txt: {pin} needs Python {takes}; give it a marker"
+        assert oldest in takes or not applies, (
+            f"constraints.txt: {pin} needs Python {takes}; give it a marker"
+        )
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
@@ -80,7 +93,9 @@ def test_a_recipe_says_what_is_wrong_with_its_flags_without_loading_torch(
 ) -> None:
     (tmp_path / "bad.yaml").write_text("beta: [")
     command = [sys.executable, "-X", "importtime", ROOT / "recipes" / f"{recipe}.py", *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     lines = ended.stderr.splitlines()
     loaded = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time")}
     told = [ended.stdout, *(line for line in lines if not line.startswith("import time"))]

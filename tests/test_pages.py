@@ -13,7 +13,11 @@ PAGE = ROOT / "docs" / "runs.md"
 
 def comparable(text: str) -> list[str]:
     """Without numbers, and what a machine has of its own (its threads); of a row's text nothing."""
-    lines = [re.sub(r'"(?:[^"\\]|\\.)*"?$', "TEXT", line) for line in text.splitlines() if "threads" not in line]
+    lines = [
+        re.sub(r'"(?:[^"\\]|\\.)*"?$', "TEXT", line)
+        for line in text.splitlines()
+        if "threads" not in line
+    ]
     return [" ".join(re.sub(r"[\d.,]+(e-\d+)?", "#", line).split()) for line in lines]
 
 
@@ -36,7 +40,9 @@ def test_the_page_about_runs_shows_what_its_commands_print(tmp_path: Path) -> No
         assert done.status == (1 if " diff " in block[1] else 0), done.err
         if WRITE:
             PAGE.write_text(
-                PAGE.read_text().replace(block[0], f"```\n$ {block[1]}\n{done.out.replace(str(tmp_path), HOME)}```\n")
+                PAGE.read_text().replace(
+                    block[0], f"```\n$ {block[1]}\n{done.out.replace(str(tmp_path), HOME)}```\n"
+                )
             )
         elif block[1] != "llmtrain doctor":
             assert comparable(done.out) == comparable(block[2])

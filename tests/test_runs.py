@@ -19,14 +19,24 @@ from tests.record.test_checkpoint import DAMAGE, Files, flip
 from tests.test_cli import ended
 
 LOSSES = {10: 2.5, 20: 2.125, 30: 2.25}
-STATUS = {"state": "preempted", "step": 30, "reason": "asked to stop by SIGTERM", "time": "2026-01-01T00:00:00+0000"}
+STATUS = {
+    "state": "preempted",
+    "step": 30,
+    "reason": "asked to stop by SIGTERM",
+    "time": "2026-01-01T00:00:00+0000",
+}
 
 
 def save(folder: Path, step: int, loss: float | None = None, identity: str = "mine") -> Path:
     weights = {"w": torch.full((64,), float(step))}
     state = {"step": step, "eval_loss": loss, "identity_sha256": identity}
     return write_checkpoint(
-        folder, step, Files(), Share(Spread(weights)), Share(Spread({"w.exp_avg": weights["w"] * 2})), state
+        folder,
+        step,
+        Files(),
+        Share(Spread(weights)),
+        Share(Spread({"w.exp_avg": weights["w"] * 2})),
+        state,
     )
 
 
@@ -48,10 +58,16 @@ def check(capsys: pytest.CaptureFixture, path: Path) -> tuple[int, str, dict[int
     """Return the status, all that was said, and the line of each step in the order in which they came."""
     status, out, err = ended(capsys, "runs", "check", str(path))
     assert not err
-    return status, out, {int(line.split()[0]): line for line in out.splitlines() if line.split()[0].isdigit()}
+    return (
+        status,
+        out,
+        {int(line.split()[0]): line for line in out.splitlines() if line.split()[0].isdigit()},
+    )
 
 
-def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_takes(run: Path, capsys) -> None:
+def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_takes(
+    run: Path, capsys
+) -> None:
     status, out, lines = check(capsys, run)
     assert status == 0
     assert "preempted at step 30" in out
@@ -60,7 +76,11 @@ def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_take
     assert all("whole" in line and f"{LOSSES[step]:.4f}" in line for step, line in lines.items())
     assert [step for step, line in lines.items() if "a resume takes this one" in line] == [30]
     assert [step for step, line in lines.items() if "best held-out loss" in line] == [20]
-    size = sum(path.stat().st_size for path in (run / "checkpoints/step-00000030").rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size
+        for path in (run / "checkpoints/step-00000030").rglob("*")
+        if path.is_file()
+    )
     assert f"{size / 1024:.1f} KiB" in lines[30]
 
 
@@ -73,12 +93,16 @@ def test_json_says_what_the_lines_say(run: Path, capsys) -> None:
     assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
     assert found["checkpoints"][0]["fault"] in lines[30]
     assert [one["taken"] for one in found["checkpoints"]] == [False, True, False]
-    assert [one["held_out"] for one in found["checkpoints"]] == [LOSSES[step] for step in (30, 20, 10)]
+    assert [one["held_out"] for one in found["checkpoints"]] == [
+        LOSSES[step] for step in (30, 20, 10)
+    ]
     assert "asked to stop by SIGTERM" in found["standing"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(damage: str, run: Path, capsys) -> None:
+def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(
+    damage: str, run: Path, capsys
+) -> None:
     DAMAGE[damage](run / "checkpoints/step-00000030")
     status, _, lines = check(capsys, run)
     taken = newest_valid(run / "checkpoints", False, "mine")
@@ -88,7 +112,9 @@ def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(dam
     assert fault in lines[30]
     assert "whole" not in lines[30]
     assert taken is not None
-    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume takes" in line] == [taken.name]
+    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume takes" in line] == [
+        taken.name
+    ]
 
 
 def test_an_older_one_that_is_damaged_is_status_1(run: Path, capsys) -> None:
@@ -145,8 +171,12 @@ def test_a_run_without_a_checkpoint_says_whether_one_is_missing(
     assert says in out
 
 
-def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not(tmp_path: Path, capsys) -> None:
-    run = make(tmp_path / "run", {"state": "running", "step": 10, "host": os.uname().nodename}, {10: 1.0})
+def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not(
+    tmp_path: Path, capsys
+) -> None:
+    run = make(
+        tmp_path / "run", {"state": "running", "step": 10, "host": os.uname().nodename}, {10: 1.0}
+    )
     assert "was killed" in check(capsys, run)[1]
     with lock(run):
         out = check(capsys, run)[1]
@@ -231,7 +261,9 @@ def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> N
         (["mend", "{here}"], "write llmtrain runs"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, capsys) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    argv: list[str], says: str, tmp_path: Path, capsys
+) -> None:
     (tmp_path / "file").write_text("")
     status, out, err = ended(capsys, "runs", *[word.format(here=tmp_path) for word in argv])
     assert (status, out) == (2, "")
@@ -239,7 +271,9 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path
     assert err.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_read_is_one_line(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_one_line(
+    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(path: Path, _: bool) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -251,10 +285,20 @@ def test_a_folder_that_cannot_be_read_is_one_line(run: Path, capsys, monkeypatch
 
 def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Path, capsys) -> None:
     old = make(tmp_path / "runs" / "old", STATUS, {})
-    new = make(tmp_path / "runs" / "sweep" / "new", STATUS | {"state": "running", "host": platform.node()}, {})
+    new = make(
+        tmp_path / "runs" / "sweep" / "new",
+        STATUS | {"state": "running", "host": platform.node()},
+        {},
+    )
     (new / "run.json").write_text(json.dumps({"settings": {"max_steps": {"value": 60}}}))
-    lines = [{"step": 0, "eval/loss": 9.0}, {"step": 40, "train/loss": 2.5}, {"step": 40, "eval/loss": 3.25}]
-    (new / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50, "tr')
+    lines = [
+        {"step": 0, "eval/loss": 9.0},
+        {"step": 40, "train/loss": 2.5},
+        {"step": 40, "eval/loss": 3.25},
+    ]
+    (new / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50, "tr'
+    )
     for path in old.iterdir():
         os.utime(path, (1e9, 1e9))
     status, out, err = ended(capsys, "runs", str(tmp_path / "runs"))
@@ -278,7 +322,9 @@ def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -
     assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
 
 
-@pytest.mark.parametrize("words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]])
+@pytest.mark.parametrize(
+    "words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]]
+)
 def test_what_lists_nothing_is_one_line(words: list[str], capsys) -> None:
     status, _, err = ended(capsys, "runs", *words)
     assert (status, err.count("\n")) == (2, 1)

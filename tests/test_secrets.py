@@ -27,7 +27,16 @@ def word(least: int, most: int, of: str = LETTERS) -> st.SearchStrategy[str]:
     return st.text(of, min_size=least, max_size=most)
 
 
-NAMES = ["hub_token", "HF_TOKEN", "api_key", "openai-api-key", "password", "db_password", "client_secret", "access_key"]
+NAMES = [
+    "hub_token",
+    "HF_TOKEN",
+    "api_key",
+    "openai-api-key",
+    "password",
+    "db_password",
+    "client_secret",
+    "access_key",
+]
 ORDINARY = {
     "tokenizer": "bpe:4096",
     "tokens": "1000000000000000000000",
@@ -58,7 +67,9 @@ AFFIXES = st.sampled_from(["", " ", "/", "=", "'", '"', ":", ",", "\n"])
 
 def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(word(1, 8), inner, max_size=3), max_leaves=6
+        leaves,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(word(1, 8), inner, max_size=3),
+        max_leaves=6,
     )
 
 
@@ -69,7 +80,11 @@ ordinary = (
     | st.floats(allow_nan=False)
     | st.booleans()
     | st.none()
-    | st.lists(st.sampled_from(["--tokenizer", "bpe:512", "--tokens", "12345678", "--seed=3", "train", "--text_key"]))
+    | st.lists(
+        st.sampled_from(
+            ["--tokenizer", "bpe:512", "--tokens", "12345678", "--seed=3", "train", "--text_key"]
+        )
+    )
 )
 
 
@@ -79,15 +94,22 @@ def test_ordinary_settings_come_through_unchanged(value: Any) -> None:
 
 
 @given(st.data(), SECRETS, AFFIXES, AFFIXES)
-def test_a_token_of_a_known_shape_never_does(data: st.DataObject, secret: str, before: str, after: str) -> None:
-    value = data.draw(nested(st.just(f"{before}{secret}{after}")).map(lambda inner: {"a": inner, "b": (1, inner)}))
+def test_a_token_of_a_known_shape_never_does(
+    data: st.DataObject, secret: str, before: str, after: str
+) -> None:
+    value = data.draw(
+        nested(st.just(f"{before}{secret}{after}")).map(lambda inner: {"a": inner, "b": (1, inner)})
+    )
     hidden = redacted(value)
     assert secret not in repr(hidden)
     assert type(hidden["b"]) is tuple
     assert redacted(hidden) == hidden
 
 
-@given(st.sampled_from(NAMES), word(1, 40, LETTERS + "+/._-!@,;&").filter(lambda s: not s.startswith("-")))
+@given(
+    st.sampled_from(NAMES),
+    word(1, 40, LETTERS + "+/._-!@,;&").filter(lambda s: not s.startswith("-")),
+)
 def test_what_stands_under_a_secrets_name_never_does(name: str, tail: str) -> None:
     secret = f"Q9{tail}"
     for value in (
@@ -110,11 +132,23 @@ def test_what_stands_under_a_secrets_name_never_does(name: str, tail: str) -> No
 @given(word(1, 12), word(1, 30, LETTERS + "!$%:@-_."))
 def test_a_url_keeps_its_host_and_loses_its_user(user: str, password: str) -> None:
     for who in (f"{user}:Q9{password}", f"Q9{user}"):
-        assert redacted(f"see postgres://{who}@host.org:80/a?b=c now") == "see postgres://***@host.org:80/a?b=c now"
+        assert (
+            redacted(f"see postgres://{who}@host.org:80/a?b=c now")
+            == "see postgres://***@host.org:80/a?b=c now"
+        )
 
 
 def test_the_rest_of_a_command_line_stays() -> None:
-    line = ["recipes/gpt.py", "--hub_token", "Q9", "--tokenizer", "byte", "--use_token", "--seed", "3"]
+    line = [
+        "recipes/gpt.py",
+        "--hub_token",
+        "Q9",
+        "--tokenizer",
+        "byte",
+        "--use_token",
+        "--seed",
+        "3",
+    ]
     assert redacted(line) == ["recipes/gpt.py", "--hub_token", "***", *line[3:]]
     assert redacted("--hub_token Q9 --seed 3") == "--hub_token *** --seed 3"
 
@@ -122,7 +156,12 @@ def test_the_rest_of_a_command_line_stays() -> None:
 def test_40_hex_digits_are_a_secret_under_the_name_of_a_key_alone() -> None:
     digits = "0123456789abcdef0123456789abcdef01234567"
     assert redacted({"wandb_key": digits, "sha": digits}) == {"wandb_key": "***", "sha": digits}
-    assert redacted(["--wandb_key", digits, "--sha", digits]) == ["--wandb_key", "***", "--sha", digits]
+    assert redacted(["--wandb_key", digits, "--sha", digits]) == [
+        "--wandb_key",
+        "***",
+        "--sha",
+        digits,
+    ]
     assert redacted(f"key={digits} sha={digits}") == f"key=*** sha={digits}"
 
 
@@ -137,11 +176,16 @@ def test_a_secret_of_the_environment_never_comes_through(monkeypatch: pytest.Mon
 
 
 def test_no_secret_reaches_any_file_of_a_run(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    accelerator: Accelerator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "Q9" * 20)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--hub_token", "Q9word", "--dataset", "https://me:Q9pass@host/x"])
+    monkeypatch.setattr(
+        sys, "argv", [sys.argv[0], "--hub_token", "Q9word", "--dataset", "https://me:Q9pass@host/x"]
+    )
     settings = {
         "hub_token": {"value": "Q9word", "from": "command line"},
         "dataset": {"value": ["https://me:Q9pass@host/x"], "from": "command line"},
@@ -150,11 +194,22 @@ def test_no_secret_reaches_any_file_of_a_run(
     }
     monkeypatch.setattr(running, "resolved", lambda _: settings)
     monkeypatch.setattr(running, "identity_of", lambda *_: {"seed": 3})
-    rows = tokenize(DataConfig(tokenizer="byte"), 8, records=lambda: iter(["a text", "another text", "and more of it"]))
-    s = Settings(DataConfig(), run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]))
+    rows = tokenize(
+        DataConfig(tokenizer="byte"),
+        8,
+        records=lambda: iter(["a text", "another text", "and more of it"]),
+    )
+    s = Settings(
+        DataConfig(),
+        run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]),
+    )
     model = torch.nn.Linear(2, 2)
     with open_run(accelerator, s, rows, Built(model, Files())) as run:
-        monkeypatch.setattr(run.accelerator.trackers[1], "log", lambda *_, **__: open("https://me:Q9pass@host/x"))  # noqa: PTH123, SIM115
+
+        def fail_to_log(*_: object, **__: object) -> None:
+            raise FileNotFoundError(2, "No such file or directory", "https://me:Q9pass@host/x")
+
+        monkeypatch.setattr(run.accelerator.trackers[1], "log", fail_to_log)
         run.log({"train/loss": 1.0})
         s.optim.max_steps = run.step
         run.end(model)
@@ -162,7 +217,12 @@ def test_no_secret_reaches_any_file_of_a_run(
     record = json.loads((folder / "run.json").read_text())
     assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}
     assert record["settings"]["seed"] == {"value": 3, "from": "recipe"}
-    assert record["starts"][0]["command"][1:] == ["--hub_token", "***", "--dataset", "https://***@host/x"]
+    assert record["starts"][0]["command"][1:] == [
+        "--hub_token",
+        "***",
+        "--dataset",
+        "https://***@host/x",
+    ]
     assert sys.argv[2] == "Q9word"
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)

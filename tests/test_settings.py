@@ -19,7 +19,17 @@ from llmtrain.training import start
 from llmtrain.training.settings import CONFIGS
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
 
-DUMPS = {"parse", "resolved", "asdict", "_asdict_inner", "__post_init__", "__eq__", "__repr__", "replace", "deepcopy"}
+DUMPS = {
+    "parse",
+    "resolved",
+    "asdict",
+    "_asdict_inner",
+    "__post_init__",
+    "__eq__",
+    "__repr__",
+    "replace",
+    "deepcopy",
+}
 SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
 
 
@@ -45,7 +55,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, Any]:
     """The recipe of docs/your-own-recipe.md."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL
+    )
     (tmp_path / "sums.py").write_text(code)
     return runpy.run_path(str(tmp_path / "sums.py"), run_name="sums")
 
@@ -71,32 +83,64 @@ def unread(recipe: dict[str, Any], read: set[str]) -> set[str]:
     configs = configs_of(recipe["DEFAULTS"]).values()
     for config in configs:
         if hasattr(config, "ddp_bucket_cap_mb"):
-            DDPHandler(config).to_kwargs()  # which Accelerate calls for every model that it wraps in DDP
+            DDPHandler(
+                config
+            ).to_kwargs()  # which Accelerate calls for every model that it wraps in DDP
     return {name for config in configs for name in flags_of(config)} - read
 
 
-def test_every_flag_of_the_recipe_for_gpts_is_read(read: set[str], text_file: Path, tmp_path: Path) -> None:
+def test_every_flag_of_the_recipe_for_gpts_is_read(
+    read: set[str], text_file: Path, tmp_path: Path
+) -> None:
     recipe = runpy.run_path(str(ROOT / GPT))
     recipe["main"](
-        [*TINY, *SHORT, "--warmup_steps", "1", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+        [
+            *TINY,
+            *SHORT,
+            "--warmup_steps",
+            "1",
+            "--dataset",
+            str(text_file),
+            "--output_dir",
+            str(tmp_path / "run"),
+        ]
     )
     assert unread(recipe, read) == set()
 
 
-def test_every_flag_of_the_recipe_for_fine_tuning_is_read(read: set[str], text_file: Path, tmp_path: Path) -> None:
+def test_every_flag_of_the_recipe_for_fine_tuning_is_read(
+    read: set[str], text_file: Path, tmp_path: Path
+) -> None:
     recipe, chats = runpy.run_path(str(ROOT / FINETUNE)), write_chats(tmp_path / "chats.jsonl")
     chats.write_text(chats.read_text() + '{"messages": []}\n')
     flags = [*SMALL_LLAMA[2:], *SHORT, "--warmup_steps", "1", "--output_dir"]
-    full = [*SMALL_LLAMA[:2], "--from_config", "llama", "--dataset", str(chats), "--on_bad_row", "skip"]
+    full = [
+        *SMALL_LLAMA[:2],
+        "--from_config",
+        "llama",
+        "--dataset",
+        str(chats),
+        "--on_bad_row",
+        "skip",
+    ]
     recipe["main"]([*full, *flags, str(tmp_path / "full")])
     with pytest.raises(UserError, match="--text_field is for text"):
         recipe["main"]([*full, "--text_field", "body", *flags, str(tmp_path / "refused")])
-    base = ["--model_name_or_path", str(tmp_path / "full" / "model"), "--lora_r", "2", "--dataset", str(text_file)]
+    base = [
+        "--model_name_or_path",
+        str(tmp_path / "full" / "model"),
+        "--lora_r",
+        "2",
+        "--dataset",
+        str(text_file),
+    ]
     recipe["main"]([*base, *flags, str(tmp_path / "adapter")])
     assert unread(recipe, read) == set()
 
 
-def test_every_flag_of_ones_own_recipe_is_read_or_refused(own: dict[str, Any], read: set[str], tmp_path: Path) -> None:
+def test_every_flag_of_ones_own_recipe_is_read_or_refused(
+    own: dict[str, Any], read: set[str], tmp_path: Path
+) -> None:
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
     own["main"](flags)
     for name in unread(own, read):
@@ -104,8 +148,12 @@ def test_every_flag_of_ones_own_recipe_is_read_or_refused(own: dict[str, Any], r
             own["main"]([*flags, f"--{name}", "0.5"])
 
 
-def test_every_flag_of_the_migration_is_read(migrated: dict[str, Any], read: set[str], tmp_path: Path) -> None:
-    migrated["main"](["--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")])
+def test_every_flag_of_the_migration_is_read(
+    migrated: dict[str, Any], read: set[str], tmp_path: Path
+) -> None:
+    migrated["main"](
+        ["--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    )
     assert unread(migrated, read) == set()
     for name in ("dataset", "tokenizer", "mixture", "eval_fraction"):
         with pytest.raises(UserError, match=f"unknown flag --{name}"):
@@ -113,7 +161,10 @@ def test_every_flag_of_the_migration_is_read(migrated: dict[str, Any], read: set
 
 
 def test_a_recipe_of_ones_own_shows_its_rows_and_publishes_its_model(
-    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    own: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     sent: list[tuple[Path, str | None]] = []
     monkeypatch.setattr(running, "publish", lambda folder, name: sent.append((folder, name)))
@@ -130,19 +181,32 @@ def test_a_model_gets_the_columns_that_it_says_it_takes_and_bits_per_byte_are_ri
 ) -> None:
     recipe, windows = runpy.run_path(str(ROOT / GPT)), []
     honest = start.train_loader
-    monkeypatch.setattr(start, "train_loader", lambda *given: windows.append(honest(*given)) or windows[-1])
+    monkeypatch.setattr(
+        start, "train_loader", lambda *given: windows.append(honest(*given)) or windows[-1]
+    )
     flags = [*TINY, *SHORT, "--dataset", str(text_file), "--output_dir"]
     for dropout in ("0", "0.5"):
         recipe["main"]([*flags, str(tmp_path / dropout), "--dropout", dropout])
     plain, keyed = (set(next(iter(loader)).batches[0]) for loader in windows)
     assert keyed - plain == {"dropout_keys"}
     nats, bits = (series(tmp_path / "0", f"eval/{name}") for name in ("loss", "bits_per_byte"))
-    assert bits[2] == pytest.approx(nats[2] / torch.log(torch.tensor(2.0)).item(), rel=0.02), "a token is a byte here"
+    assert bits[2] == pytest.approx(nats[2] / torch.log(torch.tensor(2.0)).item(), rel=0.02), (
+        "a token is a byte here"
+    )
 
 
 def test_a_run_that_goes_on_trains_what_it_has_learned(own: dict[str, Any], tmp_path: Path) -> None:
     """`train` restores: there is no line of a recipe that could be forgotten."""
-    flags = ["--report_to", "none", "--output_dir", str(tmp_path / "run"), "--eval_steps", "0", "--logging_steps", "1"]
+    flags = [
+        "--report_to",
+        "none",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--eval_steps",
+        "0",
+        "--logging_steps",
+        "1",
+    ]
     own["main"]([*flags, "--max_steps", "60"])
     source = ["--resume_from_checkpoint", str(tmp_path / "run")]
     own["main"]([*flags, *source, "--max_steps", "61", "--lr_scheduler_type", "constant"])

@@ -23,22 +23,45 @@ def launcher(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("words", "config", "environment", "expected"),
     [
-        (["accelerate", "launch", "--mixed_precision", "fp16"], {"mixed_precision": "no"}, {}, "fp16"),
+        (
+            ["accelerate", "launch", "--mixed_precision", "fp16"],
+            {"mixed_precision": "no"},
+            {},
+            "fp16",
+        ),
         (["accelerate", "launch", "--mixed-precision=fp16"], {}, {}, "fp16"),
-        (["accelerate", "launch"], {"mixed_precision": "bf16"}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "bf16"),
+        (
+            ["accelerate", "launch"],
+            {"mixed_precision": "bf16"},
+            {"ACCELERATE_MIXED_PRECISION": "fp16"},
+            "bf16",
+        ),
         ([], {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
         (["accelerate", "launch"], {}, {}, None),
     ],
 )
-def test_what_was_said_to_the_launcher_is_told_from_its_defaults(words, config, environment, expected) -> None:
-    said = Launcher(words, config, environment).said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
+def test_what_was_said_to_the_launcher_is_told_from_its_defaults(
+    words, config, environment, expected
+) -> None:
+    said = Launcher(words, config, environment).said(
+        "mixed_precision", "ACCELERATE_MIXED_PRECISION"
+    )
     assert said == expected
 
 
 def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
     launcher = Launcher(["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--debug"])
-    assert (launcher.said("multi_gpu"), launcher.said("num_processes"), launcher.said("debug")) == (True, "2", True)
-    assert Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).said("num_processes") == "3"
+    assert (launcher.said("multi_gpu"), launcher.said("num_processes"), launcher.said("debug")) == (
+        True,
+        "2",
+        True,
+    )
+    assert (
+        Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).said(
+            "num_processes"
+        )
+        == "3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,16 +75,22 @@ def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
         (["accelerate", "launch"], {"mixed_precision": "bf16"}, False, "bf16"),
     ],
 )
-def test_bf16_is_the_default_of_a_gpu_that_has_it(words, config, gpu, expected, monkeypatch) -> None:
+def test_bf16_is_the_default_of_a_gpu_that_has_it(
+    words, config, gpu, expected, monkeypatch
+) -> None:
     monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation: gpu)
     assert start._precision(Launcher(words, config, {}), cpu=not gpu, sharded=False) == expected
 
 
 @pytest.mark.parametrize(("sharded", "expected"), [(False, "fp16"), (True, "no")])
-def test_a_gpu_that_emulates_bf16_does_not_use_it(sharded: bool, expected: str, monkeypatch) -> None:
+def test_a_gpu_that_emulates_bf16_does_not_use_it(
+    sharded: bool, expected: str, monkeypatch
+) -> None:
     monkeypatch.setattr(start.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        start.torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     assert start._precision(Launcher([], {}, {}), cpu=False, sharded=sharded) == expected
 
 
@@ -79,7 +108,10 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
     monkeypatch.setattr(start, "_SHARED", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
     assert start._share_threads(Launcher([], {}, {})) == 2
-    for bitwise, threads in ((True, 1), (False, 2)):  # other runs of one process, which find what the last one wrote
+    for bitwise, threads in (
+        (True, 1),
+        (False, 2),
+    ):  # other runs of one process, which find what the last one wrote
         assert start._share_threads(Launcher([], {}, dict(start.os.environ)), bitwise) == threads
     assert start._share_threads(Launcher([], {}, {"OMP_NUM_THREADS": "3"})) == 3
     assert start._share_threads(Launcher([], {"num_cpu_threads_per_process": 5}, {})) == 5
@@ -87,7 +119,9 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     start.torch.set_num_threads(before)
 
 
-def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(launcher, monkeypatch) -> None:
+def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(
+    launcher, monkeypatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -95,7 +129,9 @@ def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_wor
     with pytest.raises(UserError, match=r"accelerate launch --multi_gpu --num_processes 2 "):
         check_launch()
     launcher([], {}, {})  # a launcher that is hidden from us: behind a wrapper script, or python -u
-    with pytest.raises(UserError, match=r"several processes were asked for and accelerate started one"):
+    with pytest.raises(
+        UserError, match=r"several processes were asked for and accelerate started one"
+    ):
         check_launch()
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -105,7 +141,9 @@ def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_wor
 def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) -> None:
     launcher([], {}, {})
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="WORLD_SIZE is 2 and no launcher says which rank this is; unset"):
+    with pytest.raises(
+        UserError, match="WORLD_SIZE is 2 and no launcher says which rank this is; unset"
+    ):
         check_launch()
 
 
@@ -117,14 +155,22 @@ def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> Non
         check_launch()
 
 
-@pytest.mark.parametrize(("processes", "devices", "kind"), [(2, 1, "cuda"), (2, 2, "cuda"), (2, 1, "mps")])
-def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(processes, devices, kind, monkeypatch) -> None:
-    monkeypatch.setattr(start.torch.accelerator, "current_accelerator", lambda **_: start.torch.device(kind))
+@pytest.mark.parametrize(
+    ("processes", "devices", "kind"), [(2, 1, "cuda"), (2, 2, "cuda"), (2, 1, "mps")]
+)
+def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(
+    processes, devices, kind, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        start.torch.accelerator, "current_accelerator", lambda **_: start.torch.device(kind)
+    )
     monkeypatch.setattr(start.torch.accelerator, "device_count", lambda: devices)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if (kind, devices) == ("cuda", 1):
-        with pytest.raises(UserError, match=r"2 processes were started on a machine with 1 GPU; start one a GPU"):
+        with pytest.raises(
+            UserError, match=r"2 processes were started on a machine with 1 GPU; start one a GPU"
+        ):
             start.use_cpu(Launcher())
     else:
         assert start.use_cpu(Launcher()) is (kind == "mps")
@@ -139,7 +185,9 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 def test_what_sharding_does_not_do_is_refused() -> None:
     with pytest.raises(UserError, match="fp16 is not supported where the model is sharded"):
         start._check_precision("fp16", False, Sharding(1, 2), False)
-    with pytest.raises(UserError, match="--bitwise adds gradients in an order that FSDP does not know"):
+    with pytest.raises(
+        UserError, match="--bitwise adds gradients in an order that FSDP does not know"
+    ):
         start._check_precision("no", True, Sharding(1, 2), True)
 
 
@@ -151,22 +199,34 @@ def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
-def test_what_the_loop_does_not_support_is_refused_with_a_command(name, launcher, monkeypatch) -> None:
+def test_what_the_loop_does_not_support_is_refused_with_a_command(
+    name, launcher, monkeypatch
+) -> None:
     launcher([], {}, {})
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(UserError, match=r"not support yet; use: accelerate launch --config_file accelerate_configs/"):
+    with pytest.raises(
+        UserError,
+        match=r"not support yet; use: accelerate launch --config_file accelerate_configs/",
+    ):
         check_launch()
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
     check_launch()
 
 
-def test_a_group_of_another_size_than_the_launcher_started_is_refused(launcher, monkeypatch) -> None:
+def test_a_group_of_another_size_than_the_launcher_started_is_refused(
+    launcher, monkeypatch
+) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     launcher([], {}, {})
     monkeypatch.setattr(start, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="each would train alone"):
         start.start_accelerator()
@@ -195,8 +255,12 @@ launch(main)
 """
 
 
-@pytest.mark.parametrize(("fails", "status", "out"), [(False, 0, "made\nshown\n"), (True, 3, "made\n")])
-def test_what_a_recipe_returns_is_shown_when_it_ended_well(fails: bool, status: int, out: str) -> None:
+@pytest.mark.parametrize(
+    ("fails", "status", "out"), [(False, 0, "made\nshown\n"), (True, 3, "made\n")]
+)
+def test_what_a_recipe_returns_is_shown_when_it_ended_well(
+    fails: bool, status: int, out: str
+) -> None:
     command = [sys.executable, "-c", RECIPE.format(fails=fails)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (status, out), done.stderr

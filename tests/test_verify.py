@@ -12,7 +12,8 @@ from llmtrain.commands._trial import Asked
 
 
 @pytest.mark.parametrize(
-    ("device", "bitwise", "demanded"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
+    ("device", "bitwise", "demanded"),
+    [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)],
 )
 def test_bits_are_demanded_where_updates_repeat(
     device: str, bitwise: bool, demanded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -25,7 +26,9 @@ def test_bits_are_demanded_where_updates_repeat(
         return "compared"
 
     outcome = SimpleNamespace(has=lambda name: bitwise, record={"starts": starts}, compare=compare)
-    trial = SimpleNamespace(layouts=[Asked(1)], run=lambda *_, **__: outcome, run_and_kill=lambda *_: 5)
+    trial = SimpleNamespace(
+        layouts=[Asked(1)], run=lambda *_, **__: outcome, run_and_kill=lambda *_: 5
+    )
     monkeypatch.setattr(verify, "Trial", lambda *_: trial)
     found = verify._resume(Namespace(steps=20), tmp_path)
     assert asked == [demanded]

@@ -39,7 +39,10 @@ def read_records(path: Path) -> list[Record]:
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Return what was logged, a dictionary a step."""
     return [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in read_records(path)
         if record.WhichOneof("record_type") == "history"
     ]

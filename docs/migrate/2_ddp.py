@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 gpu = torch.cuda.is_available()
-dist.init_process_group("nccl" if gpu else "gloo")  # where to meet, torchrun has said in the environment
+dist.init_process_group(
+    "nccl" if gpu else "gloo"
+)  # where to meet, torchrun has said in the environment
 rank, processes = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 

@@ -18,7 +18,9 @@ with accelerator.main_process_first():
     folder = base_model()
 model = AutoModelForCausalLM.from_pretrained(folder)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows(), batch_size=BATCH))
+model, optimizer, batches = accelerator.prepare(
+    model, optimizer, DataLoader(rows(), batch_size=BATCH)
+)
 
 for step, batch in enumerate(batches):
     logits = model(batch[:, :-1]).logits
@@ -27,7 +29,9 @@ for step, batch in enumerate(batches):
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    whole = accelerator.reduce(loss.detach(), reduction="mean").item()  # on all processes, not on one
+    whole = accelerator.reduce(
+        loss.detach(), reduction="mean"
+    ).item()  # on all processes, not on one
     if accelerator.is_main_process:
         tell(step, whole)
 

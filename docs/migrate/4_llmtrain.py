@@ -31,7 +31,9 @@ def build(s, rows, precision):
 def main(argv=None):
     s = lt.parse(DEFAULTS, argv, description=__doc__)
     table = Dataset.from_dict({"input_ids": rows().int().numpy()}).with_format("numpy")
-    own = lt.Tokenized.of(table, tokenizer(), in_order=True)  # rows of one's own, as they are stored
+    own = lt.Tokenized.of(
+        table, tokenizer(), in_order=True
+    )  # rows of one's own, as they are stored
 
     accelerator = lt.start(s)
     with accelerator.main_process_first():

@@ -34,7 +34,9 @@ def base_model(folder: str = "runs/migrate-base") -> str:
     if not Path(folder, "config.json").exists():
         torch.manual_seed(0)
         still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = GPT2Config(vocab_size=256, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2, **still)
+        config = GPT2Config(
+            vocab_size=256, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2, **still
+        )
         GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 

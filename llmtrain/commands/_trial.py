@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError, require
-from llmtrain.launching.children import command_of, gpus, read_config, run_to_end, started, why_it_failed
+from llmtrain.launching.children import (
+    command_of,
+    gpus,
+    read_config,
+    run_to_end,
+    started,
+    why_it_failed,
+)
 from llmtrain.record.history import History, read_lines
 from llmtrain.shipped import shipped_config
 
@@ -55,7 +62,11 @@ class Asked(NamedTuple):
     @property
     def rows(self) -> int | None:
         """Rows of the global batch, where they are said."""
-        return self.processes * self.accumulation * (self.micro_batch or 0) if self.accumulation is not None else None
+        return (
+            self.processes * self.accumulation * (self.micro_batch or 0)
+            if self.accumulation is not None
+            else None
+        )
 
 
 class Trial:
@@ -68,14 +79,22 @@ class Trial:
         self.layouts = [Asked.parse(layout) for layout in layouts.split(",")]
         if len({layout.rows for layout in self.layouts}) > 1:
             raise UserError(f"--layouts {layouts}: these are not layouts of one global batch.")
-        most, kind = max(layout.processes for layout in self.layouts), config.get("distributed_type")
+        most, kind = (
+            max(layout.processes for layout in self.layouts),
+            config.get("distributed_type"),
+        )
         if most > 1 and kind in ("NO", "MULTI_CPU"):
             raise UserError(
                 f"--config_file {arguments.config_file} starts one process, distributed_type being {kind}; use "
                 f"{shipped_config('cpu_ddp')} or {shipped_config('multi_gpu')}."
             )
         self.on_cpu = not arguments.config_file and most > gpus()  # all layouts, where one needs it
-        self.forced: Facts = {"max_steps": steps, "save_steps": save_steps, "logging_steps": 1, "log_rows": True}
+        self.forced: Facts = {
+            "max_steps": steps,
+            "save_steps": save_steps,
+            "logging_steps": 1,
+            "log_rows": True,
+        }
         self.forced |= {"report_to": "none", "resume_from_checkpoint": "auto"}
 
     def run(self, layout: Asked, folder: Path, name: str | None = None) -> "Outcome":
@@ -94,13 +113,19 @@ class Trial:
         import psutil  # noqa: F401 - here, so that the kill need not wait for it
 
         said = folder.parent / "killed.err"
-        with said.open("wb") as err, started(self._command(layout, folder), self.on_cpu, err) as process:
+        with (
+            said.open("wb") as err,
+            started(self._command(layout, folder), self.on_cpu, err) as process,
+        ):
             while last_step(folder) < step:
                 if process.poll() is not None:
                     raise UserError(why_it_failed(said))
                 time.sleep(_POLL_SECONDS)
         made = last_step(folder)
-        require(made < self.steps, f"the run ended before it could be killed; use more --steps than {self.steps}.")
+        require(
+            made < self.steps,
+            f"the run ended before it could be killed; use more --steps than {self.steps}.",
+        )
         return made
 
     def _command(self, layout: Asked, folder: Path) -> list[str]:
@@ -109,9 +134,14 @@ class Trial:
             script = folder.parent / "in_float64.py"
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
-        sizes = {"global_batch_size": layout.rows, "per_device_train_batch_size": layout.micro_batch}
+        sizes = {
+            "global_batch_size": layout.rows,
+            "per_device_train_batch_size": layout.micro_batch,
+        }
         forced = {name: size for name, size in sizes.items() if size is not None} | self.forced
-        return command_of(recipe, forced | {"output_dir": folder}, layout.processes, self.arguments.config_file)
+        return command_of(
+            recipe, forced | {"output_dir": folder}, layout.processes, self.arguments.config_file
+        )
 
 
 def last_step(folder: Path) -> int:
@@ -135,11 +165,18 @@ class Outcome:
         self.precision: str = "float64" if float64 else {"no": "float32"}.get(mixed, mixed)
         self.rows: dict[int, list[int]] = {line["step"]: line["rows"] for line in ledger}
         counts = itertools.accumulate(sum(line["targets"]) for line in ledger)
-        self.targets = dict(zip(self.rows, counts, strict=True))  # trained tokens up to each step, by the data's count
-        self.series: dict[str, dict[int, float | None]] = {  # JSON has no word for a number that is not finite
-            key: {line["step"]: line[key] for line in history.readings if key in line} for key in _SERIES
+        self.targets = dict(
+            zip(self.rows, counts, strict=True)
+        )  # trained tokens up to each step, by the data's count
+        self.series: dict[
+            str, dict[int, float | None]
+        ] = {  # JSON has no word for a number that is not finite
+            key: {line["step"]: line[key] for line in history.readings if key in line}
+            for key in _SERIES
         }
-        self.weights = {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
+        self.weights = {
+            name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")
+        }
         self.digest = digest_of(checkpoints(folder / "checkpoints")[-1])
 
     def has(self, setting: str) -> bool:
@@ -150,16 +187,25 @@ class Outcome:
         """Say where the update counted other tokens than its rows hold; a wrong count is the same on every layout."""
         for step, tokens in self.series["tokens"].items():
             if tokens != (held := self.targets.get(step, tokens)):
-                return [f"{self.name}: {tokens} tokens are counted up to step {step}; its rows hold {held}"]
+                return [
+                    f"{self.name}: {tokens} tokens are counted up to step {step}; its rows hold {held}"
+                ]
         return []
 
     def compare(self, other: "Outcome", same_bits: bool) -> "Comparison":
         """Compare another run with this one."""
         loss_limit, norm_limit, weight_limit = _TOLERANCE[other.precision]
         deviations = {key: _deviation(self.series[key], other.series[key]) for key in _SERIES}
-        syncs = max((syncs or 0 for syncs in other.series["train/gradient_syncs"].values()), default=0)
-        moved = sum(float((other.weights[name] - weight).square().sum()) for name, weight in self.weights.items())
-        weights = (moved / sum(float(weight.square().sum()) for weight in self.weights.values())) ** 0.5
+        syncs = max(
+            (syncs or 0 for syncs in other.series["train/gradient_syncs"].values()), default=0
+        )
+        moved = sum(
+            float((other.weights[name] - weight).square().sum())
+            for name, weight in self.weights.items()
+        )
+        weights = (
+            moved / sum(float(weight.square().sum()) for weight in self.weights.values())
+        ) ** 0.5
         loss, norm = max(deviations[key] for key in _LOSSES), deviations["train/grad_norm"]
         wrong = []
         if self.rows != other.rows:
@@ -169,13 +215,19 @@ class Outcome:
         limits |= {"weights differ": (weights, weight_limit)}
         limits |= {"learning rate differs": (deviations["train/learning_rate"], 0.0)}
         limits |= {"token counts differ": (deviations["tokens"], 0.0)}
-        wrong += [f"{what} by {by:.1e}, more than {most:.0e}" for what, (by, most) in limits.items() if not by <= most]
+        wrong += [
+            f"{what} by {by:.1e}, more than {most:.0e}"
+            for what, (by, most) in limits.items()
+            if not by <= most
+        ]
         if syncs > 1 and not other.has("sync_each_batch"):
             wrong.append(f"gradients are reduced {syncs} times an update, where once is enough")
         if same_bits and self.digest != other.digest:
             wrong.append("other bits of weights or optimizer")
         wrong = [f"{other.name}: {fault}" for fault in wrong]
-        return Comparison(other.name, self.rows == other.rows, loss, norm, weights, other.digest, wrong)
+        return Comparison(
+            other.name, self.rows == other.rows, loss, norm, weights, other.digest, wrong
+        )
 
 
 class Comparison(NamedTuple):
@@ -196,7 +248,9 @@ def table(reference: Outcome, others: list[Comparison]) -> list[str]:
     lines = [head, f"{reference.name:<18}{reference.digest[:7]:>49}"]
     for one in others:
         numbers = f"{one.loss:>11.1e}{one.grad_norm:>11.1e}{one.weights:>11.1e}"
-        lines.append(f"{one.layout:<18}{'same' if one.same_rows else 'OTHER':>8}{numbers}{one.digest[:7]:>8}")
+        lines.append(
+            f"{one.layout:<18}{'same' if one.same_rows else 'OTHER':>8}{numbers}{one.digest[:7]:>8}"
+        )
     return lines
 
 

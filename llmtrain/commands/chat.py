@@ -13,7 +13,9 @@ from llmtrain.console import note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="what the model is told before the conversation"
+    )
     without = "ask for answers without reasoning, where the chat template can"
     parser.add_argument("--no_thinking", action="store_true", help=without)
     add_model_arguments(parser)
@@ -27,12 +29,16 @@ def run(arguments: argparse.Namespace) -> None:
     while line := _next_line(len(messages) > len(told), silently=arguments.json):
         messages.append({"role": "user", "content": line})
         room = sampling.max_new_tokens
-        dropped, prompt = model.fitting_prompt(messages, len(told), room, thinking=not arguments.no_thinking)
+        dropped, prompt = model.fitting_prompt(
+            messages, len(told), room, thinking=not arguments.no_thinking
+        )
         if dropped:
             note(f"the first {dropped} messages no longer fit into what the model can look at")
             del messages[len(told) : len(told) + dropped]
         if len(prompt) >= model.context:
-            note(f"these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less")
+            note(
+                f"these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less"
+            )
             messages.pop()
             continue
         answer = ""

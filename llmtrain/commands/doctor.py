@@ -20,19 +20,31 @@ if TYPE_CHECKING:
     from llmtrain.doctor.here import Finding
     from llmtrain.doctor.together import Place
 
-_SIGNS = {"good": ("ok", "32"), "doubtful": ("look", "33"), "bad": ("BAD", "31")}  # with their terminal colours
+_SIGNS = {
+    "good": ("ok", "32"),
+    "doubtful": ("look", "33"),
+    "bad": ("BAD", "31"),
+}  # with their terminal colours
 _RANKS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 _MEETING = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output_dir", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
-    parser.add_argument("--config_file", metavar="FILE", help="accelerate config that says the four below")
+    parser.add_argument(
+        "--output_dir", default="runs", metavar="DIR", help="where runs are kept (default: runs)"
+    )
+    parser.add_argument(
+        "--config_file", metavar="FILE", help="accelerate config that says the four below"
+    )
     parser.add_argument("--num_machines", type=int, metavar="N", help="that are to train together")
     parser.add_argument("--machine_rank", type=int, metavar="R", help="of this one; the first is 0")
     parser.add_argument("--main_process_ip", metavar="ADDRESS", help="of the first")
-    parser.add_argument("--main_process_port", type=int, metavar="PORT", help="of the first (default: 29500)")
-    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="for other processes (default: 60)")
+    parser.add_argument(
+        "--main_process_port", type=int, metavar="PORT", help="of the first (default: 29500)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="for other processes (default: 60)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -42,7 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
     _act_as_launcher(arguments)
     launcher = Launcher.find()
     if not launcher.words:
-        launcher = Launcher.to_come([f"--{name}={value}" for name, value in _said(arguments, "config_file").items()])
+        launcher = Launcher.to_come(
+            [f"--{name}={value}" for name, value in _said(arguments, "config_file").items()]
+        )
     output_dir, status = Path(arguments.output_dir), 1
     rank, world, local = (int(os.environ.get(name, one)) for name, one in _RANKS.items())
     mine = here.findings(output_dir, launcher)
@@ -55,10 +69,14 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             found = together.findings(output_dir)
             everyone = together.gathered((together.here(), mine))
-            status = _tell([*_by_machine(everyone), *met, *found], arguments.json) if rank == 0 else 0
+            status = (
+                _tell([*_by_machine(everyone), *met, *found], arguments.json) if rank == 0 else 0
+            )
             together.part()
         except RuntimeError as error:  # somebody has gone in the middle of it
-            lost = here.Finding(here.BAD, "meeting", f"another process was lost: {first_line(error)}")
+            lost = here.Finding(
+                here.BAD, "meeting", f"another process was lost: {first_line(error)}"
+            )
             status = _tell([*mine, *met, lost], arguments.json)
     elif met:
         _tell(mine + met, arguments.json)
@@ -76,14 +94,26 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
         return
     told = "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
     require(rank is not None and address is not None, told)
-    require(rank in range(machines), f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(machines), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    require(
+        rank in range(machines),
+        f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.",
+    )
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(machines),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 
 
 def _said(arguments: argparse.Namespace, *more: str) -> Facts:
     """Return the flags that were given and are also a launcher's."""
-    return {name: value for name in (*more, *_MEETING) if (value := getattr(arguments, name)) is not None}
+    return {
+        name: value
+        for name in (*more, *_MEETING)
+        if (value := getattr(arguments, name)) is not None
+    }
 
 
 def _by_machine(everyone: "list[tuple[Place, list[Finding]]]") -> "list[Finding]":
@@ -91,7 +121,11 @@ def _by_machine(everyone: "list[tuple[Place, list[Finding]]]") -> "list[Finding]
     machines: dict[int, tuple[Place, list[Finding]]] = {}
     for place, found in everyone:
         first, known = machines.setdefault(place.machine, (place, []))
-        known += [one for one in found if place is first or (one.subject == "devices" and one not in known)]
+        known += [
+            one
+            for one in found
+            if place is first or (one.subject == "devices" and one not in known)
+        ]
     result = []
     for number, (place, found) in sorted(machines.items()):
         for one in found:

@@ -11,12 +11,33 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="RUN_OR_MODEL", help="a run's folder, which keeps the scores, a model's folder or a hub name")
-    add("--tasks", nargs="+", required=True, metavar="TASK", help="names of tasks or groups, such as hellaswag")
+    add(
+        "model",
+        metavar="RUN_OR_MODEL",
+        help="a run's folder, which keeps the scores, a model's folder or a hub name",
+    )
+    add(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help="names of tasks or groups, such as hellaswag",
+    )
     add("--include_path", metavar="FOLDER", help="tasks of your own, in the harness's YAML")
-    add("--num_fewshot", type=int, metavar="N", help="solved examples in each prompt (default: the task's)")
+    add(
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="solved examples in each prompt (default: the task's)",
+    )
     add("--limit", type=int, metavar="N", help="only the first N questions of a task, for a try")
-    add("--batch_size", type=int, default=8, metavar="N", help="questions at a time on each rank (%(default)s)")
+    add(
+        "--batch_size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="questions at a time on each rank (%(default)s)",
+    )
     add("--apply_chat_template", action="store_true", help="ask each question as a chat does")
 
 
@@ -44,19 +65,37 @@ def _score(arguments: argparse.Namespace) -> None:
     try:
         from llmtrain.models.harness import forget, scores
     except ImportError:
-        raise UserError("llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'.") from None
+        raise UserError(
+            "llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'."
+        ) from None
     with contextlib.redirect_stdout(sys.stderr):  # the banner and bars
         accelerator = start_accelerator()
-        [source] = broadcast_object_list([model_folder(arguments.model)])  # a run may save another one meanwhile
+        [source] = broadcast_object_list(
+            [model_folder(arguments.model)]
+        )  # a run may save another one meanwhile
         files = sorted(path for path in Path(source).glob("*") if path.is_file())
-        options = {name: getattr(arguments, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
-        asked = [source, arguments.tasks, include, options, accelerator.num_processes, accelerator.mixed_precision]
+        options = {
+            name: getattr(arguments, name)
+            for name in ("num_fewshot", "limit", "apply_chat_template")
+        }
+        asked = [
+            source,
+            arguments.tasks,
+            include,
+            options,
+            accelerator.num_processes,
+            accelerator.mixed_precision,
+        ]
         key = json_text([*asked, *(file_digest(path).hex() for path in files)])
         answers = cache_folder() / "answers" / hashlib.sha256(key.encode()).hexdigest()[:32]
-        found = scores(accelerator, source, arguments.tasks, include, arguments.batch_size, answers, **options)
+        found = scores(
+            accelerator, source, arguments.tasks, include, arguments.batch_size, answers, **options
+        )
     saved = Path(source).parent.name.partition("step-")[2]
     step = int(saved) if saved.isdecimal() else History.found(run_folder).step
-    lines = [{"step": step, "time": time.time(), "model": source, **options, **line} for line in found]
+    lines = [
+        {"step": step, "time": time.time(), "model": source, **options, **line} for line in found
+    ]
     for line in lines if is_run(run_folder) else []:
         append_json_line(run_folder / "scores.jsonl", line)
     forget(accelerator, answers)
@@ -64,4 +103,6 @@ def _score(arguments: argparse.Namespace) -> None:
         print(json_text(lines))
     for line in [] if arguments.json else lines:
         error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-        print(f"{line['task']:24} {line['metric']:12} {line['value']:.4f}{error}  of {line['questions']:,} questions")
+        print(
+            f"{line['task']:24} {line['metric']:12} {line['value']:.4f}{error}  of {line['questions']:,} questions"
+        )

@@ -10,9 +10,15 @@ _ROUNDING = 1e-4  # of the largest logit, in float32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
-    parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32")
-    parser.add_argument("--check", action="store_true", help="load it with transformers, and compare its logits")
-    parser.add_argument("--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="load it with transformers, and compare its logits"
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -23,10 +29,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     require(Path(arguments.model).is_dir(), f"{arguments.model} is no folder.")
     source = Path(model_folder(arguments.model))
-    target = Path(arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export"))
+    target = Path(
+        arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export")
+    )
     require(not target.exists(), f"{target} exists; name another folder with --to.")
     if arguments.merge and not is_adapter(source):
-        raise UserError(f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out.")
+        raise UserError(
+            f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out."
+        )
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working)
@@ -34,7 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
             shutil.copytree(source, working, dirs_exist_ok=True)
         apart, size = logits_apart(str(source), str(working)) if arguments.check else (0.0, 1.0)
         if not apart <= _ROUNDING * size:
-            raise UserError(f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept.")
+            raise UserError(
+                f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept."
+            )
     checked = {"logits_differ_by": apart, "largest_logit": size} if arguments.check else {}
     said = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
     said += f"; its logits differ by {apart:.2g} of {size:.2g}" if checked else ""

@@ -14,7 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     model, sampling = loaded(arguments)
     if arguments.json:
-        print(json.dumps({"prompt": arguments.prompt, "text": "".join(model.stream(arguments.prompt, sampling))}))
+        print(
+            json.dumps(
+                {
+                    "prompt": arguments.prompt,
+                    "text": "".join(model.stream(arguments.prompt, sampling)),
+                }
+            )
+        )
         return
     print(arguments.prompt, end="", flush=True)
     for piece in model.stream(arguments.prompt, sampling):

@@ -17,22 +17,34 @@ _ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
-    parser.add_argument("--recipe", default="gpt", metavar="NAME", help="gpt (the default), finetune or preference")
-    parser.add_argument("--config", metavar="NAME", help="such as fsdp2, multi_node.slurm (default: by the GPUs here)")
+    parser.add_argument(
+        "--recipe", default="gpt", metavar="NAME", help="gpt (the default), finetune or preference"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="NAME",
+        help="such as fsdp2, multi_node.slurm (default: by the GPUs here)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
     gpus = torch.accelerator.device_count()
-    config = _called("config", arguments.config or {0: "cpu", 1: "single_gpu"}.get(gpus, "multi_gpu"))
-    batch = [config] if config.suffix == ".slurm" else []  # which starts with the config of its name
+    config = _called(
+        "config", arguments.config or {0: "cpu", 1: "single_gpu"}.get(gpus, "multi_gpu")
+    )
+    batch = (
+        [config] if config.suffix == ".slurm" else []
+    )  # which starts with the config of its name
     sources = [_called("recipe", arguments.recipe), config.with_suffix(".yaml"), *batch]
     folder = Path(arguments.folder)
     targets = [folder / source.name for source in sources]
     kept = [target for target in targets if target.exists()]
     if kept and not arguments.config:
-        raise UserError(f"{kept[0]} exists already; name another folder, or with --config what to copy beside it.")
+        raise UserError(
+            f"{kept[0]} exists already; name another folder, or with --config what to copy beside it."
+        )
     recipe, config_file = targets[:2]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
             if target not in kept:
                 target.write_text(_fitted(source, gpus, recipe, config_file))
     except OSError as error:
-        raise UserError(f"{error.filename or folder} could not be written: {error.strerror}.") from None
+        raise UserError(
+            f"{error.filename or folder} could not be written: {error.strerror}."
+        ) from None
     launch = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
     command = ["sbatch", str(targets[-1])] if batch else launch
     if arguments.json:
@@ -59,12 +73,17 @@ def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
         text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", text)
     if source.suffix == ".slurm":
         places = {"RECIPE": shlex.quote(str(recipe)), "CONFIG": shlex.quote(str(config_file))}
-        text = re.sub(r"(?m)^(RECIPE|CONFIG)=.*$", lambda line: f"{line[1]}={places[line[1]]}", text)
+        text = re.sub(
+            r"(?m)^(RECIPE|CONFIG)=.*$", lambda line: f"{line[1]}={places[line[1]]}", text
+        )
     return text
 
 
 def _called(kind: str, name: str) -> Path:
     folder, ending = {"recipe": ("recipes", ".py"), "config": ("accelerate_configs", ".yaml")}[kind]
     there = {path.name.removesuffix(ending): path for path in shipped(folder).glob("[!_.]*.*")}
-    require(name.removesuffix(ending) in there, f"--{kind} {name}: there are {', '.join(sorted(there))}.")
+    require(
+        name.removesuffix(ending) in there,
+        f"--{kind} {name}: there are {', '.join(sorted(there))}.",
+    )
     return there[name.removesuffix(ending)]

@@ -31,7 +31,9 @@ def run(arguments: argparse.Namespace) -> None:
             return
         for name in LESSONS:
             print(f"  {name:<14}{title(name)}")
-        print("\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md reads them in order.")
+        print(
+            "\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md reads them in order."
+        )
         return
     asked, failed = LESSONS if arguments.all else [arguments.lesson], []
     began = time.monotonic()
@@ -43,8 +45,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_text({name: name not in failed for name in asked}, indent=1))
     elif arguments.all:
-        print(f"===== {len(LESSONS) - len(failed)} of {len(LESSONS)} lessons hold, in {time.monotonic() - began:.0f} s")
-    require(not failed, f"on this machine something else happened than the lesson says: {', '.join(failed)}.")
+        print(
+            f"===== {len(LESSONS) - len(failed)} of {len(LESSONS)} lessons hold, in {time.monotonic() - began:.0f} s"
+        )
+    require(
+        not failed,
+        f"on this machine something else happened than the lesson says: {', '.join(failed)}.",
+    )
 
 
 def title(name: str) -> str:
@@ -56,9 +63,16 @@ def teach(name: str, printed_to: IO[str] | None = None) -> bool:
     """Run a lesson's processes; returns whether it held."""
     from llmtrain.launching.children import launcher_of, started
 
-    command = [*launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None), "-m", "llmtrain.lessons", name]
+    command = [
+        *launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None),
+        "-m",
+        "llmtrain.lessons",
+        name,
+    ]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    with started(command, True, None, printed_to, OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1") as process:
+    with started(
+        command, True, None, printed_to, OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1"
+    ) as process:
         try:
             process.wait(timeout=60 * _MINUTES)
         except subprocess.TimeoutExpired:

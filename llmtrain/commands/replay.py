@@ -29,25 +29,44 @@ _COMPARED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="a run's folder")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the update; the first of a run is 1")
-    parser.add_argument("--rows", type=int, default=10, metavar="N", help="that are shown (default: %(default)s)")
-    parser.add_argument("--config_file", metavar="FILE", help="accelerate config of the run, where it was sharded")
+    parser.add_argument(
+        "--step", type=int, required=True, metavar="K", help="the update; the first of a run is 1"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=10, metavar="N", help="that are shown (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--config_file", metavar="FILE", help="accelerate config of the run, where it was sharded"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     history, step = History.of(Path(arguments.run_folder)), arguments.step
-    last = history.step + (history.state != "finished")  # the update that ended it may be the one to look at
+    last = history.step + (
+        history.state != "finished"
+    )  # the update that ended it may be the one to look at
     require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
-    start: Facts = next((start for start in reversed(history.starts) if start.get("step", 0) < step), {})
-    require(start.get("command"), f"{history.folder}/run.json does not say how the run was started.")
+    start: Facts = next(
+        (start for start in reversed(history.starts) if start.get("step", 0) < step), {}
+    )
+    require(
+        start.get("command"), f"{history.folder}/run.json does not say how the run was started."
+    )
     source, from_step = _before(history, step)
     with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
         again, began = Path(scratch) / "run", time.monotonic()
         forced = {"replay_step": step, "logging_steps": 1, "report_to": "none", "output_dir": again}
-        _launch(history.folder, start, arguments.config_file, forced | {"resume_from_checkpoint": source})
+        _launch(
+            history.folder,
+            start,
+            arguments.config_file,
+            forced | {"resume_from_checkpoint": source},
+        )
         seconds = time.monotonic() - began
         if not (again / "replay.json").exists():
-            raise UserError(f"the recipe ended before update {step}; start it by hand with --replay_step {step}.")
+            raise UserError(
+                f"the recipe ended before update {step}; start it by hand with --replay_step {step}."
+            )
         rows = json.loads((again / "replay.json").read_text())["rows"]
         now = _reading(read_lines(again / "metrics.jsonl"), step)
     then = _reading(history.readings, step)
@@ -64,7 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
     if then is None:
         print("compared  with nothing: the run has no reading of it (--logging_steps)")
     elif differing:
-        told = (f"{_COMPARED[key]}: {compared[key][0]} then, {compared[key][1]} now" for key in differing)
+        told = (
+            f"{_COMPARED[key]}: {compared[key][0]} then, {compared[key][1]} now"
+            for key in differing
+        )
         print("differs   " + "; ".join(told))
     else:
         print(f"the same  {', '.join(_COMPARED[key] for key in compared)}: to the last bit")
@@ -83,7 +105,9 @@ def _add_text(rows: list[Facts], folder: Path) -> None:
         tokenizer = None
     for row in rows:
         tokens = row.pop("tokens")
-        row["text"] = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
+        row["text"] = (
+            tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
+        )
 
 
 def _reading(lines: list[Facts], step: int) -> Facts | None:
@@ -98,7 +122,10 @@ def _before(history: History, step: int) -> tuple[str, int]:
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
     origin = history.starts[0].get("from")
-    for path in [*reversed(checkpoints(history.folder / "checkpoints")), *([Path(origin)] if origin else [])]:
+    for path in [
+        *reversed(checkpoints(history.folder / "checkpoints")),
+        *([Path(origin)] if origin else []),
+    ]:
         at = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else step
         if at < step and path.is_dir() and find_fault(path) is None:
             return str(path.absolute()), at
@@ -112,12 +139,24 @@ def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) 
 
     recipe, *flags = without_retired(start["command"], RETIRED)
     if not Path(recipe).is_file():
-        raise UserError(f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started.")
+        raise UserError(
+            f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started."
+        )
     own = Path(recipe).resolve().is_relative_to(folder.resolve())
-    require(not own, f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it.")
-    shares = re.match(r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or "")  # replicas, shards, shards of matrices
+    require(
+        not own,
+        f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it.",
+    )
+    shares = re.match(
+        r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or ""
+    )  # replicas, shards, shards of matrices
     if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
-        raise UserError(f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file.")
-    variables = {"ACCELERATE_MIXED_PRECISION": start["mixed_precision"], "OMP_NUM_THREADS": str(start["threads"])}
+        raise UserError(
+            f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file."
+        )
+    variables = {
+        "ACCELERATE_MIXED_PRECISION": start["mixed_precision"],
+        "OMP_NUM_THREADS": str(start["threads"]),
+    }
     command = command_of([recipe, *flags], forced, start["processes"], config_file)
     run_to_end(command, start["device"] == "cpu" and config_file is None, **variables)

@@ -41,7 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
             sys.exit(0 if _check(path, arguments.json) else 1)
         _list(path, arguments.json)
     except OSError as error:
-        raise UserError(f"{error.filename or path} could not be read: {error.strerror or first_line(error)}.") from None
+        raise UserError(
+            f"{error.filename or path} could not be read: {error.strerror or first_line(error)}."
+        ) from None
 
 
 def _list(path: Path, as_json: bool) -> None:
@@ -51,7 +53,14 @@ def _list(path: Path, as_json: bool) -> None:
     for run in sorted(map(History.of, runs_in(path)), key=History.age):
         facts = {"run": str(run.folder), "state": run.state, "step": run.step}
         losses = {name: run.last(key) for name, key in _LOSSES.items()}
-        runs.append({**facts, "max_steps": run.settings.get("max_steps"), **losses, "age": round(run.age(), 1)})
+        runs.append(
+            {
+                **facts,
+                "max_steps": run.settings.get("max_steps"),
+                **losses,
+                "age": round(run.age(), 1),
+            }
+        )
     if as_json:
         print(json_text(runs, indent=1))
         return
@@ -60,14 +69,18 @@ def _list(path: Path, as_json: bool) -> None:
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
     for one in runs:
         step = f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else "")
-        numbers = "".join(f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES)
+        numbers = "".join(
+            f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES
+        )
         print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{numbers}{_span(one['age']):>10}")
 
 
 def _span(seconds: float) -> str:
     """Return a span of time in its largest unit."""
     units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
-    unit, size = next(((unit, size) for unit, size in units.items() if seconds >= 2 * size), ("s", 1))
+    unit, size = next(
+        ((unit, size) for unit, size in units.items() if seconds >= 2 * size), ("s", 1)
+    )
     return f"{seconds / size:.0f} {unit}"
 
 
@@ -83,11 +96,17 @@ def _check(path: Path, as_json: bool) -> bool:
     elif path.is_dir() and (place.name == "checkpoints" or checkpoints(path)):
         folder, found = place, checkpoints(place)
     else:
-        raise UserError(f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt.")
+        raise UserError(
+            f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt."
+        )
     home = folder.parent
     history = History.found(home)
     aside = [] if alone else [one.name for one in sorted(folder.glob("damaged-*"))]
-    leftovers = [] if alone else [one.name for one in sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])]
+    leftovers = (
+        []
+        if alone
+        else [one.name for one in sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])]
+    )
     state, step = history.status.get("state"), history.status.get("step")
     # said to run at a step when it is saved
     lost = not found and bool(aside or state in _WITH_CHECKPOINT or (state == "running" and step))
@@ -101,7 +120,9 @@ def _check(path: Path, as_json: bool) -> bool:
         if not as_json:
             held_out = "" if one["held_out"] is None else f"{one['held_out']:.4f}"
             says = [one["fault"] or "whole"]
-            says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one["best"]
+            says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one[
+                "best"
+            ]
             line = f"{one['step']:>10}{_size(one['bytes']):>12}  {one['written']:<19}{held_out:>10}"
             print(f"{line}  {'; '.join(says)}", flush=True)
     well = not lost and not any(one["fault"] for one in checked)
@@ -111,11 +132,18 @@ def _check(path: Path, as_json: bool) -> bool:
         return well
     for name in aside:
         say("set aside", f"{name}: a resume found it damaged")
-    left = "is being written or deleted" if history.in_progress else "left half-written; the next start deletes it"
+    left = (
+        "is being written or deleted"
+        if history.in_progress
+        else "left half-written; the next start deletes it"
+    )
     for name in leftovers:
         say("leftover", f"{name} {left}")
     if not found:
-        say("none", f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet")
+        say(
+            "none",
+            f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet",
+        )
     return well
 
 
@@ -128,8 +156,15 @@ def _checked(found: list[Path], identity: str | None, alone: bool) -> Iterator[F
     taken = None
     for path in reversed(found):
         number = path.name.removeprefix("step-")
-        facts: Facts = {"step": int(number) if number.isdecimal() else number, "bytes": _bytes(path)}
-        facts |= {"written": _time(path), "held_out": losses.get(path), "fault": find_fault(path, identity)}
+        facts: Facts = {
+            "step": int(number) if number.isdecimal() else number,
+            "bytes": _bytes(path),
+        }
+        facts |= {
+            "written": _time(path),
+            "held_out": losses.get(path),
+            "fault": find_fault(path, identity),
+        }
         if path.exists():  # a run in progress deletes old ones
             taken = taken or (path if facts["fault"] is None and not alone else None)
             yield facts | {"taken": path == taken, "best": path == best}

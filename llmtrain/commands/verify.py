@@ -14,7 +14,9 @@ from llmtrain.files import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "layout: one process against others; resume: a run that is killed against one that is not"
+    what = (
+        "layout: one process against others; resume: a run that is killed against one that is not"
+    )
     parser.add_argument("what", choices=["layout", "resume"], help=what)
     take_recipe(parser)
     parser.add_argument(
@@ -24,9 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "micro-batch, all to compare with the first. resume: what is started, and started again after each kill "
         "(default: as many processes as the accelerate config says or there are GPUs, or 2)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="updates of each run (layout: 5, resume: 20)")
-    parser.add_argument("--config_file", metavar="FILE", help="accelerate config that the layouts are launched with")
-    parser.add_argument("--float64", action="store_true", help="compute in float64, where no wrong factor can hide")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="updates of each run (layout: 5, resume: 20)"
+    )
+    parser.add_argument(
+        "--config_file", metavar="FILE", help="accelerate config that the layouts are launched with"
+    )
+    parser.add_argument(
+        "--float64", action="store_true", help="compute in float64, where no wrong factor can hide"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,9 +65,15 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
     trial = Trial(arguments, steps, save_steps=steps)
     layouts = trial.layouts
     if layouts[0].micro_batch is None:
-        layouts = [Asked(1, None, 1), *layouts]  # other micro-batches too, or a mean of their means would look right
+        layouts = [
+            Asked(1, None, 1),
+            *layouts,
+        ]  # other micro-batches too, or a mean of their means would look right
     first, *rest = layouts
-    require(rest, f"--layouts {first}: name two of them or more; the others are compared with the first.")
+    require(
+        rest,
+        f"--layouts {first}: name two of them or more; the others are compared with the first.",
+    )
     reference = trial.run(first, scratch / "0")
     if reference.has("bitwise") and first.accumulation is None:  # which keeps the micro-batch
         reference = trial.run(Asked(1), scratch / "again")
@@ -69,7 +83,12 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Found:
             others.append(trial.run(layout, scratch / f"{i}"))
         except UserError as error:  # it works on the first layout and not on this one
             failures.append(str(error))
-    return _Found(reference, [reference.compare(other, reference.has("bitwise")) for other in others], failures, [])
+    return _Found(
+        reference,
+        [reference.compare(other, reference.has("bitwise")) for other in others],
+        failures,
+        [],
+    )
 
 
 def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
@@ -82,7 +101,9 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     folder = scratch / "killed"
     draw, history = random.SystemRandom(), []
     for i, layout in enumerate(starts[:-1]):
-        share = steps * (i + 1) // len(starts)  # each start has its share of the updates, and is killed within it
+        share = (
+            steps * (i + 1) // len(starts)
+        )  # each start has its share of the updates, and is killed within it
         # not before there is something to go on from
         first = max(save_steps + 1, share - steps // len(starts), last_step(folder) + 1)
         made = trial.run_and_kill(layout, folder, draw.randint(first, max(first, share - 1)))
@@ -93,6 +114,8 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Found:
     lost = [f"start {i + 1} began at step {step}" for i, step in enumerate(began) if i and not step]
     repeats = straight.has("bitwise") or straight.record["starts"][0]["device"] == "cpu"
     if not repeats:
-        history.append("bits are not compared: on a GPU updates repeat to the last bit with --bitwise alone")
+        history.append(
+            "bits are not compared: on a GPU updates repeat to the last bit with --bitwise alone"
+        )
     same_bits = straight.has("bitwise") or (repeats and len(set(starts)) == 1)
     return _Found(straight, [straight.compare(resumed, same_bits)], lost, history)

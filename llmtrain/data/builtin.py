@@ -98,7 +98,9 @@ def _parse(path: Path) -> tuple[str, ast.Module]:
 def _documentation(path: Path) -> str:
     """Return a module's name and docstrings; nothing where it has none."""
     tree = _parse(path)[1]
-    module = ".".join(name for name in path.relative_to(_root()).with_suffix("").parts if name != "__init__")
+    module = ".".join(
+        name for name in path.relative_to(_root()).with_suffix("").parts if name != "__init__"
+    )
     texts = [_docstring(tree)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | _Function) and (docstring := _docstring(node)):

@@ -25,7 +25,9 @@ def file_digest(path: Path) -> bytes:
     its index which files to read. A file changed a short time ago is read again, for its times need not tell the next
     change from this one.
     """
-    remembered = cache_folder() / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    remembered = (
+        cache_folder() / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    )
     with path.open("rb") as file:  # opened, for which a network file system asks its server
         state = _state(file.fileno())
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -35,11 +37,15 @@ def file_digest(path: Path) -> bytes:
                 return digest
         digest = _digest(file)
         _, _, size, modified, changed = state
-        settled = time.time() - max(modified, changed) / 1e9 > _YOUNG and _state(file.fileno()) == state
+        settled = (
+            time.time() - max(modified, changed) / 1e9 > _YOUNG and _state(file.fileno()) == state
+        )
     if size >= _WORTH_REMEMBERING and settled:
         with contextlib.suppress(OSError):
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(json.dumps({"state": state, "sha256": digest.hex()}))  # torn, it is nothing
+            remembered.write_text(
+                json.dumps({"state": state, "sha256": digest.hex()})
+            )  # torn, it is nothing
     return digest
 
 

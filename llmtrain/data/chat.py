@@ -92,21 +92,36 @@ def judged_of(record: Fields) -> Judged:
     answers = [_messages(record, name, "assistant") for name in names]
     if "prompt" in record:
         prompt = _messages(record, "prompt", "user")
-        answers = [answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in answers]
+        answers = [
+            answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+            for answer in answers
+        ]
     elif pair and all(isinstance(record[name], list) for name in names):
         same = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))
         prompt = answers[0][: len([*same])]
         answers = [answer[len(prompt) :] for answer in answers]
     else:
-        raise BadRow("it has no prompt, without which chosen and rejected must be lists of messages")
+        raise BadRow(
+            "it has no prompt, without which chosen and rejected must be lists of messages"
+        )
     require(not pair or answers[0] != answers[1], "chosen and rejected are the same", BadRow)
     for name, answer in zip(names, answers, strict=True):
         goes_on = answer and answer[0]["role"] == "assistant"
-        require(goes_on, f"{name} does not go on from the prompt with what the assistant says", BadRow)
+        require(
+            goes_on, f"{name} does not go on from the prompt with what the assistant says", BadRow
+        )
     if not prompt or prompt[-1]["role"] == "assistant":
-        raise BadRow("the prompt ends with the assistant's turn" if prompt else "chosen and rejected share no prompt")
+        raise BadRow(
+            "the prompt ends with the assistant's turn"
+            if prompt
+            else "chosen and rejected share no prompt"
+        )
     label = True if pair else record.get("label")
-    label = {"true": True, "false": False}.get(label.lower(), label) if isinstance(label, str) else label  # of CSV
+    label = (
+        {"true": True, "false": False}.get(label.lower(), label)
+        if isinstance(label, str)
+        else label
+    )  # of CSV
     require(label in (True, False), f"field 'label' is {label!r:.40}, not true or false", BadRow)
     return Judged(prompt, _tools(record), answers, bool(label))
 
@@ -114,7 +129,9 @@ def judged_of(record: Fields) -> Judged:
 def _said(record: Fields, field: str, role: str) -> list[object]:
     """Return the messages of a field as they are given; of a text the one that ``role`` says."""
     said = record.get(field)
-    return said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
+    return (
+        said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
+    )
 
 
 def _messages(record: Fields, field: str, role: str) -> list[Message]:
@@ -158,13 +175,19 @@ def _message(given: object, number: int) -> Message:
     name = given.get("role", given.get("from"))
     if not isinstance(name, str) or name not in _ROLES:
         raise BadRow(f"message {number} has the role {name!r:.40}; known are {', '.join(_ROLES)}")
-    message = {key: value for key, value in given.items() if key not in ("from", "value", "content", "tool_calls")}
+    message = {
+        key: value
+        for key, value in given.items()
+        if key not in ("from", "value", "content", "tool_calls")
+    }
     message["role"] = _ROLES[name]
 
     calls = given.get("tool_calls")
     if calls:  # "no calls" is best said by saying nothing: templates ask whether the field is there
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise BadRow(f"message {number} ({name}): its tool_calls are {calls!r:.40}, not a list of objects")
+            raise BadRow(
+                f"message {number} ({name}): its tool_calls are {calls!r:.40}, not a list of objects"
+            )
         message["tool_calls"] = [*map(_tool_call, calls)]
         for call in message["tool_calls"]:
             function = call["function"] if isinstance(call.get("function"), dict) else call
@@ -174,7 +197,11 @@ def _message(given: object, number: int) -> Message:
     for field in REASONING:
         if field in message:
             message[field] = _joined(message[field])
-            require(isinstance(message[field], str), f"message {number} ({name}): its {field} is not text", BadRow)
+            require(
+                isinstance(message[field], str),
+                f"message {number} ({name}): its {field} is not text",
+                BadRow,
+            )
     content = _joined(given.get("content", given.get("value")))
     if content is None and calls:
         content = ""  # which more templates take than a field that is absent
@@ -188,7 +215,9 @@ def _message(given: object, number: int) -> Message:
 
 def _joined(content: object) -> object:
     """Return the text of a list of parts that are texts; anything else unchanged."""
-    if isinstance(content, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
+    if isinstance(content, list) and all(
+        isinstance(one, dict) and one.get("type") == "text" for one in content
+    ):
         return "".join(_field(one, "text", str) for one in content)
     return content
 

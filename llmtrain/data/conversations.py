@@ -18,7 +18,11 @@ from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Renderer
 from llmtrain.errors import UserError, require
 
-LEFT = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}  # what --overlong does, once it has done it
+LEFT = {
+    "drop": "dropped",
+    "truncate": "truncated",
+    "error": "overlong",
+}  # what --overlong does, once it has done it
 
 
 @dataclass
@@ -27,14 +31,20 @@ class Audit(Counts):
 
     conversations: int = 0  # that were read
     documents: int = 0  # that those make that are not bad: one each, if the template never changes what came before
-    untrained: int = 0  # left out: conversations without a single trained token, and documents truncated to that
+    untrained: int = (
+        0  # left out: conversations without a single trained token, and documents truncated to that
+    )
     trained: int = 0  # tokens
     repeated: int = 0  # tokens that are in a longer document of the same conversation too
     turns: int = 0  # of assistants that are trained, in documents that are not truncated
     ended: int = 0  # of them: with their end-of-turn token trained
-    left_answers: int = 0  # turns that are left out, since they are shown otherwise than they are prompted for
+    left_answers: int = (
+        0  # turns that are left out, since they are shown otherwise than they are prompted for
+    )
     left_calls: int = 0
-    unshown: int = 0  # turns whose reasoning, or words beside a call, the chat template does not show
+    unshown: int = (
+        0  # turns whose reasoning, or words beside a call, the chat template does not show
+    )
     remade: int = 0  # turns trained whole, since {% generation %} marks them in a form that no prompt leads to
 
     def left(self, overlong: str) -> str:
@@ -67,9 +77,13 @@ class Audit(Counts):
                 "them otherwise than it prompts for them"
             )
         if self.unshown:
-            lines.append(f"{self.unshown:,} turns lose reasoning, or words beside a call: the chat template shows none")
+            lines.append(
+                f"{self.unshown:,} turns lose reasoning, or words beside a call: the chat template shows none"
+            )
         if self.remade:
-            lines.append(f"{self.remade:,} turns are trained whole: {{% generation %}} marks what no prompt leads to")
+            lines.append(
+                f"{self.remade:,} turns are trained whole: {{% generation %}} marks what no prompt leads to"
+            )
         return lines
 
     def check(self, name: str) -> None:
@@ -99,7 +113,12 @@ class Records(Generic[R]):
     """
 
     def __init__(
-        self, source: Source, read: Callable[[Fields], R], config: DataConfig, chat: RowConfig, stops: Collection[int]
+        self,
+        source: Source,
+        read: Callable[[Fields], R],
+        config: DataConfig,
+        chat: RowConfig,
+        stops: Collection[int],
     ) -> None:
         self.source, self.chat, self.stops = source, chat, stops
         self.read: Callable[[Fields], R] = read
@@ -113,7 +132,10 @@ class Records(Generic[R]):
         """Yield what is said in the conversations that are held out, or in those to train on, or in all."""
         for _, conversation in self._read(held_out):
             # without halves of surrogate pairs, which tokenizers cannot take; to render them is an error with a place
-            contents = (message["content"].encode(errors="ignore").decode() for message in conversation.messages)
+            contents = (
+                message["content"].encode(errors="ignore").decode()
+                for message in conversation.messages
+            )
             yield from filter(None, contents)
 
     def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, R]]:
@@ -130,11 +152,16 @@ class Records(Generic[R]):
 
     def _refuse(self, place: str, error: BadRow) -> None:
         if self.chat.on_bad_row == "error":
-            raise UserError(f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip.") from None
+            raise UserError(
+                f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip."
+            ) from None
 
     def _truncates(self, audit: Counts, complaint: str) -> bool:
         """Count what is overlong, and return whether its beginning is kept; an error where --overlong says so."""
-        require(self.chat.overlong != "error", f"{complaint}; raise it, or set --overlong drop or truncate.")
+        require(
+            self.chat.overlong != "error",
+            f"{complaint}; raise it, or set --overlong drop or truncate.",
+        )
         audit.overlong += 1
         return self.chat.overlong == "truncate"
 
@@ -143,12 +170,21 @@ class Conversations(Records[Conversation]):
     """The conversations of a source, of which the assistant's turns are trained."""
 
     def __init__(
-        self, source: Source, format: str, config: DataConfig, chat: ChatConfig, stops: Collection[int] = ()
+        self,
+        source: Source,
+        format: str,
+        config: DataConfig,
+        chat: ChatConfig,
+        stops: Collection[int] = (),
     ) -> None:
-        super().__init__(source, lambda fields: conversation_of(fields, format), config, chat, stops)
+        super().__init__(
+            source, lambda fields: conversation_of(fields, format), config, chat, stops
+        )
         self.last = chat.turns == "last"
 
-    def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
+    def write(
+        self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
+    ) -> Written:
         """Write the rows of one side.
 
         Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
@@ -156,7 +192,9 @@ class Conversations(Records[Conversation]):
         """
         render, width = Renderer(tokenizer, self.stops, self.last), block_size + 1
         store, audit, size, total = TokenStore(path), Audit(), 0, self.documents[held_out]
-        for place, conversation in tqdm(self._read(held_out), total=total, desc="rendering", leave=False):
+        for place, conversation in tqdm(
+            self._read(held_out), total=total, desc="rendering", leave=False
+        ):
             audit.conversations += 1
             try:
                 rendered = render(conversation)
@@ -221,7 +259,9 @@ def _limit_of(places: list[float], fraction: float) -> float:
 
 
 def _place_of(record: Conversation | Judged) -> float:
-    said = record.prompt if isinstance(record, Judged) else record  # answers to one prompt stay on one side
+    said = (
+        record.prompt if isinstance(record, Judged) else record
+    )  # answers to one prompt stay on one side
     return hash_place(json.dumps(said, sort_keys=True, default=str))
 
 

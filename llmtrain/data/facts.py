@@ -26,12 +26,16 @@ class Facts:
     train_rows: int
     eval_rows: int
     eval_bytes: int  # UTF-8 bytes of the held-out text, for bits per byte
-    source_rows: list[int]  # rows to train on of each data set, in which they stand one after the other
+    source_rows: list[
+        int
+    ]  # rows to train on of each data set, in which they stand one after the other
     eval_source_rows: list[int]  # of those held out
     task: str = "text"
     audit: dict[str, int] | None = None  # of conversations
     eval_audit: dict[str, int] | None = None  # of those held out
-    ends: list[int] = field(default_factory=list)  # the tokens at which an answer ends; none of a text
+    ends: list[int] = field(
+        default_factory=list
+    )  # the tokens at which an answer ends; none of a text
     pairs: int = 0  # of judged answers that a row has, at most
     shared: bool = False  # the answers of a pair go on from one copy of their prompt
 
@@ -46,13 +50,17 @@ def facts_of(
 ) -> Facts:
     """Return the facts about rows that were written, of one or several sources."""
     everything = [*train, *held_out]
-    audits, eval_audits = ([written.audit for written in side if written.audit] for side in (train, held_out))
+    audits, eval_audits = (
+        [written.audit for written in side if written.audit] for side in (train, held_out)
+    )
     tasks = {Audit: "conversations", PairAudit: "preferences"}
     return Facts(
         dataset=dataset,
         tokenizer=spec,
         tokenizer_sha256=tok.digest(tokenizer),
-        data_sha256=hashlib.sha256("".join(written.sha256 for written in everything).encode()).hexdigest(),
+        data_sha256=hashlib.sha256(
+            "".join(written.sha256 for written in everything).encode()
+        ).hexdigest(),
         vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
         block_size=block_size,
         documents=sum(written.documents for written in everything),

@@ -36,7 +36,9 @@ class Read(NamedTuple):
     columns: dict[str, np.ndarray]  # [slots, block_size + 1]
 
 
-def slots_of(step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None) -> list[Slot]:
+def slots_of(
+    step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None
+) -> list[Slot]:
     """Return the global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
 
     An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots. With a ``mixture``
@@ -49,7 +51,9 @@ def slots_of(step: int, n: int, global_batch_size: int, seed: int | None, mixtur
         epoch, k = divmod(step, -(-n // global_batch_size))
         steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
         block, place = divmod(k, steps)
-        rows = _order(n, steps * global_batch_size, seed, epoch, block)[place * global_batch_size :][:global_batch_size]
+        rows = _order(n, steps * global_batch_size, seed, epoch, block)[
+            place * global_batch_size :
+        ][:global_batch_size]
     padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
     return [Slot(first + j, row) for j, row in enumerate(padded)]
 
@@ -67,15 +71,28 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
     drop_last = False  # Accelerate asks
 
     def __init__(
-        self, n: int, global_batch_size: int, steps: range, seed: int | None, mixture: Mixture | None = None
+        self,
+        n: int,
+        global_batch_size: int,
+        steps: range,
+        seed: int | None,
+        mixture: Mixture | None = None,
     ) -> None:
-        self.n, self.batch_size, self.steps, self.seed, self.mixture = n, global_batch_size, steps, seed, mixture
+        self.n, self.batch_size, self.steps, self.seed, self.mixture = (
+            n,
+            global_batch_size,
+            steps,
+            seed,
+            mixture,
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        return (slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps)
+        return (
+            slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps
+        )
 
 
 class HeldOutSampler(Sampler[list[Slot]]):
@@ -90,7 +107,9 @@ class HeldOutSampler(Sampler[list[Slot]]):
         return sum(-(-rows // self.batch_size) for rows in self.parts)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        for first, rows in zip(itertools.accumulate(self.parts, initial=0), self.parts, strict=False):
+        for first, rows in zip(
+            itertools.accumulate(self.parts, initial=0), self.parts, strict=False
+        ):
             for start in range(first, first + rows, self.batch_size):
                 places = range(start, start + self.batch_size)
                 yield [Slot(place, place if place < first + rows else None) for place in places]
@@ -114,8 +133,13 @@ class SlotRows(Dataset[Read]):
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
         places = list(zip(chunks.tolist(), (rows - self.starts[chunks]).tolist(), strict=True))
-        columns = {name: np.stack([parts[chunk][row] for chunk, row in places]) for name, parts in self.columns.items()}
-        labels = columns.setdefault("labels", columns["input_ids"])  # a text's places are -100 where it has ended
+        columns = {
+            name: np.stack([parts[chunk][row] for chunk, row in places])
+            for name, parts in self.columns.items()
+        }
+        labels = columns.setdefault(
+            "labels", columns["input_ids"]
+        )  # a text's places are -100 where it has ended
         labels[[slot.row is None for slot in slots]] = IGNORED
         return Read(slots, columns)
 
@@ -129,24 +153,36 @@ class Collate:
     """
 
     def __init__(
-        self, micro_batch: int, dropout_seed: int | None = None, prepare: Callable[[Batch], Batch] | None = None
+        self,
+        micro_batch: int,
+        dropout_seed: int | None = None,
+        prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self.micro_batch, self.dropout_seed, self.prepare = micro_batch, dropout_seed, prepare
 
     def __call__(self, read: Read) -> Window:
-        found = {name: one.astype(np.int64) if one.dtype.kind == "i" else one for name, one in read.columns.items()}
+        found = {
+            name: one.astype(np.int64) if one.dtype.kind == "i" else one
+            for name, one in read.columns.items()
+        }
         rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
         found["input_ids"] = np.maximum(found["input_ids"], 0)
         content = [fingerprint(found[name][rows >= 0]) for name in ("input_ids", "labels")]
         targets = (found["labels"][:, 1:] != IGNORED).sum(axis=1)
         columns = {name: torch.from_numpy(column) for name, column in found.items()}
         if self.dropout_seed is not None:
-            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots]  # 63 bits fit in int64
+            keys = [
+                key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots
+            ]  # 63 bits fit in int64
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
         about = torch.from_numpy(rows), torch.from_numpy(targets), torch.tensor(content)
         window = Window(columns, self.micro_batch, *about)
         prepare = self.prepare
-        return window if prepare is None else replace(window, prepared=tuple(map(prepare, window.batches)))
+        return (
+            window
+            if prepare is None
+            else replace(window, prepared=tuple(map(prepare, window.batches)))
+        )
 
 
 def fingerprint(rows: np.ndarray) -> int:
@@ -195,6 +231,8 @@ def eval_loader(
     """
     parts = parts or [len(rows)]
     sizes = range(processes * micro_batch, processes * (micro_batch * 3 // 4), -processes)
-    sampler = HeldOutSampler(parts, min(sizes, key=lambda size: sum(-count % size for count in parts)))
+    sampler = HeldOutSampler(
+        parts, min(sizes, key=lambda size: sum(-count % size for count in parts))
+    )
     collate: Callable[..., Window] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

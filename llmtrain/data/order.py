@@ -89,7 +89,9 @@ class Mixture:
         self.deal = np.zeros(period, np.int64)  # the source of each place
         self.earlier = np.zeros(period, np.int64)  # how many of its rows come before
         for place in range(period):
-            source = self.deal[place] = np.argmax(np.array(self.counts) * (place + 1) - given * period)
+            source = self.deal[place] = np.argmax(
+                np.array(self.counts) * (place + 1) - given * period
+            )
             self.earlier[place] = given[source]
             given[source] += 1
 
@@ -116,7 +118,9 @@ def counts_of(weights: Sequence[float]) -> list[int]:
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     if min(shares) < Fraction(1, _FINEST):
-        raise UserError(f"--mixture {' '.join(map(str, weights))}: a share below one in {_FINEST} cannot be drawn.")
+        raise UserError(
+            f"--mixture {' '.join(map(str, weights))}: a share below one in {_FINEST} cannot be drawn."
+        )
     period = min(lcm(*(share.denominator for share in shares)), _FINEST)
     counts = [int(share * period) for share in shares]
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - shares[i] * period)

@@ -57,12 +57,19 @@ class Pairs(Records[Judged]):
     """The judged answers of a source: pairs, or with ``alone`` examples of one answer each."""
 
     def __init__(
-        self, source: Source, config: DataConfig, chat: PairConfig, stops: Collection[int], alone: bool
+        self,
+        source: Source,
+        config: DataConfig,
+        chat: PairConfig,
+        stops: Collection[int],
+        alone: bool,
     ) -> None:
         super().__init__(source, judged_of if alone else _two_answers, config, chat, stops)
         self.share, self.alone = chat.share_prompts and chat.packing, alone
 
-    def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
+    def write(
+        self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
+    ) -> Written:
         """Write the rows of one side, each of twice ``block_size`` tokens, which is what one answer may have.
 
         Raises :class:`UserError` with the place of a pair that cannot be rendered, or is overlong, where the flags do
@@ -77,7 +84,9 @@ class Pairs(Records[Judged]):
                 what = f"an answer with its prompt has more than the {block_size} tokens of --block_size"
                 if not self._truncates(audit, f"{place}: {what}"):
                     continue
-            first, second = (render.cut(a, block_size) if len(a.ids) > block_size else a for a in answers)
+            first, second = (
+                render.cut(a, block_size) if len(a.ids) > block_size else a for a in answers
+            )
             untrained = not first.trained.any() or not (self.alone or second.trained.any())
             if untrained or (not self.alone and np.array_equal(first.ids, second.ids)):
                 audit.same += 1
@@ -95,7 +104,9 @@ class Pairs(Records[Judged]):
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
         store.digest.update(f" {self.alone}".encode())
-        audit.records = total + (0 if held_out else self._bad)  # which side bad ones would be on, nobody knows
+        audit.records = total + (
+            0 if held_out else self._bad
+        )  # which side bad ones would be on, nobody knows
         audit.bad += 0 if held_out else self._bad
         if not held_out and not audit.kept:
             raise UserError(
@@ -103,9 +114,13 @@ class Pairs(Records[Judged]):
                 f"are overlong, {audit.bad:,} bad, {audit.same:,} without a difference); check --block_size and the "
                 "chat template."
             )
-        return Written(total, audit.rows, audit.judged, size, store.digest.hexdigest(), audit, store.pairs)
+        return Written(
+            total, audit.rows, audit.judged, size, store.digest.hexdigest(), audit, store.pairs
+        )
 
-    def _judged(self, render: Renderer, held_out: bool, audit: PairAudit) -> Iterator[tuple[str, list[Document], bool]]:
+    def _judged(
+        self, render: Renderer, held_out: bool, audit: PairAudit
+    ) -> Iterator[tuple[str, list[Document], bool]]:
         """Yield pairs; or examples, each with an answer to the prompt before it, the first with one to the last.
 
         That is one that can be rendered, which is why the first comes last.
@@ -128,7 +143,12 @@ class Pairs(Records[Judged]):
             before = record
 
     def _render(
-        self, render: Renderer, place: str, record: Judged, answers: list[list[Message]], audit: PairAudit
+        self,
+        render: Renderer,
+        place: str,
+        record: Judged,
+        answers: list[list[Message]],
+        audit: PairAudit,
     ) -> list[Document]:
         """Return a record's prompt with each of some answers, or nothing where it is bad."""
         try:
@@ -141,7 +161,11 @@ class Pairs(Records[Judged]):
 
 def _two_answers(fields: Fields) -> Judged:
     record = judged_of(fields)
-    require(len(record.answers) > 1, "it has one answer and its label, and this loss compares two", BadRow)
+    require(
+        len(record.answers) > 1,
+        "it has one answer and its label, and this loss compares two",
+        BadRow,
+    )
     return record
 
 
@@ -167,6 +191,9 @@ def judged_format(source: Source, alone: bool) -> str:
 
 def _shared(first: Document, second: Document) -> int:
     """Return how many tokens of two documents are one prompt's, all but its last."""
-    length = min(int(np.argmax(each.trained)) if each.trained.any() else len(each.ids) for each in (first, second))
+    length = min(
+        int(np.argmax(each.trained)) if each.trained.any() else len(each.ids)
+        for each in (first, second)
+    )
     differ = np.flatnonzero(first.ids[:length] != second.ids[:length])
     return max((int(differ[0]) if len(differ) else length) - 1, 0)

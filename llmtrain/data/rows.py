@@ -40,7 +40,9 @@ class Tokenized:
     tokenizer: tok.FastTokenizer
     facts: Facts
     mixture: Mixture | None = None
-    new_tokens: list[int] = field(default_factory=list)  # that a chat template has added to a pretrained tokenizer
+    new_tokens: list[int] = field(
+        default_factory=list
+    )  # that a chat template has added to a pretrained tokenizer
     in_order: bool = False  # drawn in the stored order, not in a permutation of it
     sources: list[str] = field(default_factory=list)  # the names of the data sets
 
@@ -83,7 +85,11 @@ class Tokenized:
 
     @classmethod
     def of(
-        cls, train: Rows, tokenizer: tok.FastTokenizer, eval: "Rows | None" = None, in_order: bool = False
+        cls,
+        train: Rows,
+        tokenizer: tok.FastTokenizer,
+        eval: "Rows | None" = None,
+        in_order: bool = False,
     ) -> "Tokenized":
         """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
 
@@ -94,22 +100,44 @@ class Tokenized:
         from pyarrow.compute import list_value_length
 
         given = [rows for rows in (train, eval) if rows is not None]
-        tables = [rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:] for rows in given]
-        sides = [TokenRows(table.select([name for name in COLUMNS if name in table.column_names])) for table in tables]
+        tables = [
+            rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
+            for rows in given
+        ]
+        sides = [
+            TokenRows(table.select([name for name in COLUMNS if name in table.column_names]))
+            for table in tables
+        ]
         columns = [column for rows in sides for column in rows.data.columns]
         try:
-            (width,) = {length for column in columns for length in list_value_length(column).unique().to_pylist()}
+            (width,) = {
+                length
+                for column in columns
+                for length in list_value_length(column).unique().to_pylist()
+            }
             kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
-        except (pyarrow.ArrowException, ValueError):  # no lists, lists with gaps, or lists of several lengths
+        except (
+            pyarrow.ArrowException,
+            ValueError,
+        ):  # no lists, lists with gaps, or lists of several lengths
             width, kinds = 0, set()
-        if kinds != {"i"} or width < 2 or any("input_ids" not in rows.column_names for rows in sides):
+        if (
+            kinds != {"i"}
+            or width < 2
+            or any("input_ids" not in rows.column_names for rows in sides)
+        ):
             raise UserError(
                 f"Tokenized.of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
             )
-        written = [_measured(rows, tokenizer, held_out) for rows, held_out in zip(sides, (False, True), strict=False)]
+        written = [
+            _measured(rows, tokenizer, held_out)
+            for rows, held_out in zip(sides, (False, True), strict=False)
+        ]
         name = tokenizer.name_or_path
         facts = facts_of("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
-        return cls(sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order)
+        return cls(
+            sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order
+        )
 
 
 def tokenize(
@@ -135,20 +163,32 @@ def tokenize(
     if config.mixture:
         counts_of(config.mixture)  # a share too small as well
     if records is not None:
-        require(not config.given("dataset"), "--dataset: this recipe has data of its own; leave it out.")
+        require(
+            not config.given("dataset"), "--dataset: this recipe has data of its own; leave it out."
+        )
         config.dataset = [made(records).name]
     sources = [made(records)] if records else [open_source(name) for name in config.dataset]
     judged = isinstance(chat, PairConfig)
-    formats = [judged_format(one, judged_alone) for one in sources] if judged else _formats_of(sources, chat)
+    formats = (
+        [judged_format(one, judged_alone) for one in sources]
+        if judged
+        else _formats_of(sources, chat)
+    )
     if formats[0] != "text" and config.given("text_field"):
-        raise UserError(f"--text_field is for text, and {sources[0].name} is conversations; leave it out.")
+        raise UserError(
+            f"--text_field is for text, and {sources[0].name} is conversations; leave it out."
+        )
     asked, chat = chat, chat if formats[0] != "text" else None
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens = set_template(pretrained, chat.chat_template) if pretrained and chat else []
     stops = tok.stop_ids(spec) if pretrained and chat else []
     if chat and spec == "char":
-        raise UserError("--tokenizer char knows no letters but the data's, and a chat template has others; use byte.")
-    template = template_text(chat.chat_template) if chat and chat.chat_template else None  # a file's may change
+        raise UserError(
+            "--tokenizer char knows no letters but the data's, and a chat template has others; use byte."
+        )
+    template = (
+        template_text(chat.chat_template) if chat and chat.chat_template else None
+    )  # a file's may change
     key = [
         *(FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]),
         tok.digest(pretrained) if pretrained is not None else spec,
@@ -173,10 +213,15 @@ def tokenize(
                     _make(folder, config, block_size, corpora, pretrained, chat, stops)
         except OSError as error:
             said = error.strerror or error
-            raise UserError(f"the cache folder {folder.parent}: {said}; set LLMTRAIN_CACHE to another.") from None
+            raise UserError(
+                f"the cache folder {folder.parent}: {said}; set LLMTRAIN_CACHE to another."
+            ) from None
         rows = _open(folder, spec)
         assert rows is not None, f"{folder} cannot be read back"
-    rows.facts.dataset, rows.facts.tokenizer = " ".join(config.dataset), spec  # its content may have moved
+    rows.facts.dataset, rows.facts.tokenizer = (
+        " ".join(config.dataset),
+        spec,
+    )  # its content may have moved
     rows.new_tokens, rows.sources = new_tokens, [*config.dataset]
     if config.mixture:
         rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
@@ -193,8 +238,12 @@ def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> 
         for matrix in as_matrices(rows.data.column(name)):
             digest.update(matrix.astype("<i4").tobytes())
             if name != "position_ids" and len(matrix) and matrix.max() >= known:
-                raise UserError(f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {known} tokens.")
-    for matrix in as_matrices(rows.data.column("labels" if "labels" in rows.column_names else "input_ids")):
+                raise UserError(
+                    f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {known} tokens."
+                )
+    for matrix in as_matrices(
+        rows.data.column("labels" if "labels" in rows.column_names else "input_ids")
+    ):
         labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
         targets += len(labels)
         size += len(tokenizer.backend_tokenizer.decode(labels.tolist()).encode()) if held_out else 0
@@ -203,10 +252,16 @@ def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> 
 
 def _formats_of(sources: list[Source], chat: RowConfig | None) -> list[str]:
     """Return the format of the records of each source: all text, or all conversations."""
-    formats = [format_of(source, chat) if isinstance(chat, ChatConfig) else "text" for source in sources]
+    formats = [
+        format_of(source, chat) if isinstance(chat, ChatConfig) else "text" for source in sources
+    ]
     if len({name == "text" for name in formats}) > 1:
-        kinds = ", ".join(f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True))
-        raise UserError(f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is.")
+        kinds = ", ".join(
+            f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True)
+        )
+        raise UserError(
+            f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is."
+        )
     idle = [name for name in flags_of(ChatConfig) if chat and chat.given(name) and name != "format"]
     if formats[0] == "text" and idle:
         raise UserError(
@@ -229,7 +284,9 @@ def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, found: b
         say("task", f"{what}: the records are {', '.join(dict.fromkeys(formats))}")
         for line in kind(**facts.audit).lines(chat.overlong):
             say("audit", line)
-        if facts.eval_audit and any(map(facts.eval_audit.get, ("overlong", "untrained", "same", "bad"))):
+        if facts.eval_audit and any(
+            map(facts.eval_audit.get, ("overlong", "untrained", "same", "bad"))
+        ):
             say("held out", kind(**facts.eval_audit).left(chat.overlong))
     elif chat:
         say("task", "going on with pretraining: the records are text, no conversations")
@@ -270,8 +327,12 @@ def _make(
         tokenizer.save_pretrained(working / "tokenizer")
         train, held_out = list[Written](), list[Written]()
         for i, corpus in enumerate(corpora):
-            train.append(corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", held_out=False))
-            held_out.append(corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", held_out=True))
+            train.append(
+                corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", held_out=False)
+            )
+            held_out.append(
+                corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", held_out=True)
+            )
         smallest = min(written.targets for written in train)
         if chat is None and smallest < block_size:
             raise UserError(

@@ -39,7 +39,9 @@ class Source:
 
     name: str  # as --dataset has it
     fingerprint: Callable[[], str]  # a hex digest that changes when the records may have changed
-    records: Callable[[str | None], Iterator[Record]]  # with the named field, where they have it, or with all
+    records: Callable[
+        [str | None], Iterator[Record]
+    ]  # with the named field, where they have it, or with all
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -47,14 +49,20 @@ def documents(source: Source, field: str) -> Iterator[str]:
     for place, fields in source.records(field):
         if field not in fields:
             known = ", ".join(map(str, fields))
-            raise UserError(f"{place}: no field '{field}'; it has {known} - name one with --text_field.")
+            raise UserError(
+                f"{place}: no field '{field}'; it has {known} - name one with --text_field."
+            )
         text = fields[field]
         if not isinstance(text, str):
-            raise UserError(f"{place}: field '{field}' is {json.dumps(text, default=repr)[:40]}, not text.")
+            raise UserError(
+                f"{place}: field '{field}' is {json.dumps(text, default=repr)[:40]}, not text."
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{place}: field '{field}' holds half of a surrogate pair, which is no text.") from None
+            raise UserError(
+                f"{place}: field '{field}' holds half of a surrogate pair, which is no text."
+            ) from None
         yield text
 
 
@@ -64,14 +72,22 @@ def open_source(name: str) -> Source:
         known = " and ".join(builtin.CORPORA)
         require(name in builtin.CORPORA, f"--dataset {name} does not exist; there are {known}.")
         corpus = builtin.CORPORA[name]
-        return Source(name, partial(builtin.fingerprint, name), lambda _: _numbered(corpus(), f"{name}, document"))
+        return Source(
+            name,
+            partial(builtin.fingerprint, name),
+            lambda _: _numbered(corpus(), f"{name}, document"),
+        )
     try:
         paths = _find_files(name)
     except (OSError, RuntimeError) as error:  # a name too long, a home folder of nobody
         raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
     if paths:
         return Source(name, partial(_fingerprint_of_files, paths), partial(_read_files, paths))
-    looks_local = _suffix(Path(name)) in SUFFIXES or name.startswith((".", "/", "~")) or any(c in name for c in "*?[")
+    looks_local = (
+        _suffix(Path(name)) in SUFFIXES
+        or name.startswith((".", "/", "~"))
+        or any(c in name for c in "*?[")
+    )
     if looks_local or Path(name).exists():
         where = f"check the path from {Path.cwd()}"
         raise UserError(f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; {where}.")
@@ -86,7 +102,9 @@ def _find_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
         if _suffix(path) not in SUFFIXES:
-            raise UserError(f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}.")
+            raise UserError(
+                f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}."
+            )
         return [path]
     matching = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - absolute patterns too
     found = path.rglob("*") if path.is_dir() else {*map(Path, matching)}
@@ -100,12 +118,20 @@ def _hub(name: str) -> Source:
         import datasets  # heavy, and only hub names need it here
 
         path, _, configuration = name.partition(":")
-        with refused_as(f"--dataset {name}: no file or folder of that name here, and the hub answered"):
-            return cast("datasets.Dataset", datasets.load_dataset(path, configuration or None, split="train"))
+        with refused_as(
+            f"--dataset {name}: no file or folder of that name here, and the hub answered"
+        ):
+            return cast(
+                "datasets.Dataset",
+                datasets.load_dataset(path, configuration or None, split="train"),
+            )
 
     def records(field: str | None) -> Iterator[Record]:
         dataset = load()
-        return _numbered(dataset.select_columns([field]) if field in dataset.column_names else dataset, f"{name}, row")
+        return _numbered(
+            dataset.select_columns([field]) if field in dataset.column_names else dataset,
+            f"{name}, row",
+        )
 
     return Source(name, lambda: hashlib.sha256(load()._fingerprint.encode()).hexdigest(), records)
 
@@ -114,7 +140,9 @@ def made(make: MakesRecords) -> Source:
     """Return the records that a function yields: texts, or fields."""
     name = getattr(make, "__name__", "records")  # not every callable has a name
 
-    def fingerprint() -> str:  # of the content: whoever changes the function need not think of a cache
+    def fingerprint() -> (
+        str
+    ):  # of the content: whoever changes the function need not think of a cache
         total = hashlib.sha256()
         for record in make():
             total.update(json.dumps(record, default=repr).encode() + b"\n")
@@ -123,11 +151,15 @@ def made(make: MakesRecords) -> Source:
     return Source(name, fingerprint, lambda field: _numbered(make(), f"{name}(), record", field))
 
 
-def _numbered(records: Iterable[str | Fields], place: str, field: str | None = None) -> Iterator[Record]:
+def _numbered(
+    records: Iterable[str | Fields], place: str, field: str | None = None
+) -> Iterator[Record]:
     for number, record in enumerate(records):
         fields = {field or "text": record} if isinstance(record, str) else record
         if not isinstance(fields, dict):
-            raise UserError(f"{place} {number} is {json.dumps(record, default=repr)[:40]}, neither text nor fields.")
+            raise UserError(
+                f"{place} {number} is {json.dumps(record, default=repr)[:40]}, neither text nor fields."
+            )
         yield Record(f"{place} {number}", fields)
 
 
@@ -160,7 +192,9 @@ def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         line, byte = first_line + raw.count(b"\n", 0, error.start), raw[error.start]
-        raise UserError(f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first.") from None
+        raise UserError(
+            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
+        ) from None
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
@@ -172,7 +206,9 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
-                reason = first_line(error).partition(": line ")[0]  # without the line that json counts, always 1
+                reason = first_line(error).partition(": line ")[
+                    0
+                ]  # without the line that json counts, always 1
                 raise UserError(f"{place}: not JSON ({reason}).") from None
             if not isinstance(fields, dict):
                 raise UserError(f"{place}: {line.strip()[:40]!r} is not a JSON object.")
@@ -186,7 +222,10 @@ def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
             reader = csv.DictReader(file, strict=True)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
-                require(None not in fields, f"{place}: more fields than the header has; quote text with commas.")
+                require(
+                    None not in fields,
+                    f"{place}: more fields than the header has; quote text with commas.",
+                )
                 yield Record(place, fields)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
@@ -202,8 +241,12 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(columns=[field] if field in file.schema_arrow.names else None)
-            for row, fields in enumerate(fields for batch in batches for fields in batch.to_pylist()):
+            batches = file.iter_batches(
+                columns=[field] if field in file.schema_arrow.names else None
+            )
+            for row, fields in enumerate(
+                fields for batch in batches for fields in batch.to_pylist()
+            ):
                 yield Record(f"{path}, row {row}", fields)
     except UnicodeDecodeError:
         which = f"field '{field}'" if field else "a field"

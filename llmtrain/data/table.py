@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 COLUMNS = ["input_ids", "labels", "position_ids"]
 JUDGED = ["input_ids", "labels", "answers", "position_ids"]
-TOKENS_PER_BATCH = 1 << 22  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
+TOKENS_PER_BATCH = (
+    1 << 22
+)  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
 
 
 @dataclass
@@ -102,13 +104,19 @@ class TokenRows:
         import datasets
         from datasets.fingerprint import generate_random_fingerprint
 
-        return datasets.Dataset(datasets.table.InMemoryTable(self.data), fingerprint=generate_random_fingerprint())
+        return datasets.Dataset(
+            datasets.table.InMemoryTable(self.data), fingerprint=generate_random_fingerprint()
+        )
 
 
 def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:
     """Return the chunks of a column of lists of one length, each as [rows, length], without a copy."""
     # not by to_numpy(), which imports pandas
-    return [np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1) for chunk in column.chunks if len(chunk)]
+    return [
+        np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1)
+        for chunk in column.chunks
+        if len(chunk)
+    ]
 
 
 def hash_place(text: str) -> float:
@@ -184,9 +192,15 @@ class TokenStore:
         Without ``packing`` a document has a row to itself, and each answer of a pair half of one.
         """
         self._file.close()
-        rows = best_fit(np.array(self.lengths, np.int64), width) if packing else [[i] for i in range(len(self.lengths))]
+        rows = (
+            best_fit(np.array(self.lengths, np.int64), width)
+            if packing
+            else [[i] for i in range(len(self.lengths))]
+        )
         columns = JUDGED if self.seconds else COLUMNS
-        columns = columns if packing else columns[:-1]  # alone in its row a document needs no position_ids
+        columns = (
+            columns if packing else columns[:-1]
+        )  # alone in its row a document needs no position_ids
         self.pairs = max(map(len, rows), default=0) if self.seconds else 0
         with row_table(path, columns, width) as write:
             count = max(TOKENS_PER_BATCH // width, 1)
@@ -200,14 +214,19 @@ class TokenStore:
     def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
         stored, ends = np.memmap(self._path, np.int32, "r"), np.cumsum(self.lengths)
         shape, longest = (len(rows), width), width // 2 if self.seconds else width
-        ids, labels, positions, answers = (np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1))
+        ids, labels, positions, answers = (
+            np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1)
+        )
         for i, documents in enumerate(rows):
             at = 0
             for number, document in enumerate(documents):
                 tokens = stored[ends[document] - self.lengths[document] : ends[document]]
                 second = self.seconds[document] if self.seconds else Second(len(tokens), 0, True)
                 code = 4 * number + 2 * (not second.desirable)
-                for part, first, which in ((tokens[: second.at], 0, 0), (tokens[second.at :], second.position, 1)):
+                for part, first, which in (
+                    (tokens[: second.at], 0, 0),
+                    (tokens[second.at :], second.position, 1),
+                ):
                     at = width // 2 if which and not packing else at
                     here = slice(at, at + len(part))
                     ids[i, here] = np.maximum(part, ~part)
@@ -216,5 +235,7 @@ class TokenStore:
                     positions[i, here] = np.arange(first, first + len(part))
                     answers[i, here] = code + which
                     at = here.stop
-            positions[i, at:] = np.arange(width - at) % longest  # padding is a document of its own, or two
+            positions[i, at:] = (
+                np.arange(width - at) % longest
+            )  # padding is a document of its own, or two
         return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}

@@ -16,13 +16,21 @@ from llmtrain.errors import UserError, first_line
 
 Message: TypeAlias = Fields  # as chat templates take it: role, content, and whatever else it had
 Span: TypeAlias = tuple[int, int]  # of characters
-Switch: TypeAlias = dict[str, bool]  # asks for a prompt with reasoning, or for one without; empty: what a chat asks for
+Switch: TypeAlias = dict[
+    str, bool
+]  # asks for a prompt with reasoning, or for one without; empty: what a chat asks for
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields in which templates look for it
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # the fields in which templates look for it
 _SWITCH = "enable_thinking"
 OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-_REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)  # as such a prompt is answered
+_REST_OF_THOUGHT = re.compile(
+    r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL
+)  # as such a prompt is answered
 _CHATML = Path(__file__).with_name("chatml.jinja")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 # A conversation that shows how a template renders; two turns, because many treat the last one differently.
@@ -32,9 +40,21 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "The other question."},
     {"role": "assistant", "content": "The other answer."},
 ]
-_RESULT: Message = {"role": "tool", "name": "forecast", "tool_call_id": "call00001", "content": "Rain."}
-_PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "where"}}}
-_TOOL = {"name": "forecast", "description": "Tell the weather.", "parameters": {**_PARAMETERS, "required": ["place"]}}
+_RESULT: Message = {
+    "role": "tool",
+    "name": "forecast",
+    "tool_call_id": "call00001",
+    "content": "Rain.",
+}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string", "description": "where"}},
+}
+_TOOL = {
+    "name": "forecast",
+    "description": "Tell the weather.",
+    "parameters": {**_PARAMETERS, "required": ["place"]},
+}
 _TOOLS: list[Fields] = [{"type": "function", "function": _TOOL}]
 
 
@@ -45,9 +65,13 @@ class BadRow(ValueError):  # noqa: N818 - it says what the row is
 def template_text(name: str) -> str:
     """Read the template that ``--chat_template`` names; raises :class:`UserError` where there is none."""
     try:
-        return (_CHATML if name == "chatml" else Path(name).expanduser()).read_text(encoding="utf-8")
+        return (_CHATML if name == "chatml" else Path(name).expanduser()).read_text(
+            encoding="utf-8"
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"--chat_template {name}: not chatml, and no file to read ({first_line(error)}).") from None
+        raise UserError(
+            f"--chat_template {name}: not chatml, and no file to read ({first_line(error)})."
+        ) from None
 
 
 def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[int]:
@@ -59,11 +83,17 @@ def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[in
         UserError: there is no such template, or it cannot show a conversation.
     """
     before = tokenizer.get_vocab()
-    named = "the tokenizer's own chat template" if chat_template is None else f"--chat_template {chat_template}"
+    named = (
+        "the tokenizer's own chat template"
+        if chat_template is None
+        else f"--chat_template {chat_template}"
+    )
     if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     elif tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template; give --chat_template chatml or a file.")
+        raise UserError(
+            "the tokenizer has no chat template; give --chat_template chatml or a file."
+        )
     if chat_template == "chatml":
         # a model that has always met a BOS before a text shall meet it before a conversation
         if tokenizer.bos_token is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
@@ -128,7 +158,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: FastTokenizer, stops: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
         known = tokenizer.added_tokens_decoder
-        special = {token.content: id for id, token in known.items() if token.special and token.content.strip()}
+        special = {
+            token.content: id
+            for id, token in known.items()
+            if token.special and token.content.strip()
+        }
         one, run = any_of(special), re.compile(f"(?:{any_of(special).pattern})+")
         eos = str(tokenizer.eos_token)
         self.ends = {int(tokenizer.eos_token_id), *(id for id in stops if id in known)}
@@ -150,14 +184,20 @@ class ChatTemplate:
             if own := re.search(f"({one.pattern})$", text):
                 return own[0]
             more = self._attempt([_PROBE[0], turn, following])
-            behind = one.match(more[len(text) :].lstrip()) if text and more.startswith(text) else None
+            behind = (
+                one.match(more[len(text) :].lstrip()) if text and more.startswith(text) else None
+            )
             return behind[0] if behind else eos
 
         self._after_answer = self._after_call = end_of(_PROBE[1], _PROBE[2])
         if self._as_text is not None:
             self._after_call = end_of(_call(self._as_text), _RESULT)
-        self.ends |= {special[stop] for stop in (self._after_answer, self._after_call) if stop in special}
-        self.controls = {id: token.content for id, token in known.items() if token.special or id in self.ends}
+        self.ends |= {
+            special[stop] for stop in (self._after_answer, self._after_call) if stop in special
+        }
+        self.controls = {
+            id: token.content for id, token in known.items() if token.special or id in self.ends
+        }
         self.controls.setdefault(int(tokenizer.eos_token_id), eos)
         self.end = re.compile(f"(?:{any_of(self.controls[id] for id in self.ends).pattern})+")
 
@@ -177,10 +217,14 @@ class ChatTemplate:
         shown, thoughts = list[Message](), list[str]()
         for number, message in enumerate(messages, start=1):
             pattern = _REST_OF_THOUGHT if self.opens_reasoning else _THOUGHT
-            thought, rest = _divided(message, pattern) if message["role"] == "assistant" else ("", message)
+            thought, rest = (
+                _divided(message, pattern) if message["role"] == "assistant" else ("", message)
+            )
             if thought and self.reasoning is not None:
                 rest = {**rest, self.reasoning: thought}
-            elif not self.opens_reasoning and self.reasoning is None:  # such a template shows it where it is
+            elif (
+                not self.opens_reasoning and self.reasoning is None
+            ):  # such a template shows it where it is
                 rest = {**rest, "content": message["content"]}
             if calls := rest.get("tool_calls"):
                 place = f"message {number} ({rest['role']})"
@@ -193,7 +237,9 @@ class ChatTemplate:
             thoughts.append(thought)
         return shown, thoughts
 
-    def _attempt(self, messages: list[Message], prompted: bool = False, switch: Switch | None = None) -> str:
+    def _attempt(
+        self, messages: list[Message], prompted: bool = False, switch: Switch | None = None
+    ) -> str:
         """Return what is shown, with a tool at hand where one is called; nothing where the template refuses."""
         tools = _TOOLS if any("tool_calls" in message for message in messages) else None
         try:
@@ -208,14 +254,26 @@ class ChatTemplate:
 
     def _shows_reasoning(self, field: str) -> bool:
         turns = [_PROBE[1]] if self._as_text is None else [_PROBE[1], _call(self._as_text)]
-        return any("One thought." in self._attempt([_PROBE[0], {**turn, field: "One thought."}]) for turn in turns)
+        return any(
+            "One thought." in self._attempt([_PROBE[0], {**turn, field: "One thought."}])
+            for turn in turns
+        )
 
 
 def _call(as_text: bool, *places: str) -> Message:
     """Return a turn that calls for the weather at some places."""
-    functions = [{"name": "forecast", "arguments": {"place": place}} for place in places or ("Utopia",)]
-    calls = [{"id": f"call0000{number}", "function": one} for number, one in enumerate(functions, start=1)]
-    return {"role": "assistant", "content": "", "tool_calls": [_in_form(call, as_text) for call in calls]}
+    functions = [
+        {"name": "forecast", "arguments": {"place": place}} for place in places or ("Utopia",)
+    ]
+    calls = [
+        {"id": f"call0000{number}", "function": one}
+        for number, one in enumerate(functions, start=1)
+    ]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_in_form(call, as_text) for call in calls],
+    }
 
 
 def _in_form(call: Fields, as_text: bool) -> Fields:
@@ -224,7 +282,9 @@ def _in_form(call: Fields, as_text: bool) -> Fields:
     Arguments that are no object stay as they are.
     """
     function: Fields = call["function"] if isinstance(call.get("function"), dict) else call
-    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    rest = {
+        key: value for key, value in call.items() if key not in ("function", "name", "arguments")
+    }
     arguments = function.get("arguments", {})
     if as_text and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False, default=str)  # Parquet has dates

@@ -39,7 +39,9 @@ class Texts:
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.source, self.config, self.fraction = source, config, config.eval_fraction
         self.documents, self.bytes = [0, 0], [0, 0]  # to train on, and held out
-        self.divided: tuple[int, int] | None = None  # a document's number, and where its held-out part begins
+        self.divided: tuple[int, int] | None = (
+            None  # a document's number, and where its held-out part begins
+        )
         longest = (0, 0)  # characters, and minus the document's number
         for number, text in enumerate(self.texts()):
             held_out = hash_place(text) < self.fraction
@@ -53,7 +55,9 @@ class Texts:
             unseen = sum(len(text.encode()) for text in self.texts(held_out=True))
             self.documents, self.bytes = [sum(self.documents) - 1, 1], [size - unseen, unseen]
         if not self.bytes[False]:
-            raise UserError(f"--eval_fraction {self.fraction} leaves no text to train on; lower it, to 0 if need be.")
+            raise UserError(
+                f"--eval_fraction {self.fraction} leaves no text to train on; lower it, to 0 if need be."
+            )
 
     def texts(self, held_out: bool | None = None) -> Iterator[str]:
         """Yield the texts that are held out, or those to train on, or all."""
@@ -66,10 +70,17 @@ class Texts:
             elif not held_out:
                 yield text
 
-    def write(self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool) -> Written:
+    def write(
+        self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
+    ) -> Written:
         """Write the rows of one side."""
-        texts, splits = self.texts(held_out) if self.bytes[held_out] else (), is_trained(self.config.tokenizer or "")
-        with tqdm(total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
+        texts, splits = (
+            self.texts(held_out) if self.bytes[held_out] else (),
+            is_trained(self.config.tokenizer or ""),
+        )
+        with tqdm(
+            total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False
+        ) as bar:
             written = _write_rows(path, _encoded(tokenizer, texts, splits, bar), block_size)
         return written._replace(documents=self.documents[held_out], bytes=self.bytes[held_out])
 
@@ -95,9 +106,13 @@ def _encoded(
     for batch in _batches(texts, _ENCODE_CHARACTERS):
         segments = [[*_segments(text)] if splits else [text] for text in batch]
         try:
-            encoded = iter(backend.encode_batch_fast([*itertools.chain(*segments)], add_special_tokens=False))
+            encoded = iter(
+                backend.encode_batch_fast([*itertools.chain(*segments)], add_special_tokens=False)
+            )
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise UserError(f"the tokenizer cannot encode this text: {first_line(error)}.") from None
+            raise UserError(
+                f"the tokenizer cannot encode this text: {first_line(error)}."
+            ) from None
         for document in segments:
             yield np.array(before, np.int32)
             yield from (np.array(next(encoded).ids, np.int32) for _ in document)
@@ -146,7 +161,9 @@ def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> Wr
         for batch in _batches(padded(), max(TOKENS_PER_BATCH, block_size)):
             stream = np.concatenate([rest, *batch])
             if len(stream) > block_size:
-                write(np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size])
+                write(
+                    np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size]
+                )
                 count = (len(stream) - 1) // block_size
                 rows, stream = rows + count, stream[count * block_size :]
             rest = stream

@@ -35,19 +35,30 @@ def vocabulary_size(spec: str) -> int:
     if kind != "bpe":
         require(not size, f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
         return 0
-    fits = size.isascii() and size.isdecimal() and len(size) < 10 and smallest <= int(size) <= largest
-    require(fits, f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096.")
+    fits = (
+        size.isascii() and size.isdecimal() and len(size) < 10 and smallest <= int(size) <= largest
+    )
+    require(
+        fits,
+        f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096.",
+    )
     return int(size)
 
 
-def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], Iterator[str]]) -> tokenizers.Tokenizer:
+def train_tokenizer(
+    spec: str, train: Iterable[str], everything: Callable[[], Iterator[str]]
+) -> tokenizers.Tokenizer:
     """Make the tokenizer that ``spec`` names: ``char``, ``byte`` or ``bpe:N``.
 
     ``bpe`` learns its merges from the training documents alone. ``char`` takes its alphabet from ``everything``: a
     held-out character must not become an unknown one, which would flatter the loss.
     """
     size, kind = vocabulary_size(spec), spec.partition(":")[0]
-    alphabet = sorted({character for text in everything() for character in set(text)}) if kind == "char" else _BYTES
+    alphabet = (
+        sorted({character for text in everything() for character in set(text)})
+        if kind == "char"
+        else _BYTES
+    )
     vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
     if kind == "char":
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
@@ -59,7 +70,10 @@ def train_tokenizer(spec: str, train: Iterable[str], everything: Callable[[], It
         tokenizer.decoder = decoders.ByteLevel()
     if kind == "bpe":
         trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=_BYTES, show_progress=False
+            vocab_size=size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=_BYTES,
+            show_progress=False,
         )
         tokenizer.train_from_iterator(train, trainer)
     else:
@@ -73,11 +87,16 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastToken
 
     tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
-        tokenizer_object=tokenizer, model_max_length=block_size, clean_up_tokenization_spaces=False, **tokens
+        tokenizer_object=tokenizer,
+        model_max_length=block_size,
+        clean_up_tokenization_spaces=False,
+        **tokens,
     )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False, trained: bool = False) -> FastTokenizer:
+def load_tokenizer(
+    name: str, trust_remote_code: bool = False, trained: bool = False
+) -> FastTokenizer:
     """Load the tokenizer of a folder or hub name. Raises :class:`UserError` unless it is a fast one that ends texts.
 
     Of one that was ``trained`` here the class is known; to look for it takes a quarter of a second.
@@ -89,11 +108,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, trained: bool = F
     try:
         tokenizer = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ... with essays for messages
-        raise UserError(f"{name}: no tokenizer can be loaded ({hub_said(error).rstrip('.')}); {other}.") from None
+        raise UserError(
+            f"{name}: no tokenizer can be loaded ({hub_said(error).rstrip('.')}); {other}."
+        ) from None
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {other}.")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: its tokenizer has no end-of-text token (eos_token) to join documents with; {other}.")
+        raise UserError(
+            f"{name}: its tokenizer has no end-of-text token (eos_token) to join documents with; {other}."
+        )
     return tokenizer
 
 
@@ -111,6 +134,8 @@ def stop_ids(name: str) -> list[int]:
 def digest(tokenizer: FastTokenizer) -> str:
     """Return the sha256 that identifies a tokenizer, wherever it was loaded from."""
     content = tokenizer.backend_tokenizer.to_str() + json.dumps(
-        [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template], sort_keys=True, default=str
+        [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template],
+        sort_keys=True,
+        default=str,
     )
     return hashlib.sha256(content.encode()).hexdigest()

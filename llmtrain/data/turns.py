@@ -10,7 +10,16 @@ import numpy as np
 
 from llmtrain.data.chat import Conversation, Judged
 from llmtrain.data.sources import Fields
-from llmtrain.data.template import OPENED, BadRow, ChatTemplate, Message, Span, Switch, any_of, render
+from llmtrain.data.template import (
+    OPENED,
+    BadRow,
+    ChatTemplate,
+    Message,
+    Span,
+    Switch,
+    any_of,
+    render,
+)
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import require
 
@@ -68,7 +77,9 @@ class Renderer:
     since the last question alone.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, stops: Collection[int] = (), last: bool = False) -> None:
+    def __init__(
+        self, tokenizer: FastTokenizer, stops: Collection[int] = (), last: bool = False
+    ) -> None:
         self.tokenizer, self.template, self.last = tokenizer, ChatTemplate(tokenizer, stops), last
         self.control_ids = np.array(list(self.template.controls))
         self._controls = any_of(self.template.controls.values())
@@ -94,12 +105,19 @@ class Renderer:
         """
         tools = conversation.tools
         messages, thoughts = self.template.fitted(conversation.messages)
-        places = [f"message {number} ({message['role']})" for number, message in enumerate(messages, start=1)]
+        places = [
+            f"message {number} ({message['role']})"
+            for number, message in enumerate(messages, start=1)
+        ]
         for place, shown in [*zip(places, messages, strict=True), ("field 'tools'", tools)]:
             for text in _strings(shown):
                 if control := self._controls.search(text):
                     raise BadRow(f"{place} holds the control token {control[0]}")
-                require(not _HALF.search(text), f"{place} holds half of a surrogate pair, which is no text", BadRow)
+                require(
+                    not _HALF.search(text),
+                    f"{place} holds half of a surrogate pair, which is no text",
+                    BadRow,
+                )
         whole, marks = render(self.tokenizer, messages, tools)
         if marks is not None and all(first == last for first, last in marks):
             raise BadRow("the chat template's {% generation %} marks nothing in it")
@@ -110,7 +128,9 @@ class Renderer:
         for start, stop in _turns_of(messages):
             if stop <= first:
                 continue
-            turn = _Turn(messages[:start], messages[start:stop], tools, [*filter(None, thoughts[start:stop])])
+            turn = _Turn(
+                messages[:start], messages[start:stop], tools, [*filter(None, thoughts[start:stop])]
+            )
             found = self._prompted(turn)
             if found is None:
                 left["tool_calls" in turn.said[-1]] += 1
@@ -120,7 +140,10 @@ class Renderer:
             unshown += any(each not in target for each in words)
             spans = [(0, len(target))]
             if marks is not None and whole.startswith(prompt + target):
-                inner = ((max(first - len(prompt), 0), min(last - len(prompt), len(target))) for first, last in marks)
+                inner = (
+                    (max(first - len(prompt), 0), min(last - len(prompt), len(target)))
+                    for first, last in marks
+                )
                 spans = [(first, last) for first, last in inner if first < last]
             elif marks is not None:
                 remade += 1
@@ -133,7 +156,9 @@ class Renderer:
         """Return its first ``width`` tokens. Where their turns end is lost."""
         ids, trained = document.ids[:width], document.trained[:width]
         said = ids[trained & ~np.isin(ids, self.control_ids)].tolist()
-        return Document(ids, trained, len(self.backend.decode(said, skip_special_tokens=False).encode()), 0, 0)
+        return Document(
+            ids, trained, len(self.backend.decode(said, skip_special_tokens=False).encode()), 0, 0
+        )
 
     def _prompted(self, turn: _Turn) -> tuple[str, str, str] | None:
         """Return the prompt for a turn, what should come back, and the token to end that with where it has none.
@@ -144,14 +169,22 @@ class Renderer:
             for switch in self.template.switches(reasons):
                 prompt, _ = render(self.tokenizer, turn.before, turn.tools, True, switch)
                 text, _ = render(self.tokenizer, turn.before + turn.said, turn.tools, False, switch)
-                target = text[len(prompt) :] if text.startswith(prompt) else _reasoned(turn, prompt, text)
+                target = (
+                    text[len(prompt) :]
+                    if text.startswith(prompt)
+                    else _reasoned(turn, prompt, text)
+                )
                 if target is None:
                     target = self._behind_another_history(turn, prompt, text, switch)
-                if target is not None and (not reasons or any(thought in target for thought in turn.thoughts)):
+                if target is not None and (
+                    not reasons or any(thought in target for thought in turn.thoughts)
+                ):
                     return prompt, *self._to_its_end(turn, prompt, target, switch)
         return None
 
-    def _behind_another_history(self, turn: _Turn, prompt: str, text: str, switch: Switch) -> str | None:
+    def _behind_another_history(
+        self, turn: _Turn, prompt: str, text: str, switch: Switch
+    ) -> str | None:
         """Return what follows the words that ask for a turn, where those before them are not the prompt's."""
         asks, altered = self._asks(turn, prompt, switch), [*map(_altered, turn.said)]
         try:
@@ -171,18 +204,33 @@ class Renderer:
         """Return a turn as far as the token that ends it, and that token where the template leaves it out."""
         end, number = self.template.end.search(target), len(turn.before) + len(turn.said)
         said, rest = (target[: end.start()], target[end.end() :]) if end else (target, "")
-        require(said.strip(), f"the chat template shows nothing of what message {number} (assistant) says", BadRow)
+        require(
+            said.strip(),
+            f"the chat template shows nothing of what message {number} (assistant) says",
+            BadRow,
+        )
         if len(turn.said) > 1:
             asks = self._asks(turn, prompt, switch).strip()
             if self._controls.sub("", rest).strip() or (asks and asks in said):
-                raise BadRow(f"message {number} (assistant) follows a turn of the assistant's that has ended")
-        return (target[: end.end()], "") if end else (target.rstrip(), self.template.stop_of(turn.said[-1]))
+                raise BadRow(
+                    f"message {number} (assistant) follows a turn of the assistant's that has ended"
+                )
+        return (
+            (target[: end.end()], "")
+            if end
+            else (target.rstrip(), self.template.stop_of(turn.said[-1]))
+        )
 
     def _add(self, documents: list[Document], prompt: str, target: str, spans: list[Span]) -> None:
         """Add a turn to the last document, if the tokens of its prompt begin with that, or else as one of its own."""
         before = self.backend.encode(prompt, add_special_tokens=False).ids
-        encoding, shift = self.backend.encode(prompt + target, add_special_tokens=False), len(prompt)
-        if encoding.ids[: len(before)] != before:  # they would grow together, which a model that answers cannot do
+        encoding, shift = (
+            self.backend.encode(prompt + target, add_special_tokens=False),
+            len(prompt),
+        )
+        if (
+            encoding.ids[: len(before)] != before
+        ):  # they would grow together, which a model that answers cannot do
             encoding, shift = self.backend.encode(target, add_special_tokens=False), 0
         skipped = len(before) if shift else 0
         ids, prompt_ids = np.array(encoding.ids[skipped:], np.int32), np.array(before, np.int32)
@@ -205,10 +253,15 @@ class Renderer:
         size -= sum(len(target[first[i] : last[i]].encode()) for i in controls if trained[i])
         ended = trained.any() and int(ids[trained][-1]) in self.template.ends
         between = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
-        every, targets = np.concatenate([prompt_ids, ids]), np.concatenate([earlier.trained, between, trained])
+        every, targets = (
+            np.concatenate([prompt_ids, ids]),
+            np.concatenate([earlier.trained, between, trained]),
+        )
         targets[:1] = False  # nothing comes before it
         size += earlier.trained_bytes
-        documents.append(Document(every, targets, size, earlier.turns + 1, earlier.ended + int(ended)))
+        documents.append(
+            Document(every, targets, size, earlier.turns + 1, earlier.ended + int(ended))
+        )
 
 
 _NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0, 0)
@@ -235,7 +288,10 @@ def _reasoned(turn: _Turn, prompt: str, text: str) -> str | None:
 def _altered(value: Any) -> Any:
     """Return a message that says something else from its first letter on."""
     if isinstance(value, dict):
-        return {key: one if key in ("role", "type", "id") else _altered(one) for key, one in value.items()}
+        return {
+            key: one if key in ("role", "type", "id") else _altered(one)
+            for key, one in value.items()
+        }
     if isinstance(value, list):
         return [*map(_altered, value)]
     return f"~{value}" if isinstance(value, str) and value else value

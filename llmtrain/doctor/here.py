@@ -27,7 +27,10 @@ from llmtrain.record.resume import lock
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 _PATIENCE = 5.0  # seconds, for a server
-_LITTLE_SPACE, _LITTLE_SHARED_MEMORY = 20 * 2**30, 2**28  # bytes; Docker gives 64 MiB of shared memory
+_LITTLE_SPACE, _LITTLE_SHARED_MEMORY = (
+    20 * 2**30,
+    2**28,
+)  # bytes; Docker gives 64 MiB of shared memory
 
 
 class Finding(NamedTuple):
@@ -41,14 +44,23 @@ class Finding(NamedTuple):
 
 def findings(output_dir: Path, launcher: Launcher) -> list[Finding]:
     """Return what is to be said of this process's machine."""
-    return [*_versions(), *_launch(launcher), *_devices(), *_memory(), *_folder(output_dir), *_servers()]
+    return [
+        *_versions(),
+        *_launch(launcher),
+        *_devices(),
+        *_memory(),
+        *_folder(output_dir),
+        *_servers(),
+    ]
 
 
 def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     here, required, wrong, install = versions(), [], "", ["pip", "install"]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is on the path, not installed
+    with contextlib.suppress(
+        importlib.metadata.PackageNotFoundError
+    ):  # a checkout that is on the path, not installed
         required = [Requirement(line) for line in importlib.metadata.requires("llmtrain") or []]
     for needed in required:
         applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
@@ -56,8 +68,13 @@ def _versions() -> Iterator[Finding]:
         if applies and not (version and needed.specifier.contains(version, prereleases=True)):
             wrong += f"; {needed.name} is {version or 'absent'}, and {needed.specifier or 'any'} is needed"
             install.append(f"{needed.name}{needed.specifier}")
-    said = ", ".join(f"{name} {here[name]}" for name in ("python", "llmtrain", "torch", "accelerate", "transformers"))
-    yield Finding(BAD if wrong else GOOD, "versions", said + wrong, shlex.join(install) if wrong else "")
+    said = ", ".join(
+        f"{name} {here[name]}"
+        for name in ("python", "llmtrain", "torch", "accelerate", "transformers")
+    )
+    yield Finding(
+        BAD if wrong else GOOD, "versions", said + wrong, shlex.join(install) if wrong else ""
+    )
 
 
 def _launch(launcher: Launcher) -> Iterator[Finding]:
@@ -68,14 +85,23 @@ def _launch(launcher: Launcher) -> Iterator[Finding]:
         yield Finding(BAD, "launch", str(error))
     file = f"config file {launcher.config_file}" if launcher.config_file else "no accelerate config"
     if launcher.config_file and not launcher.config:
-        yield Finding(BAD, "launch", f"{file} says nothing that can be read", "remove it, or run accelerate config")
+        yield Finding(
+            BAD,
+            "launch",
+            f"{file} says nothing that can be read",
+            "remove it, or run accelerate config",
+        )
     said = ", ".join([file, *(list(_settings(launcher)) or ["no flags"])])
     yield Finding(GOOD, "launch", f"{os.environ.get('WORLD_SIZE', '1')} process(es); {said}")
 
 
 def _settings(launcher: Launcher) -> Iterator[str]:
     """Yield what the launcher was told, each with its source."""
-    flags = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in launcher.words if word[:2] == "--"}
+    flags = {
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in launcher.words
+        if word[:2] == "--"
+    }
     for key in sorted(flags - {"config_file"}):
         yield f"{key} {launcher.said(key)} (command line)"
     for key, value in launcher.config.items():
@@ -84,7 +110,9 @@ def _settings(launcher: Launcher) -> Iterator[str]:
             if inner is not None and full not in {*flags, "compute_environment", "debug"}:
                 yield f"{full} {inner} (config file)"
     told = sorted(launcher.environment.items())
-    yield from (f"{key} {value} (environment)" for key, value in told if key.startswith("ACCELERATE_"))
+    yield from (
+        f"{key} {value} (environment)" for key, value in told if key.startswith("ACCELERATE_")
+    )
 
 
 def _devices() -> Iterator[Finding]:
@@ -94,13 +122,21 @@ def _devices() -> Iterator[Finding]:
         yield from _gpus(cores)
     elif device is not None:
         one = ", for one process alone" if device.type == "mps" else ""
-        yield Finding(GOOD, "devices", f"{torch.accelerator.device_count()} x {device.type}{one}, {cores}")
+        yield Finding(
+            GOOD, "devices", f"{torch.accelerator.device_count()} x {device.type}{one}, {cores}"
+        )
         yield Finding(GOOD, "precision", "float32, where no other is asked for")
     else:
         why = f"this torch ({torch.__version__}) sees no GPU, though nvidia-smi is here"
-        blind = Finding(BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi")
+        blind = Finding(
+            BAD, "devices", why, "install a torch for this driver's CUDA; see nvidia-smi"
+        )
         yield blind if shutil.which("nvidia-smi") else Finding(GOOD, "devices", f"no GPU, {cores}")
-        said = "float32 and bfloat16" if cpu_has_bfloat16() else "float32; bfloat16 is emulated here, and slow"
+        said = (
+            "float32 and bfloat16"
+            if cpu_has_bfloat16()
+            else "float32; bfloat16 is emulated here, and slow"
+        )
         yield Finding(GOOD, "precision", said)
 
 
@@ -108,23 +144,36 @@ def _gpus(cores: str) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     names = {torch.cuda.get_device_name(i) for i in range(count)}
     yield Finding(GOOD, "devices", f"{count} x {', '.join(sorted(names))}, {cores}")
-    own, several = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
-    for i in range(count)[own : own + 1] if several else range(count):  # to ask takes memory of a GPU
+    own, several = (
+        int(os.environ.get("LOCAL_RANK", "0")),
+        os.environ.get("LOCAL_WORLD_SIZE", "1") != "1",
+    )
+    for i in (
+        range(count)[own : own + 1] if several else range(count)
+    ):  # to ask takes memory of a GPU
         free, total = torch.cuda.mem_get_info(i)
         if free / total < 0.9:
             said = f"of GPU {i} {free / total:.0%} of the memory is free"
-            yield Finding(DOUBTFUL, "devices", said, "another process holds the rest: see nvidia-smi")
+            yield Finding(
+                DOUBTFUL, "devices", said, "another process holds the rest: see nvidia-smi"
+            )
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    yield Finding(GOOD, "precision", f"{'bfloat16' if has_bfloat16 else 'float16, no bfloat16,'} and float32")
+    yield Finding(
+        GOOD, "precision", f"{'bfloat16' if has_bfloat16 else 'float16, no bfloat16,'} and float32"
+    )
 
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    yield Finding(GOOD, "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free")
+    yield Finding(
+        GOOD, "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free"
+    )
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _LITTLE_SHARED_MEMORY:
         remedy = "start the container with --ipc=host or --shm-size=8g"
-        yield Finding(DOUBTFUL, "memory", f"/dev/shm has {size / 2**20:.0f} MiB, too little for NCCL", remedy)
+        yield Finding(
+            DOUBTFUL, "memory", f"/dev/shm has {size / 2**20:.0f} MiB, too little for NCCL", remedy
+        )
 
 
 def standing(folder: Path) -> Path:
@@ -147,7 +196,12 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(place).free
     said = f"{place.absolute()} writes, flushes, renames and locks; {free / 2**30:.1f} GiB are free"
-    little = Finding(DOUBTFUL, "run folder", said, "two checkpoints are kept, each of three times the weights or more")
+    little = Finding(
+        DOUBTFUL,
+        "run folder",
+        said,
+        "two checkpoints are kept, each of three times the weights or more",
+    )
     yield Finding(GOOD, "run folder", said) if free >= _LITTLE_SPACE else little
 
 
@@ -157,17 +211,32 @@ def _servers() -> Iterator[Finding]:
     offline = f"WANDB_MODE is {mode}" if mode in ("offline", "disabled") else ""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     yield _server("wandb", url, offline, "runs are logged offline: wandb sync sends them later")
-    offline = "HF_HUB_OFFLINE is set: folders and the cache alone" if hub in ("1", "true", "yes", "on") else ""
+    offline = (
+        "HF_HUB_OFFLINE is set: folders and the cache alone"
+        if hub in ("1", "true", "yes", "on")
+        else ""
+    )
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    yield _server("hub", url, offline, "name folders instead of hub names, or set HF_HUB_OFFLINE=1 to use the cache")
+    yield _server(
+        "hub",
+        url,
+        offline,
+        "name folders instead of hub names, or set HF_HUB_OFFLINE=1 to use the cache",
+    )
 
 
 def _server(subject: str, url: str, offline: str, remedy: str) -> Finding:
     if offline:
         return Finding(GOOD, subject, offline)
     try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_PATIENCE).close()
-    except (OSError, ValueError, http.client.HTTPException) as error:  # a port that is no number, say
+        urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=_PATIENCE
+        ).close()
+    except (
+        OSError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:  # a port that is no number, say
         if not isinstance(error, urllib.error.HTTPError):  # which is an answer
             return Finding(DOUBTFUL, subject, f"{url} does not answer: {first_line(error)}", remedy)
     return Finding(GOOD, subject, f"{url} answers")

@@ -22,7 +22,10 @@ from llmtrain.record.provenance import versions
 from llmtrain.record.team import Team
 
 _SIZE = 2**24  # bytes of the tensor that is sent
-_SLOW, _SKEW_SECONDS = 0.5, 1.0  # a link's share of the median rate; a clock's distance from the median time
+_SLOW, _SKEW_SECONDS = (
+    0.5,
+    1.0,
+)  # a link's share of the median rate; a clock's distance from the median time
 T = TypeVar("T")
 
 
@@ -58,7 +61,10 @@ def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
 
     place, world, wait = here(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=patience)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    where, opens = f"{address}:{port}", place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where, opens = (
+        f"{address}:{port}",
+        place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
     try:
         store = TCPStore(address, int(port), world, opens, wait, wait_for_workers=False)
         store.set(f"doctor/{place.rank}", place.host)
@@ -75,16 +81,23 @@ def meet(backend: str, patience: float) -> tuple[list[Finding], bool]:
         absent = (sorted(missing), sorted({_machine(rank) for rank in missing}))
         ranks, machines = (", ".join(map(str, numbers)) for numbers in absent)
         remedy = "was it started there with its --machine_rank, and what does it say of its way to that port?"
-        return failed(f"rank {ranks} (machine {machines}) has not come to {where} in {patience:.0f} s", remedy)
+        return failed(
+            f"rank {ranks} (machine {machines}) has not come to {where} in {patience:.0f} s", remedy
+        )
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     began = time.monotonic()
     try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=world, timeout=wait)
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=world, timeout=wait
+        )
         dist.all_reduce(torch.ones(1, device=_device()))
     except RuntimeError as error:
         remedy = "processes must reach each other on every port, not on that of the first alone"
-        return failed(f"{place.host} reaches {where}, but not every other process: {first_line(error)}", remedy)
+        return failed(
+            f"{place.host} reaches {where}, but not every other process: {first_line(error)}",
+            remedy,
+        )
     said = f"{world} processes over {backend} in {time.monotonic() - began:.2f} s"
     return [Finding(GOOD, "meeting", said)], True
 
@@ -110,10 +123,18 @@ def _same_versions() -> Iterator[Finding]:
     everyone = gathered((here(), versions()))
     for package in everyone[0][1]:
         [(usual, _)] = Counter(there[package] for _, there in everyone).most_common(1)
-        odd = sorted({f"{place} has {there[package]}" for place, there in everyone if there[package] != usual})
+        odd = sorted(
+            {
+                f"{place} has {there[package]}"
+                for place, there in everyone
+                if there[package] != usual
+            }
+        )
         if odd:
             said = f"{package}: {', '.join(odd)}; the others have {usual}"
-            yield Finding(BAD, "versions", said, "install the same everywhere: pip install --constraint ...")
+            yield Finding(
+                BAD, "versions", said, "install the same everywhere: pip install --constraint ..."
+            )
 
 
 def _clocks() -> Iterator[Finding]:
@@ -121,8 +142,12 @@ def _clocks() -> Iterator[Finding]:
     times = gathered((here(), time.time()))
     middle = statistics.median(moment for _, moment in times)
     skews = {str(place): moment - middle for place, moment in times}
-    off = [f"{place} by {skew:+.1f} s" for place, skew in skews.items() if abs(skew) > _SKEW_SECONDS]
-    apart = Finding(DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony")
+    off = [
+        f"{place} by {skew:+.1f} s" for place, skew in skews.items() if abs(skew) > _SKEW_SECONDS
+    ]
+    apart = Finding(
+        DOUBTFUL, "clocks", f"off: {', '.join(off)}", "run an NTP client, such as chrony"
+    )
     same = Finding(GOOD, "clocks", f"within {max(map(abs, skews.values())):.2f} s of each other")
     yield apart if off else same
 
@@ -148,19 +173,31 @@ def _links() -> Iterator[Finding]:
     rate = 2 * (world - 1) / world * _SIZE / _seconds(partial(dist.all_reduce, many), 5)
     said = f"{1e6 * latency:.0f} us for 8 bytes; {rate / 1e6:,.0f} MB/s of a ring's link"
     yield Finding(GOOD, "all-reduce", said)
-    firsts = [place for place in places if place.rank == 0 or place.machine != places[place.rank - 1].machine]
+    firsts = [
+        place
+        for place in places
+        if place.rank == 0 or place.machine != places[place.rank - 1].machine
+    ]
     if len(firsts) < 3:  # of two, neither can be told to be the slow one
         return
     rates = {}
     for one, other in zip(firsts, [*firsts[1:], firsts[0]], strict=True):
-        message = partial(dist.send, many, other.rank) if mine == one.rank else partial(dist.recv, many, one.rank)
-        seconds = gathered(_seconds(message if mine in (one.rank, other.rank) else (lambda: None), 3))[other.rank]
+        message = (
+            partial(dist.send, many, other.rank)
+            if mine == one.rank
+            else partial(dist.recv, many, one.rank)
+        )
+        seconds = gathered(
+            _seconds(message if mine in (one.rank, other.rank) else (lambda: None), 3)
+        )[other.rank]
         rates[f"{one} to {other.host} ({other.machine})"] = _SIZE / seconds
     usual = statistics.median(rates.values())
     for link, rate in rates.items():
         if rate < _SLOW * usual:
             said = f"{link}: {rate / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} are usual"
-            yield Finding(DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME")
+            yield Finding(
+                DOUBTFUL, "links", said, "look at its cable and switch, and at NCCL_SOCKET_IFNAME"
+            )
 
 
 def _shared(output_dir: Path) -> Iterator[Finding]:
@@ -177,5 +214,7 @@ def _shared(output_dir: Path) -> Iterator[Finding]:
     if seen[0][1]:  # else the first machine's own check says that its folder cannot be written
         blind = sorted({str(machine) for machine, sees in seen if not sees})
         said = f"{place.absolute()} of the first machine is not seen by {', '.join(blind)}"
-        alone = Finding(DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone")
+        alone = Finding(
+            DOUBTFUL, "run folder", said, "checkpoints are then written by the first machine alone"
+        )
         yield alone if blind else Finding(GOOD, "run folder", f"{place.absolute()} is seen by all")

@@ -39,7 +39,9 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     if not cpu:
         torch.set_float32_matmul_precision("highest" if bitwise else "high")
     if bitwise and not cpu:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS repeats itself only with a fixed workspace
         torch.use_deterministic_algorithms(True)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     if cpu and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -50,7 +52,9 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     _check_exchange(parallel, sharding, bitwise, precision)
     if sharding_is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
-    backend = "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
+    backend = (
+        "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
+    )
     _meet_after_restart(backend, timeout)
     accelerator = _make_accelerator(cpu, precision, timeout, sharding)
     accelerator.ddp_handler = DDPHandler(parallel, bitwise)  # which it does not take as an argument
@@ -62,17 +66,35 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     if sharding is not None:
         sharding.set_mesh(accelerator)
     as_asked = bool(sharding) == is_sharded(accelerator)
-    require(as_asked, f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.")
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type
+    require(
+        as_asked,
+        f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.",
+    )
+    device = (
+        torch.cuda.get_device_name()
+        if accelerator.device.type == "cuda"
+        else accelerator.device.type
+    )
     several = ("MULTI_GPU", "FSDP")
-    asked_gpu = (launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words) and world > 1
+    asked_gpu = (
+        launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words
+    ) and world > 1
     over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
-    plain = "float32" if accelerator.device.type != "cuda" or bitwise else "float32 (products in TF32)"
+    plain = (
+        "float32" if accelerator.device.type != "cuda" or bitwise else "float32 (products in TF32)"
+    )
     how = {"no": plain}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    said = "" if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == plain else " (default)"
+    said = (
+        ""
+        if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == plain
+        else " (default)"
+    )
     if cpu and how == "bf16" and not cpu_has_bfloat16():
         said = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    say("device", f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, {how}{said}")
+    say(
+        "device",
+        f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, {how}{said}",
+    )
     return accelerator
 
 
@@ -110,7 +132,9 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     """
     asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
     asked = None if asked == os.environ.get(_SHARED) else asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = int(asked) if asked else share
     torch.set_num_threads(threads)
@@ -152,16 +176,31 @@ def _meet_after_restart(backend: str, timeout: timedelta) -> None:
     With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
     died, and whoever starts first would try to reach those.
     """
-    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    attempt, world = (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
     if attempt == "0" or world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
-    store = PrefixStore(f"attempt-{attempt}", TCPStore(address, port, world, is_master=False, timeout=timeout))
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    address, port, rank = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["RANK"]),
+    )
+    store = PrefixStore(
+        f"attempt-{attempt}", TCPStore(address, port, world, is_master=False, timeout=timeout)
+    )
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout
+    )
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    known, half, sharded = precision in ("no", "bf16", "fp16"), precision == "fp16", sharding is not None
+    known, half, sharded = (
+        precision in ("no", "bf16", "fp16"),
+        precision == "fp16",
+        sharding is not None,
+    )
     require(known, f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
     # accelerate would take it, and compute in float32
     require(not (cpu and half), "mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
@@ -171,11 +210,17 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
     require(not (sharded and bitwise), why)
 
 
-def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str) -> None:
+def _check_exchange(
+    parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str
+) -> None:
     if parallel.approximation is None:
         return
     alone = parallel.sync_every > 1
-    asked = f"--sync_every {parallel.sync_every}" if alone else f"--ddp_comm_hook {parallel.ddp_comm_hook}"
+    asked = (
+        f"--sync_every {parallel.sync_every}"
+        if alone
+        else f"--ddp_comm_hook {parallel.ddp_comm_hook}"
+    )
     whys = {
         # each rank would find a scale of its own, and owe in units of it
         "does not go with fp16, whose loss scale moves; use bf16": precision == "fp16"
@@ -187,14 +232,20 @@ def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise
         require(not holds, f"{asked} {why}; leave one of them out.")
 
 
-def _make_accelerator(cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None) -> Accelerator:
+def _make_accelerator(
+    cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None
+) -> Accelerator:
     if not sharding:  # one process has nobody to share with, whatever its config says
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ.pop(name, None)
     elif cpu:
         let_cpus_shard(timeout=timeout)
     loading = DataLoaderConfiguration(
-        split_batches=True, even_batches=False, dispatch_batches=False, use_seedable_sampler=False, non_blocking=not cpu
+        split_batches=True,
+        even_batches=False,
+        dispatch_batches=False,
+        use_seedable_sampler=False,
+        non_blocking=not cpu,
     )
     return Accelerator(
         cpu=cpu,

@@ -23,11 +23,20 @@ def launcher_of(processes: int, config_file: str | None) -> list[str]:
     """Return the words before a recipe that start so many processes of it."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     if config_file:
-        words = ["-m", "accelerate.commands.launch", "--config_file", config_file, "--num_processes", str(processes)]
+        words = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            config_file,
+            "--num_processes",
+            str(processes),
+        ]
     return [sys.executable, *(words if config_file or processes > 1 else [])]
 
 
-def command_of(recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None) -> list[str]:
+def command_of(
+    recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None
+) -> list[str]:
     """Return the command that starts so many processes of a recipe, with its flags and then those that are forced."""
     words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
     return [*launcher_of(processes, config_file), *recipe, *words]
@@ -44,11 +53,18 @@ def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
 
 @contextlib.contextmanager
 def started(
-    command: list[str], on_cpu: bool, stderr: Output, stdout: Output = subprocess.DEVNULL, /, **variables: str
+    command: list[str],
+    on_cpu: bool,
+    stderr: Output,
+    stdout: Output = subprocess.DEVNULL,
+    /,
+    **variables: str,
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Start a command in a session of its own; where the context is left, end it and all that it started."""
     env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
-    process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=stdout, stderr=stderr, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -85,7 +101,9 @@ def read_config(config_file: str) -> "Facts":
         config: Facts = yaml.safe_load(Path(config_file).read_text())
         return config | {"num_processes": int(config["num_processes"])}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"--config_file {config_file} is no accelerate config: {first_line(error)}") from None
+        raise UserError(
+            f"--config_file {config_file} is no accelerate config: {first_line(error)}"
+        ) from None
 
 
 def gpus() -> int:

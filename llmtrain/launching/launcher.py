@@ -19,7 +19,12 @@ from llmtrain.shipped import shipped_config
 if TYPE_CHECKING:
     from llmtrain.parallel.mesh import Sharding
 
-_ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+_ACCELERATE = (
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+)
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
@@ -44,11 +49,15 @@ class Launcher:
         try:
             parent = psutil.Process().parent()
             words = parent.cmdline() if parent is not None else []
-            entry = words[2] if words[1:2] == ["-m"] else Path(words[1]).name if len(words) > 1 else ""
+            entry = (
+                words[2] if words[1:2] == ["-m"] else Path(words[1]).name if len(words) > 1 else ""
+            )
             is_accelerate = entry in _ACCELERATE and (entry != "accelerate" or "launch" in words)
             if parent is None or not (is_accelerate or entry in _TORCHRUN):
                 return own
-            for word in reversed(sys.orig_argv):  # which ends as the launcher's do: with the recipe and its flags
+            for word in reversed(
+                sys.orig_argv
+            ):  # which ends as the launcher's do: with the recipe and its flags
                 if words[-1:] != [word]:
                     break
                 words.pop()
@@ -68,7 +77,9 @@ class Launcher:
 
         It is ``True`` for a flag that takes no value.
         """
-        for word, following in reversed([*zip(self.words, [*self.words[1:], "-"], strict=False)]):  # the last counts
+        for word, following in reversed(
+            [*zip(self.words, [*self.words[1:], "-"], strict=False)]
+        ):  # the last counts
             name, equals, value = word.partition("=")
             if name.replace("-", "_") == f"__{flag}":
                 return value if equals else (following if following[:1] != "-" else True)
@@ -77,7 +88,11 @@ class Launcher:
 
     def wants_cpu(self) -> bool:
         """Return whether the CPU was asked for, even where there is a GPU."""
-        return "--cpu" in self.words or str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+        return "--cpu" in self.words or str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in (
+            "true",
+            "1",
+            "yes",
+        )
 
 
 def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | None]:
@@ -86,7 +101,9 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | Non
 
     named = Launcher(words).said("config_file")
     path = Path(folder, str(named or default_config_file))
-    if not named and ("--cpu" in words or not path.is_file()):  # with --cpu accelerate reads no default
+    if not named and (
+        "--cpu" in words or not path.is_file()
+    ):  # with --cpu accelerate reads no default
         return {}, None
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         if isinstance(config := yaml.safe_load(path.read_text()), dict):
@@ -95,7 +112,10 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | Non
 
 
 # What accelerate can be told to use and this loop does not: variable that its launcher sets -> its name
-_UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
+_UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 
 
 def check_launch() -> None:
@@ -106,7 +126,11 @@ def check_launch() -> None:
         if _is_on(variable):
             import torch  # not before: what is wrong with a flag is said without it
 
-            ignored = "" if torch.accelerator.is_available() else " (which accelerate silently ignores on a CPU)"
+            ignored = (
+                ""
+                if torch.accelerator.is_available()
+                else " (which accelerate silently ignores on a CPU)"
+            )
             raise UserError(
                 f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
                 f"accelerate launch --config_file {shlex.quote(str(shipped_config('multi_gpu')))} {recipe}"
@@ -144,7 +168,10 @@ _LIMITS = {
     "FSDP_VERSION": ("2", ", which is not supported; set fsdp_version: 2 in its fsdp_config"),
     "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", _OWN_UNITS),
     **dict.fromkeys(("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"), ("", _OWN_UNITS)),
-    "FSDP_RESHARD_AFTER_FORWARD": ("true|false", ", which is a value of FSDP 1; write true or false"),
+    "FSDP_RESHARD_AFTER_FORWARD": (
+        "true|false",
+        ", which is a value of FSDP 1; write true or false",
+    ),
     # it would not draw the same dropout again
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "; leave it out, and use --gradient_checkpointing"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ", which is not supported; leave it out"),
@@ -177,10 +204,18 @@ def asked_sharding(processes: int, stages: int = 1) -> "Sharding | None":
     for name, (fine, why) in _LIMITS.items():
         unused = name.startswith("FSDP") and not fsdp  # whose defaults are always there
         if not unused and name in said and not re.fullmatch(fine, said[name], re.IGNORECASE):
-            key = name.lower().removeprefix("parallelism_config_").replace("transformer_cls", "transformer_layer_cls")
+            key = (
+                name.lower()
+                .removeprefix("parallelism_config_")
+                .replace("transformer_cls", "transformer_layer_cls")
+            )
             raise _refused(f"has {key} {said[name]}{why}")
     if processes == 1:  # a test of sharding on one device asks by this variable
-        return Sharding(1, 1, fsdp and _is_on("FSDP_OFFLOAD_PARAMS")) if _is_on("LLMTRAIN_SHARD_ALONE") else None
+        return (
+            Sharding(1, 1, fsdp and _is_on("FSDP_OFFLOAD_PARAMS"))
+            if _is_on("LLMTRAIN_SHARD_ALONE")
+            else None
+        )
     replicas, shards, tensor = _size("DP_REPLICATE"), _size("DP_SHARD"), _size("TP")
     if replicas == shards == 1 and processes % tensor == 0:
         replicas, shards = (1, processes // tensor) if fsdp else (processes // tensor, 1)
@@ -192,13 +227,17 @@ def asked_sharding(processes: int, stages: int = 1) -> "Sharding | None":
         )
     offload = fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
     if offload and tensor > 1:
-        raise _refused("offloads parameters beside tensor parallelism, which is not supported; leave one out")
+        raise _refused(
+            "offloads parameters beside tensor parallelism, which is not supported; leave one out"
+        )
     return Sharding(replicas, shards, offload, tensor) if shards * tensor > 1 else None
 
 
 def sharding_is_asked() -> bool:
     """Return whether the accelerate config asks for FSDP or tensor parallelism."""
-    return _is_on("ACCELERATE_USE_FSDP") or (_is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1)
+    return _is_on("ACCELERATE_USE_FSDP") or (
+        _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1
+    )
 
 
 def _refused(why: str) -> UserError:

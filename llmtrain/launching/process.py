@@ -31,14 +31,20 @@ def launch(main: Callable[[], object]) -> NoReturn:
     line on stderr and status 2, said once over all ranks; with LLMTRAIN_DEBUG=1 its traceback stands above it.
     """
     status = 0
-    gc.set_threshold(_SELDOM)  # a start makes what stays, and to look for garbage in it takes a fifth of the time
+    gc.set_threshold(
+        _SELDOM
+    )  # a start makes what stays, and to look for garbage in it takes a fifth of the time
     if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
         _die_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
-        os._exit(1)  # the launcher died while this process was being loaded: nobody is there to meet
+        os._exit(
+            1
+        )  # the launcher died while this process was being loaded: nobody is there to meet
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign must not end a run
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that cannot show a sign must not end a run
     try:
         check_launch()
         result = main()

@@ -41,4 +41,7 @@ def main() -> None:
         assert last > 0
         assert all(count > 0 if forward_backward is each else count == 0 for count in others)
         model.zero_grad()
-    claim("the gradients are the same in all three", all(torch.allclose(found[0], g, atol=1e-6) for g in found))
+    claim(
+        "the gradients are the same in all three",
+        all(torch.allclose(found[0], g, atol=1e-6) for g in found),
+    )

@@ -7,7 +7,16 @@ same, as each adds the gradient of its sum, divided by the tokens of all.
 import math
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import VOCABULARY, batch, claim, gradient, prepare, rows, show, small_gpt
+from llmtrain.lessons.stage import (
+    VOCABULARY,
+    batch,
+    claim,
+    gradient,
+    prepare,
+    rows,
+    show,
+    small_gpt,
+)
 from llmtrain.training.step import Accumulation, count_tokens, train_step
 
 PROCESSES = 1
@@ -26,7 +35,9 @@ def main() -> None:
     furthest = float((found[0] - found[1]).abs().max())
     claim("8 rows at once and 4 times 2: gradients differ by less than 1e-6", furthest < 1e-6)
 
-    made = [train_step(accelerator, model, optimizer, [batch(rows(8, step))], 1.0) for step in range(80)]
+    made = [
+        train_step(accelerator, model, optimizer, [batch(rows(8, step))], 1.0) for step in range(80)
+    ]
     losses = [float(update.nll / update.tokens) for update in made]
     show(f"a guess among {VOCABULARY} tokens costs {math.log(VOCABULARY):.2f} nats")
     show(f"loss of update 1: {losses[0]:.1f}; of update 80: {losses[-1]:.1f}")

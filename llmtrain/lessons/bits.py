@@ -29,7 +29,11 @@ def main() -> None:
     together = mine[0] + mine[1]
     dist.all_reduce(together)
     apart = float((alone - together).norm() / alone.norm())
-    claim("added one after the other, and by an all-reduce over 4 processes: the same bits", apart == 0, expected=False)
+    claim(
+        "added one after the other, and by an all-reduce over 4 processes: the same bits",
+        apart == 0,
+        expected=False,
+    )
     claim("they differ by less than 1e-6 of the gradient", apart < 1e-6)
     whole, share = (tree_sum((slot.clone() for slot in some), len(some)) for some in (slots, mine))
     same = torch.equal(whole, all_reduce_by_doubling(share))

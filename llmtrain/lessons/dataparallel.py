@@ -22,7 +22,9 @@ def main() -> None:
     """Show that DataParallel does nothing without a GPU, time it where there are two, and see it refused."""
     accelerator = start_accelerator()
     model: nn.DataParallel[nn.Module] = nn.DataParallel(small_gpt())
-    show(f"GPUs that nn.DataParallel finds here: {len(model.device_ids)}; without one it only calls the model")
+    show(
+        f"GPUs that nn.DataParallel finds here: {len(model.device_ids)}; without one it only calls the model"
+    )
     if len(model.device_ids) > 1:
         _time_on_gpus(model)
     elif not model.device_ids:

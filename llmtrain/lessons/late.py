@@ -28,7 +28,10 @@ def main() -> None:
             readings = phases.read()
             found.append(phases.late(readings))
             for phase in PHASES if step == 8 else ():
-                measured(f"{phase:<10}" + "".join(f"{1000 * seconds:8.1f} ms" for seconds in readings[phase]))
+                measured(
+                    f"{phase:<10}"
+                    + "".join(f"{1000 * seconds:8.1f} ms" for seconds in readings[phase])
+                )
 
     once, late, again = found
     named = late is not None and (late.rank, late.phase) == (1, "data")

@@ -19,7 +19,10 @@ PROCESSES = 2
 
 def main() -> None:
     """Show what a launcher tells its processes, their store, and two collectives."""
-    told = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    told = ", ".join(
+        f"{name}={os.environ[name]}"
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
     assert not dist.is_initialized()
     accelerator = start_accelerator()
     for rank, words in enumerate(gather_object([told])):
@@ -33,7 +36,9 @@ def main() -> None:
 
     mine = torch.tensor([float(accelerator.process_index + 1)])
     total, everyone = accelerator.reduce(mine, reduction="sum"), accelerator.gather(mine)
-    show(f"each brings its number, 1 and 2: the sum is {total.item():g} and all of them are {everyone.tolist()}")
+    show(
+        f"each brings its number, 1 and 2: the sum is {total.item():g} and all of them are {everyone.tolist()}"
+    )
     sums = accelerator.gather(total).tolist()
     show(f"both hold the sum: {sums}")
     assert (everyone.tolist(), sums) == ([1, 2], [3, 3])

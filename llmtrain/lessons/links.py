@@ -30,7 +30,9 @@ def main() -> None:
         ("--sync_every 4", ParallelConfig(sync_every=4)),
     ):
         sent, loss = _train(accelerator, parallel)
-        show(f"{name}: {sent / 1024:.0f} KiB an update to add up; loss after {UPDATES} updates {loss:.1f}")
+        show(
+            f"{name}: {sent / 1024:.0f} KiB an update to add up; loss after {UPDATES} updates {loss:.1f}"
+        )
         assert loss < 2.5  # from 4.2
 
 
@@ -44,8 +46,12 @@ def _train(accelerator: Accelerator, parallel: ParallelConfig) -> tuple[float, f
     agree = partial(accelerator.reduce, reduction="mean") if alone else None
     for step in range(UPDATES):
         window = [batch(my_rows(accelerator, 16, step))]
-        update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward, agree=agree)
+        update = train_step(
+            accelerator, model, optimizer, window, 1.0, forward_backward, agree=agree
+        )
         if alone and (step + 1) % parallel.sync_every == 0:
             average(model.parameters())
             sent += [p.nbytes for p in model.parameters()]
-    return sum(sent) / UPDATES, float(accelerator.reduce(update.nll, reduction="sum") / update.tokens)
+    return sum(sent) / UPDATES, float(
+        accelerator.reduce(update.nll, reduction="sum") / update.tokens
+    )

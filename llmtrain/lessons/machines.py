@@ -21,7 +21,15 @@ def main() -> None:
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as scratch:
         two, one = folders = Path(scratch) / "two", Path(scratch) / "one"
-        meeting = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+        meeting = (
+            "--nnodes",
+            "2",
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+            "--node-rank",
+        )
         with training(two, 8, launcher=(*meeting, "0")), training(two, 8, launcher=(*meeting, "1")):
             pass
         with training(one, 8):
@@ -29,4 +37,6 @@ def main() -> None:
         read = [read_lines(folder / "metrics.jsonl") for folder in folders]
         losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in read]
         same = len(losses[0]) == 8 and all(abs(a - b) < 1e-5 for a, b in zip(*losses, strict=True))
-        claim("two launchers with one process each, and one process: 8 losses, the same to 1e-5", same)
+        claim(
+            "two launchers with one process each, and one process: 8 losses, the same to 1e-5", same
+        )

@@ -50,16 +50,23 @@ def main() -> None:
     if accelerator.is_main_process:
         claim("one bucket hides nothing", one.hidden == 0)
         claim("many buckets hide something", many.hidden > 0)
-        claim("the delay is exposed, within 10 %", abs((late.exposed - many.exposed) / DELAY - 1) < 0.1)
+        claim(
+            "the delay is exposed, within 10 %",
+            abs((late.exposed - many.exposed) / DELAY - 1) < 0.1,
+        )
 
 
-def _look(accelerator: Accelerator, name: str, mib: float, exchange: Exchange, table: bool = False) -> Communication:
+def _look(
+    accelerator: Accelerator, name: str, mib: float, exchange: Exchange, table: bool = False
+) -> Communication:
     """X-ray some updates of a model that was not trained before; returns the medians, on rank 0."""
     handler = accelerator.ddp_handler = DDPHandler(ParallelConfig(ddp_bucket_cap_mb=[mib]))
     handler.exchange = exchange
     model, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
     phases = Phases(accelerator, model)
-    xray = XRay(accelerator, phases, model, range(4, 24))  # a median of twenty: other programs run as well
+    xray = XRay(
+        accelerator, phases, model, range(4, 24)
+    )  # a median of twenty: other programs run as well
     handler.watch(model, xray.bucket)
     for step in updates(phases, optimizer, 23, partial(my_rows, accelerator, 16)):
         xray.between(step)

@@ -30,6 +30,10 @@ def main() -> None:
     apart = Accumulation(accelerator, model, reduce="never")
     train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, 1))], 1.0, apart)
     same = torch.equal(*fingerprints())
-    claim("after another, without the sum of the gradients, the same weights on both", same, expected=False)
+    claim(
+        "after another, without the sum of the gradients, the same weights on both",
+        same,
+        expected=False,
+    )
     said = refusal(check_replicas, accelerator, model)
     show(f"llmtrain compares them now and then, and would stop: {said.partition(';')[0]}")

@@ -29,6 +29,11 @@ def main() -> None:
             next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
             show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
         first, second = json.loads((folder / "run.json").read_text())["starts"]
-        steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
-        claim("the run began at step 0, and again at step 10 or later", first["step"] == 0 and second["step"] >= 10)
+        steps = [
+            line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+        ]
+        claim(
+            "the run began at step 0, and again at step 10 or later",
+            first["step"] == 0 and second["step"] >= 10,
+        )
         claim("every update from 1 to 60 is logged once", steps == list(range(1, 61)))

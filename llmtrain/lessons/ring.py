@@ -49,10 +49,15 @@ def main() -> None:
     ours, theirs = mine.clone(), mine.clone()
     sent = ring_all_reduce(ours)
     dist.all_reduce(theirs)
-    claim("the ring's sum and torch's all_reduce differ by less than 1e-5", torch.allclose(ours, theirs, 0, 1e-5))
+    claim(
+        "the ring's sum and torch's all_reduce differ by less than 1e-5",
+        torch.allclose(ours, theirs, 0, 1e-5),
+    )
     assert bool((accelerator.gather(ours[None]) == ours).all()), "the ranks have other bits"
     share, bound = sent / mine.nbytes, 2 * (size - 1) / size
-    show(f"each of {size} processes sent {share:.3f} times the tensor; 2 (N - 1) / N is {bound:.3f}")
+    show(
+        f"each of {size} processes sent {share:.3f} times the tensor; 2 (N - 1) / N is {bound:.3f}"
+    )
     assert abs(share / bound - 1) < 1e-4
 
     model = small_gpt(n_layer=4)
@@ -61,8 +66,13 @@ def main() -> None:
     _all_reduce(each)
     _all_reduce([bucket])
     same = torch.allclose(gradient(model), bucket, atol=1e-4)
-    claim(f"{len(each)} gradients, an all-reduce for each or one for all in a bucket: the same sums", same)
-    many, one = (statistics.median(_all_reduce(tensors) for _ in range(15)) for tensors in (each, [bucket]))
+    claim(
+        f"{len(each)} gradients, an all-reduce for each or one for all in a bucket: the same sums",
+        same,
+    )
+    many, one = (
+        statistics.median(_all_reduce(tensors) for _ in range(15)) for tensors in (each, [bucket])
+    )
     measured(f"{len(each)} all-reduces {1000 * many:.2f} ms, one for all {1000 * one:.2f} ms")
 
 

@@ -28,10 +28,14 @@ def main() -> None:
             pass
         a, b = (load_file(folder / "model" / "model.safetensors") for folder in folders)
         same = all(float((a[name] - b[name]).norm() / a[name].norm()) < 1e-5 for name in a)
-        claim("8 steps on 2 processes, and 4 on 2 then 4 on 1: weights differ by less than 1e-5", same)
+        claim(
+            "8 steps on 2 processes, and 4 on 2 then 4 on 1: weights differ by less than 1e-5", same
+        )
 
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(two / "model")
-        show(f"transformers loads it: {type(model).__name__}, {model.num_parameters():,} parameters")
+        show(
+            f"transformers loads it: {type(model).__name__}, {model.num_parameters():,} parameters"
+        )
         assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())

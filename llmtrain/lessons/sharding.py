@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import LEARNING_RATE, batch, claim, my_rows, prepare, rows, show, small_gpt
+from llmtrain.lessons.stage import (
+    LEARNING_RATE,
+    batch,
+    claim,
+    my_rows,
+    prepare,
+    rows,
+    show,
+    small_gpt,
+)
 from llmtrain.parallel.fsdp import held_bytes, shard
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
@@ -39,12 +48,17 @@ def main() -> None:
     alone = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=betas, weight_decay=0)
     same = True
     for step in range(5):
-        update = train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, step))], 1e9)
+        update = train_step(
+            accelerator, model, optimizer, [batch(my_rows(accelerator, 8, step))], 1e9
+        )
         nll = whole(**batch(rows(8, step)))
         (nll / update.tokens).backward()
         alone.step()
         alone.zero_grad()
-        same &= abs(float(accelerator.reduce(update.nll, reduction="sum")) - nll.item()) < 1e-4 * nll.item()
+        same &= (
+            abs(float(accelerator.reduce(update.nll, reduction="sum")) - nll.item())
+            < 1e-4 * nll.item()
+        )
     claim("5 updates of a sharded model, and of a whole one in one process: the same losses", same)
 
     a = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

@@ -58,7 +58,9 @@ def measured(text: str) -> None:
 
 def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
     """Return a model that begins with the same weights on every rank."""
-    return GPT(GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK), VOCABULARY, seed=0)
+    return GPT(
+        GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK), VOCABULARY, seed=0
+    )
 
 
 def rows(count: int, step: int = 0) -> torch.Tensor:
@@ -70,7 +72,9 @@ def rows(count: int, step: int = 0) -> torch.Tensor:
 
 def my_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
     """Return this rank's share of a global batch of ``count`` rows."""
-    share: torch.Tensor = rows(count, step).chunk(accelerator.num_processes)[accelerator.process_index]
+    share: torch.Tensor = rows(count, step).chunk(accelerator.num_processes)[
+        accelerator.process_index
+    ]
     return share
 
 
@@ -86,7 +90,9 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 def prepare(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Return the model as it trains on several ranks, and its AdamW."""
-    optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE))
+    optimizer = make_optimizer(
+        accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     return model, optimizer
 
@@ -95,7 +101,9 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
     """Return a list that grows with every bucket that DDP sends, by its bytes."""
     sent: list[int] = []
 
-    def watch(bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int) -> BucketMean:
+    def watch(
+        bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
+    ) -> BucketMean:
         sent.append(sent_bytes)
         return send(bucket)
 
@@ -112,7 +120,9 @@ def updates(
     """
     for step in range(steps):
         phases.at("data", step)
-        train_step(phases.accelerator, phases.model, optimizer, [batch(load(step))], 1.0, enter=phases.at)
+        train_step(
+            phases.accelerator, phases.model, optimizer, [batch(load(step))], 1.0, enter=phases.at
+        )
         phases.at("other", step + 1)
         if step == 0:
             phases.warm_up()
@@ -120,21 +130,58 @@ def updates(
 
 
 TINY_RUN = [
-    *("--n_layer", "2", "--n_head", "2", "--n_embd", "64", "--block_size", "64", "--eval_fraction", "0"),
-    *("--global_batch_size", "8", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--report_to", "none"),
+    *(
+        "--n_layer",
+        "2",
+        "--n_head",
+        "2",
+        "--n_embd",
+        "64",
+        "--block_size",
+        "64",
+        "--eval_fraction",
+        "0",
+    ),
+    *(
+        "--global_batch_size",
+        "8",
+        "--per_device_train_batch_size",
+        "4",
+        "--logging_steps",
+        "1",
+        "--report_to",
+        "none",
+    ),
 ]
 
 
 @contextlib.contextmanager
 def training(
-    folder: Path, steps: int, *flags: str, processes: int = 1, launcher: tuple[str, ...] = ("--standalone",)
+    folder: Path,
+    steps: int,
+    *flags: str,
+    processes: int = 1,
+    launcher: tuple[str, ...] = ("--standalone",),
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Run recipes/gpt.py under torchrun, in a session of its own; yields the launcher.
 
     Waits for its end where the context is left. Raises :class:`AssertionError` where it fails.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes)]
-    command += [f"{shipped('recipes')}/gpt.py", *TINY_RUN, f"--max_steps={steps}", f"--output_dir={folder}", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *launcher,
+        "--nproc-per-node",
+        str(processes),
+    ]
+    command += [
+        f"{shipped('recipes')}/gpt.py",
+        *TINY_RUN,
+        f"--max_steps={steps}",
+        f"--output_dir={folder}",
+        *flags,
+    ]
     with started(command, False, subprocess.PIPE) as process:
         yield process
         _, errors = process.communicate(timeout=100)

@@ -17,11 +17,18 @@ from torch.nn.attention.varlen import varlen_attn
 from llmtrain.models.loss import padded_size
 
 NAME = "llmtrain"  # of :func:`register`'s attention, as transformers' configurations have it
-SHORTEST, LONGEST = 129, 512  # positions of rows in blocks: PyTorch is faster below (in float32), and needs less beyond
+SHORTEST, LONGEST = (
+    129,
+    512,
+)  # positions of rows in blocks: PyTorch is faster below (in float32), and needs less beyond
 _WIDEST = 256  # head of torch's kernel for sequences of many lengths
 _BLOCK = 64  # queries at a time, of those tried the fastest for 64 to 512 positions
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
-_SPECIAL = ("softcap", "position_bias", "cache")  # options of a few models, which transformers' own attention knows
+_SPECIAL = (
+    "softcap",
+    "position_bias",
+    "cache",
+)  # options of a few models, which transformers' own attention knows
 
 # Of rows; of queries; of the keys that they meet; and which of these are hidden, bool [rows, queries, keys], where that
 # is more than those that come later.
@@ -32,21 +39,33 @@ Blocks = list[tuple[slice, slice, slice, Tensor | None]]
 class Documents:
     """The documents of packed rows [B, T], which do not see each other. Made on the host, before rows are sent."""
 
-    starts: Tensor | None = None  # int64 [B, T]: where in its row the document of each position begins; None: at 0
-    hidden: Tensor | None = None  # int64 [2, B, T]: from where to where in it another answer to its prompt stands
-    positions: Tensor | None = None  # int64 [B, T]: of each in its document, where that is not its place
-    borders: Tensor | None = None  # int32 [N]: where each begins, rows laid end to end, and the end, maybe repeated
+    starts: Tensor | None = (
+        None  # int64 [B, T]: where in its row the document of each position begins; None: at 0
+    )
+    hidden: Tensor | None = (
+        None  # int64 [2, B, T]: from where to where in it another answer to its prompt stands
+    )
+    positions: Tensor | None = (
+        None  # int64 [B, T]: of each in its document, where that is not its place
+    )
+    borders: Tensor | None = (
+        None  # int32 [N]: where each begins, rows laid end to end, and the end, maybe repeated
+    )
     blocks: Blocks | None = None  # of a CPU
     flex: Any = None  # blocks of flex attention, where that computes it: :meth:`ready_for`
 
     @classmethod
-    def of(cls, position_ids: Tensor, on_gpu: bool = False, answers: Tensor | None = None) -> "Documents":
+    def of(
+        cls, position_ids: Tensor, on_gpu: bool = False, answers: Tensor | None = None
+    ) -> "Documents":
         """Find them by where ``position_ids`` [B, T] do not go on; ``on_gpu`` makes shapes that recur.
 
         With ``answers`` [B, T], as rows of pairs have them, the second answer of a pair goes on from the first's prompt
         where its positions do.
         """
-        positions = position_ids.numpy()  # which keeps to the thread that it is called on; torch starts others
+        positions = (
+            position_ids.numpy()
+        )  # which keeps to the thread that it is called on; torch starts others
         begins = np.diff(positions, prepend=positions[:, :1] - 2) != 1
         starts = _last_where(begins)
         if answers is not None:
@@ -57,10 +76,14 @@ class Documents:
             starts = _last_where(np.diff(pairs, prepend=pairs[:, :1] - 1) != 0)
             hidden = np.stack([starts + np.take_along_axis(positions, own, axis=1), own])
             blocks = None if on_gpu else _blocks_of(starts, hidden)
-            return cls(torch.from_numpy(starts), torch.from_numpy(hidden), position_ids, blocks=blocks)
+            return cls(
+                torch.from_numpy(starts), torch.from_numpy(hidden), position_ids, blocks=blocks
+            )
         borders = np.flatnonzero(begins)
         count = padded_size(len(borders) + 1) if on_gpu else len(borders) + 1
-        borders = np.pad(borders, (0, count - len(borders)), constant_values=begins.size).astype(np.int32)
+        borders = np.pad(borders, (0, count - len(borders)), constant_values=begins.size).astype(
+            np.int32
+        )
         blocks = None if on_gpu else _blocks_of(starts)
         return cls(torch.from_numpy(starts), borders=torch.from_numpy(borders), blocks=blocks)
 
@@ -74,7 +97,9 @@ class Documents:
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Documents":
         names = ("starts", "hidden", "positions", "borders")
-        found: Any = {name: moved(one) for name in names if (one := getattr(self, name)) is not None}
+        found: Any = {
+            name: moved(one) for name in names if (one := getattr(self, name)) is not None
+        }
         return replace(self, **found)
 
     def mask(self, window: int | None = None) -> Tensor | None:
@@ -96,9 +121,15 @@ class Documents:
 
     def ready_for(self, dtype: torch.dtype) -> "Documents":
         """Return them with all that a GPU's attention in ``dtype`` needs. To be called outside of compiled code."""
-        if self.borders is not None and self.borders.is_cuda:  # whose number differs from one micro-batch to the next
+        if (
+            self.borders is not None and self.borders.is_cuda
+        ):  # whose number differs from one micro-batch to the next
             torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-        if self.starts is None or not self.starts.is_cuda or (self.hidden is None and _takes_many_lengths(dtype)):
+        if (
+            self.starts is None
+            or not self.starts.is_cuda
+            or (self.hidden is None and _takes_many_lengths(dtype))
+        ):
             return self
         return replace(self, flex=_flex_blocks(self.starts, self.hidden))
 
@@ -145,10 +176,14 @@ def register() -> None:
         if documents is not None and window is not None and window < query.shape[2]:
             special = True
             if documents.starts is None:
-                documents = replace(documents, starts=torch.zeros(1, query.shape[2], device=query.device))
+                documents = replace(
+                    documents, starts=torch.zeros(1, query.shape[2], device=query.device)
+                )
         if documents is not None and not special and query.shape[-1] == value.shape[-1]:
             scale = options.get("scaling")
-            out = _attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, documents)
+            out = _attend(
+                query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, documents
+            )
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         mask = attention_mask if documents is None else documents.mask(window)
@@ -161,7 +196,9 @@ def register() -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor | None:
     """Return attention [B, H, T, D]; ``None`` where there is no better way than with a mask, or none is needed."""
-    if q.is_cuda and documents.starts is not None:  # rotary positions make float32 of q and k under autocast
+    if (
+        q.is_cuda and documents.starts is not None
+    ):  # rotary positions make float32 of q and k under autocast
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else v.dtype
         q, k, v = (each.to(dtype) for each in (q, k, v))
         if documents.flex is not None:
@@ -169,13 +206,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
         if documents.borders is None or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
             return None
         return _varlen(q, k, v, scale, documents.borders)
-    if q.device.type != "cpu" or q.shape[2] > LONGEST or (documents.starts is None and not _blocks_pay(q, k, v)):
+    if (
+        q.device.type != "cpu"
+        or q.shape[2] > LONGEST
+        or (documents.starts is None and not _blocks_pay(q, k, v))
+    ):
         return None
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     blocks = documents.blocks
-    if blocks is None or torch.compiler.is_compiling():  # else each other beginning of a document would be compiled
+    if (
+        blocks is None or torch.compiler.is_compiling()
+    ):  # else each other beginning of a document would be compiled
         if documents.hidden is not None:
             return None
         blocks = _blocks(len(q), q.shape[2])
@@ -185,7 +228,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents)
 @functools.cache
 def _takes_many_lengths(dtype: torch.dtype) -> bool:
     """Return whether torch's kernel for sequences of many lengths computes this: on GPUs since A100, in 16 bits."""
-    known = dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability() >= (8, 0)
+    known = dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability() >= (
+        8,
+        0,
+    )
     return known and _keeps_documents_apart(torch.device("cuda"), dtype)
 
 
@@ -195,7 +241,10 @@ def _keeps_documents_apart(device: torch.device, dtype: torch.dtype) -> bool:
     places = torch.arange(48)
     documents = Documents.of(torch.stack([places % 20, places % 31]), on_gpu=True).to(device)
     assert documents.borders is not None
-    mask, values = documents.mask(), torch.arange(2.0 * 8 * 48 * 64, device=device).mul(7).sin().to(dtype)
+    mask, values = (
+        documents.mask(),
+        torch.arange(2.0 * 8 * 48 * 64, device=device).mul(7).sin().to(dtype),
+    )
     values = values.view(2, 8, 48, 64)
     q, k, v = values[:, :4], values[:, 4:6], values[:, 6:]
     try:
@@ -214,7 +263,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, borders: Tensor) -> T
         how["enable_gqa"] = groups > 1
     elif groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    flat_q, flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # [B * T, H, D]
+    flat_q, flat_k, flat_v = (
+        each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)
+    )  # [B * T, H, D]
     out: Tensor = varlen_attn(flat_q, flat_k, flat_v, borders, borders, length, length, **how)  # type: ignore[assignment]
     return out.view(rows, length, heads, -1).transpose(1, 2)
 
@@ -224,15 +275,23 @@ def _flex_blocks(starts: Tensor, hidden: Tensor | None = None) -> Any:
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key >= starts[row, query]) & (key <= query)
-        return seen if hidden is None else seen & ((key < hidden[0, row, query]) | (key >= hidden[1, row, query]))
+        return (
+            seen
+            if hidden is None
+            else seen & ((key < hidden[0, row, query]) | (key >= hidden[1, row, query]))
+        )
 
     (rows, length), device = starts.shape, starts.device
-    return create_block_mask(sees, rows, None, length, length, device, _compile=device.type == "cuda")
+    return create_block_mask(
+        sees, rows, None, length, length, device, _compile=device.type == "cuda"
+    )
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Documents) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = _flex_kernel(q.is_cuda)(q, k, v, block_mask=documents.flex, scale=scale, enable_gqa=grouped)
+    out: Tensor = _flex_kernel(q.is_cuda)(
+        q, k, v, block_mask=documents.flex, scale=scale, enable_gqa=grouped
+    )
     return out
 
 
@@ -243,7 +302,9 @@ def _flex_kernel(compiled: bool) -> Callable[..., Any]:
     return cast("Callable[..., Any]", torch.compile(flex_attention) if compiled else flex_attention)
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, blocks: Blocks) -> Tensor:
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, blocks: Blocks
+) -> Tensor:
     if torch.is_autocast_enabled("cpu"):  # with which PyTorch's own attention does the same
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (each if each.dtype == torch.float64 else each.to(dtype) for each in (q, k, v))
@@ -264,7 +325,13 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, blocks: Blocks
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        starts: Tensor | None,
+        blocks: Blocks,
     ) -> Tensor:
         shape = q.shape
         heads, length, size = shape[1:]
@@ -274,17 +341,25 @@ class _Blockwise(torch.autograd.Function):
         probabilities: list[Tensor] = []
         later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
         places = torch.arange(length, device=q.device)
-        exact_q, exact_k = (q * scale, k) if q.dtype == torch.float64 else (q.float() * scale, k.float())
+        exact_q, exact_k = (
+            (q * scale, k) if q.dtype == torch.float64 else (q.float() * scale, k.float())
+        )
         for rows, block, seen, known in blocks:
             at = slice(rows.start * heads, rows.stop * heads)
-            scores = torch.bmm(exact_q[at, block], exact_k[at, seen].transpose(1, 2))  # bfloat16 would round them
+            scores = torch.bmm(
+                exact_q[at, block], exact_k[at, seen].transpose(1, 2)
+            )  # bfloat16 would round them
             span = block.stop - block.start
             hidden = known
             if known is None:
                 scores[:, :, -span:].masked_fill_(later[:span, :span], float("-inf"))
-                hidden = None if starts is None else places[seen] < starts[rows, block, None]  # in earlier documents
+                hidden = (
+                    None if starts is None else places[seen] < starts[rows, block, None]
+                )  # in earlier documents
             if hidden is not None:
-                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(hidden[:, None], float("-inf"))
+                scores.view(-1, heads, *scores.shape[1:]).masked_fill_(
+                    hidden[:, None], float("-inf")
+                )
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[at, block] = torch.bmm(probabilities[-1], v[at, seen])
         ctx.save_for_backward(q, k, v, *probabilities)
@@ -297,12 +372,17 @@ class _Blockwise(torch.autograd.Function):
         shape, grad = grad.shape, grad.reshape(q.shape)
         grad_q = torch.empty_like(q)
         summed: list[Tensor] = []
-        for (rows, block, seen, _), p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
+        for (rows, block, seen, _), p in reversed(
+            list(zip(ctx.blocks, probabilities, strict=True))
+        ):
             at = slice(rows.start * ctx.heads, rows.stop * ctx.heads)
             for_p = torch.bmm(grad[at, block], v[at, seen].transpose(1, 2))
             for_scores = torch._softmax_backward_data(for_p, p, -1, p.dtype).mul_(ctx.scale)
             grad_q[at, block] = torch.bmm(for_scores, k[at, seen])
-            new = [torch.bmm(for_scores.transpose(1, 2), q[at, block]), torch.bmm(p.transpose(1, 2), grad[at, block])]
+            new = [
+                torch.bmm(for_scores.transpose(1, 2), q[at, block]),
+                torch.bmm(p.transpose(1, 2), grad[at, block]),
+            ]
             if not summed and new[0].shape == k.shape:  # the last block of queries, of all rows
                 summed = new
                 continue
@@ -321,7 +401,9 @@ def _blocks(rows: int, length: int) -> Blocks:
 
 def _last_where(begins: np.ndarray) -> np.ndarray:
     """Return, of each place in rows [B, T], the last one up to it where something begins."""
-    return np.asarray(np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1))
+    return np.asarray(
+        np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1)
+    )
 
 
 def _blocks_of(starts: np.ndarray, other: np.ndarray | None = None) -> Blocks:
@@ -341,6 +423,8 @@ def _blocks_of(starts: np.ndarray, other: np.ndarray | None = None) -> Blocks:
             if other is not None:
                 begin, after = other[:, row:end, queries, None]
                 hidden |= (seen >= begin) & (seen < after)
-            found.append((slice(row, end), queries, slice(first, keys.stop), torch.from_numpy(hidden)))
+            found.append(
+                (slice(row, end), queries, slice(first, keys.stop), torch.from_numpy(hidden))
+            )
             row = end
     return found

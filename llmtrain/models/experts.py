@@ -35,7 +35,9 @@ def count(router_logits: Iterable[Tensor], counted: Tensor, chosen: int) -> Tens
     sums: list[Tensor] = []
     for logits in router_logits:
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        choices = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(chosen, -1).indices, 1.0)
+        choices = torch.zeros_like(probabilities).scatter_(
+            1, probabilities.topk(chosen, -1).indices, 1.0
+        )
         here = torch.cat([choices, probabilities, torch.ones_like(probabilities[:, :1])], 1)
         wide = torch.float32 if here.device.type == "mps" else torch.float64  # which that has not
         sums.append((here.to(wide) * counted[:, None]).sum(0))
@@ -50,14 +52,18 @@ def loads(counts: Tensor, tokens: Tensor, weight: float) -> tuple[Tensor, Tensor
     """
     experts, positions = len(counts) // 2, counts[-1].clamp(min=1)
     share, probability = counts[:experts] / positions, counts[experts:-1] / positions
-    return (weight * experts * tokens * share / positions).float(), experts * (share * probability).sum()
+    return (weight * experts * tokens * share / positions).float(), experts * (
+        share * probability
+    ).sum()
 
 
 def balancing(router_logits: Iterable[Tensor], counted: Tensor, load: Tensor) -> Tensor:
     """Return this micro-batch's part of the balancing loss, times the tokens of the batch."""
     wide = [logits.to(torch.promote_types(logits.dtype, load.dtype)) for logits in router_logits]
     # no product of matrices, for which autocast would round the loads, whose differences are what counts
-    return torch.stack([(logits.softmax(-1) * load.to(logits.dtype)).sum(-1) * counted for logits in wide]).sum()
+    return torch.stack(
+        [(logits.softmax(-1) * load.to(logits.dtype)).sum(-1) * counted for logits in wide]
+    ).sum()
 
 
 @contextlib.contextmanager
@@ -69,7 +75,9 @@ def router_logits_of(base: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     """
     found: list[Tensor] = []
 
-    def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ask(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "output_router_logits": True}
 
     def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:

@@ -32,7 +32,9 @@ class ModelFiles:
         """Write all of a model folder but the weights."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.generation:
-            (folder / "generation_config.json").write_text(json.dumps(self.generation, indent=2) + "\n")
+            (folder / "generation_config.json").write_text(
+                json.dumps(self.generation, indent=2) + "\n"
+            )
         self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
         self.write_config(folder)
@@ -57,7 +59,9 @@ class ModelFiles:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
 
-        if not isinstance(model, PreTrainedModel):  # this package's GPT, whose names are published ones
+        if not isinstance(
+            model, PreTrainedModel
+        ):  # this package's GPT, whose names are published ones
             return tensors
         return cast(dict[str, Tensor], revert_weight_conversion(model, dict(tensors)))
 
@@ -77,7 +81,11 @@ class ModelFiles:
         kept = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
         together = shapes(self.published(model, kept))
         if together != shapes(kept):
-            apart = {key: each for name, tensor in kept.items() for key, each in converted(name, tensor).items()}
+            apart = {
+                key: each
+                for name, tensor in kept.items()
+                for key, each in converted(name, tensor).items()
+            }
             if shapes(apart) == together:
                 return converted
         return lambda name, whole: {name: whole}
@@ -85,7 +93,11 @@ class ModelFiles:
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
         base = f"base_model: {self.base}\n" if self.base and not Path(self.base).exists() else ""
-        start = f"Fine-tuned from {Path(self.base).name if base == '' else self.base}" if self.base else "Trained"
+        start = (
+            f"Fine-tuned from {Path(self.base).name if base == '' else self.base}"
+            if self.base
+            else "Trained"
+        )
         auto, task = "AutoModelForCausalLM", "text-generation"
         if gives_scores(self.config):
             auto, task = "AutoModelForSequenceClassification", "text-classification"

@@ -29,8 +29,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "temperature", "top_k"):
-            require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is out of range: it must be at least 0.")
-        require(0 <= self.seed < 2**63, f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+            require(
+                getattr(self, name) >= 0,
+                f"{name} {getattr(self, name)} is out of range: it must be at least 0.",
+            )
+        require(
+            0 <= self.seed < 2**63,
+            f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.",
+        )
 
 
 class TextModel:
@@ -38,17 +44,30 @@ class TextModel:
 
     def __init__(self, name: str) -> None:
         folder = Path(name)
-        require(holds_model(folder) or not folder.is_dir(), f"{name} holds no model (no config.json).")
+        require(
+            holds_model(folder) or not folder.is_dir(), f"{name} holds no model (no config.json)."
+        )
         config = read_object(folder / "config.json")
-        require(not gives_scores(config), f"{name} gives answers a score, and writes none; name a model that writes.")
+        require(
+            not gives_scores(config),
+            f"{name} gives answers a score, and writes none; name a model that writes.",
+        )
         refuse_pickles(name)
         self.tokenizer = tokenizer_of(name)
         with refused_as(f"{name}: no model could be loaded"):
-            loaded = adapted_model(name, len(self.tokenizer)) if is_adapter(folder) else load_causal_lm(name)
-        self.model = cast("PreTrainedModel", loaded.eval().to("cuda" if torch.cuda.is_available() else "cpu"))
+            loaded = (
+                adapted_model(name, len(self.tokenizer))
+                if is_adapter(folder)
+                else load_causal_lm(name)
+            )
+        self.model = cast(
+            "PreTrainedModel", loaded.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        )
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
         ends = getattr(self.model.generation_config, "eos_token_id", None)
-        own = folder / "generation_config.json"  # an adapter's, whose base knows nothing of its turns
+        own = (
+            folder / "generation_config.json"
+        )  # an adapter's, whose base knows nothing of its turns
         if is_adapter(folder) and own.exists():
             ends = json.loads(own.read_text())["eos_token_id"]
         self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
@@ -71,7 +90,9 @@ class TextModel:
         while True:
             told = [*messages[:kept], *messages[kept + dropped :]]
             with refused_as("the chat template refuses this", first_line):
-                text = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **switch)
+                text = self.tokenizer.apply_chat_template(
+                    told, add_generation_prompt=True, tokenize=False, **switch
+                )
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) + answer <= self.context or kept + dropped + 2 >= len(messages):
                 return dropped, ids
@@ -86,17 +107,28 @@ class TextModel:
         """
         generator = torch.Generator().manual_seed(sampling.seed)
         words = self.tokenizer
-        ids = words(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+        ids = (
+            words(prompt, add_special_tokens=False)["input_ids"]
+            if isinstance(prompt, str)
+            else prompt
+        )
         if not prompt:
             ids = [words.eos_token_id if words.bos_token_id is None else words.bos_token_id]
-        require(ids and ids != [None], "this model's tokenizer has no token to begin a text with; give a --prompt.")
+        require(
+            ids and ids != [None],
+            "this model's tokenizer has no token to begin a text with; give a --prompt.",
+        )
         ids = ids[-max(self.context - 1, 1) :]
         fresh, cache, made, shown = ids, None, list[int](), ""
         for _ in range(sampling.max_new_tokens):
             if len(ids) >= self.context:
                 ids = ids[-max(self.context // 2, 1) :]
                 fresh, cache = ids, None
-            out = self.model(torch.tensor([fresh], device=self.model.device), past_key_values=cache, use_cache=True)
+            out = self.model(
+                torch.tensor([fresh], device=self.model.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
             cache = out.past_key_values
             token = draw(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.ends:

@@ -30,7 +30,9 @@ _INIT_STD = 0.02
 class Projection(nn.Module):
     """A linear layer x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints."""
 
-    bias: nn.Parameter | None  # none where each rank has rows of the weight: it is added to the sum of all ranks
+    bias: (
+        nn.Parameter | None
+    )  # none where each rank has rows of the weight: it is added to the sum of all ranks
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -71,7 +73,9 @@ _MASK31 = 2**31 - 1
 
 def keys_at(keys: Tensor | None, site: int) -> Tensor | None:
     """Return the keys of rows, int64 [B], at one of the sites that come after them in the network."""
-    return None if keys is None else keys + ((site * 0x9E3779B1 & _MASK31) << 31)  # what overflows is not used
+    return (
+        None if keys is None else keys + ((site * 0x9E3779B1 & _MASK31) << 31)
+    )  # what overflows is not used
 
 
 def _mix31(h: Tensor) -> Tensor:
@@ -91,8 +95,13 @@ class Attention(nn.Module):
         self.c_proj = Projection(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1))
-        x = self.c_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))  # q, k, v [B, H, T, C/H]
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for y in self.c_attn(x).chunk(3, dim=-1)
+        )
+        x = self.c_proj(
+            causal_attention(q, k, v).transpose(1, 2).flatten(2)
+        )  # q, k, v [B, H, T, C/H]
         return x
 
 
@@ -134,11 +143,15 @@ class Stack(nn.Module):
         self.compute_again = config.gradient_checkpointing
         self.held = range(config.n_layer)  # the blocks of this stage
 
-    def through(self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *others: Tensor) -> Tensor:
+    def through(
+        self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *others: Tensor
+    ) -> Tensor:
         for index in self.held:
             block, own = blocks[index], keys_at(keys, 2 * index + 1)
             if self.compute_again and self.training:  # dropout has its keys
-                x = checkpoint(block, x, own, *others, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block, x, own, *others, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x = block(x, own, *others)
         return x
@@ -175,7 +188,11 @@ class GPT(nn.Module):
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
-    ends: ClassVar[dict[str, tuple[int, ...]]] = {"wte": (0, -1), "wpe": (0,), "ln_f": (-1,)}  # stages that hold them
+    ends: ClassVar[dict[str, tuple[int, ...]]] = {
+        "wte": (0, -1),
+        "wpe": (0,),
+        "ln_f": (-1,),
+    }  # stages that hold them
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
         """Draw the first weights from ``seed``, but on the meta device, where they are filled later."""
@@ -224,7 +241,9 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
             if parameter.dim() < 2:
-                nn.init.constant_(drawn, 1.0 if name.endswith("weight") else 0.0)  # of norms; the others are biases
+                nn.init.constant_(
+                    drawn, 1.0 if name.endswith("weight") else 0.0
+                )  # of norms; the others are biases
             else:
                 nn.init.normal_(drawn, std=self.deviation_of(name), generator=generator)
             yield name, drawn
@@ -237,7 +256,9 @@ class GPT(nn.Module):
         """
         return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
 
         ``labels`` [B, T] are not shifted. In a stage of a pipeline hidden states [B, T - 1, C] go in, but
@@ -246,7 +267,9 @@ class GPT(nn.Module):
         if labels is None:
             return linear_logits(self.body(input_ids, dropout_keys), self.head)
         held = self.body.held
-        hidden: Tensor = self.body(inputs_of(input_ids) if held.start == 0 else input_ids, dropout_keys)
+        hidden: Tensor = self.body(
+            inputs_of(input_ids) if held.start == 0 else input_ids, dropout_keys
+        )
         if held.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.head, targets_of(labels))
@@ -271,7 +294,9 @@ class GPT(nn.Module):
     def keep(self, stage: int, stages: int) -> None:
         """Compute one stage of a pipeline from now on. Raises :class:`UserError` where a stage has no layer."""
         if stages > self.config.n_layer:
-            raise UserError(f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer).")
+            raise UserError(
+                f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer)."
+            )
         held = [n for n in range(self.config.n_layer) if n * stages // self.config.n_layer == stage]
         self.body.held = range(held[0], held[-1] + 1)
 
@@ -291,9 +316,22 @@ class GPT(nn.Module):
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""
         c = self.config
-        sizes = {"n_positions": c.block_size, "n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head}
+        sizes = {
+            "n_positions": c.block_size,
+            "n_embd": c.n_embd,
+            "n_layer": c.n_layer,
+            "n_head": c.n_head,
+        }
         drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
         ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        kind: Facts = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu"}
-        kind |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": _INIT_STD}
+        kind: Facts = {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": "gelu",
+        }
+        kind |= {
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "initializer_range": _INIT_STD,
+        }
         return {**kind, "dtype": "float32", "vocab_size": self.vocab_size, **sizes, **drops, **ends}

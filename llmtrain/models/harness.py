@@ -89,8 +89,13 @@ def scores(
     for task in tasks:
         if not known.match_tasks([task]):
             guess = did_you_mean(task, known.all_tasks)
-            raise UserError(f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}")
-    require((options.get("limit") or ranks) >= ranks, f"--limit must be at least the number of ranks, {ranks}.")
+            raise UserError(
+                f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}"
+            )
+    require(
+        (options.get("limit") or ranks) >= ranks,
+        f"--limit must be at least the number of ranks, {ranks}.",
+    )
     try:
         asked = _OnAllRanks(name, accelerator, batch_size)
         found: Facts | None = simple_evaluate(
@@ -105,7 +110,9 @@ def scores(
     except UserError:
         raise
     except Exception as error:  # of the harness, datasets, the hub, a template
-        raise UserError(explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}") from error
+        raise UserError(
+            explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}"
+        ) from error
     cut = int(accelerator.reduce(torch.tensor(cuts.count, device=accelerator.device)))
     if cut:
         longer = f"{cut:,} prompts are longer than the model's {asked.max_length:,} positions"

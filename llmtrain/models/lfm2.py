@@ -30,7 +30,9 @@ _STDS = {"embed_tokens": 0.1, "conv": 0.5}  # of modules that are drawn otherwis
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, 1, D / 2], float32, of the angles by which the pairs of a head of size D turn."""
     steps = torch.arange(0, size, 2, device=device, dtype=torch.float32)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / _THETA ** (steps / size)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / _THETA ** (
+        steps / size
+    )
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
@@ -44,7 +46,11 @@ def _rotate(x: Tensor, sign: int, cos: Tensor, sin: Tensor) -> Tensor:
 def _dtype_of_products(x: Tensor) -> torch.dtype:
     """Return the dtype of the matrix product that takes x: autocast's, or its own."""
     device, exact = x.device.type, x.dtype == torch.float64
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not exact else x.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device) and not exact
+        else x.dtype
+    )
 
 
 class _Normed(torch.autograd.Function):
@@ -96,7 +102,9 @@ class _Gated(torch.autograd.Function):
         for tap, of_tap, (now, then) in zip(taps.T, of_taps.T, _shifts(x, taps), strict=True):
             of_tap.copy_((wide[:, now] * gated[:, then]).flatten(0, 1).sum(0))
             of_gated[:, then].addcmul_(wide[:, now], tap)
-        return torch.cat([of_gated * values, of_after, of_gated * before], dim=-1).to(x.dtype), of_taps.to(taps.dtype)
+        return torch.cat([of_gated * values, of_after, of_gated * before], dim=-1).to(
+            x.dtype
+        ), of_taps.to(taps.dtype)
 
 
 def _filtered(x: Tensor, taps: Tensor) -> Tensor:
@@ -135,7 +143,9 @@ class ShortConv(nn.Module):
         super().__init__()
         width = config.n_embd
         self.in_proj = nn.Linear(width, 3 * width, bias=False)
-        self.conv = nn.Conv1d(width, width, _TAPS, groups=width, bias=False)  # never called: it holds the weight
+        self.conv = nn.Conv1d(
+            width, width, _TAPS, groups=width, bias=False
+        )  # never called: it holds the weight
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
@@ -151,7 +161,9 @@ class SelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width, self.head_size = config.n_embd, config.n_embd // config.n_head
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.q_layernorm, self.k_layernorm = Norm(self.head_size), Norm(self.head_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, C]
@@ -210,7 +222,9 @@ class Model(Stack):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(vocab_size, config.n_embd)
         self.drop = KeyedDropout(config.dropout)
-        self.layers = nn.ModuleList(Layer(config, index in attending_layers(config)) for index in range(config.n_layer))
+        self.layers = nn.ModuleList(
+            Layer(config, index in attending_layers(config)) for index in range(config.n_layer)
+        )
         self.embedding_norm = Norm(config.n_embd)
         self.head_size = config.n_embd // config.n_head
 
@@ -238,15 +252,24 @@ class LFM2(GPT):
         "model.layers.*.self_attn.q_layernorm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.k_layernorm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.out_proj": "rowwise",
-        **dict.fromkeys((f"model.layers.*.feed_forward.{name}" for name in ("w1", "w3")), "colwise"),
+        **dict.fromkeys(
+            (f"model.layers.*.feed_forward.{name}" for name in ("w1", "w3")), "colwise"
+        ),
         "model.layers.*.feed_forward.w2": "rowwise",
         "lm_head": "by_itself",
     }
-    ends: ClassVar[dict[str, tuple[int, ...]]] = {"embed_tokens": (0,), "embedding_norm": (-1,), "weight": (-1,)}
+    ends: ClassVar[dict[str, tuple[int, ...]]] = {
+        "embed_tokens": (0,),
+        "embedding_norm": (-1,),
+        "weight": (-1,),
+    }
 
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
         fits = config.n_embd // config.n_head % 2 == 0
-        require(fits, f"--n_head {config.n_head}: a head has --n_embd / --n_head dimensions, which must be even.")
+        require(
+            fits,
+            f"--n_head {config.n_head}: a head has --n_embd / --n_head dimensions, which must be even.",
+        )
         self.model = Model(config, vocab_size)
         self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
 
@@ -279,13 +302,35 @@ class LFM2(GPT):
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``lfm2`` model that computes the same."""
         c = self.config
-        kinds = ["full_attention" if index in attending_layers(c) else "conv" for index in range(c.n_layer)]
-        sizes = {"hidden_size": c.n_embd, "intermediate_size": inner_size(c), "num_hidden_layers": c.n_layer}
-        sizes |= {"num_attention_heads": c.n_head, "num_key_value_heads": c.n_head, "conv_L_cache": _TAPS}
+        kinds = [
+            "full_attention" if index in attending_layers(c) else "conv"
+            for index in range(c.n_layer)
+        ]
+        sizes = {
+            "hidden_size": c.n_embd,
+            "intermediate_size": inner_size(c),
+            "num_hidden_layers": c.n_layer,
+        }
+        sizes |= {
+            "num_attention_heads": c.n_head,
+            "num_key_value_heads": c.n_head,
+            "conv_L_cache": _TAPS,
+        }
         sizes |= {"max_position_embeddings": c.block_size, "vocab_size": self.vocab_size}
         # a padding token's row of the embedding would not be trained
         ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
-        kind: Facts = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "layer_types": kinds}
-        kind |= {"norm_eps": _EPS, "rope_parameters": {"rope_type": "default", "rope_theta": _THETA}}
-        kind |= {"conv_bias": False, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
+        kind: Facts = {
+            "model_type": "lfm2",
+            "architectures": ["Lfm2ForCausalLM"],
+            "layer_types": kinds,
+        }
+        kind |= {
+            "norm_eps": _EPS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": _THETA},
+        }
+        kind |= {
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        }
         return {**kind, "initializer_range": _INIT_STD, "dtype": "float32", **sizes, **ends}

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-_ORIGIN = "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
+_ORIGIN = (
+    "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
+)
 
 
 def add_lora(
@@ -39,21 +41,34 @@ def add_lora(
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = model.config.get_text_config().tie_word_embeddings
-    ends = [model.get_input_embeddings(), *([] if tied else [head])]  # rows of new tokens are trained in these matrices
+    ends = [
+        model.get_input_embeddings(),
+        *([] if tied else [head]),
+    ]  # rows of new tokens are trained in these matrices
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
     targets, every = config.lora_target_modules, config.lora_target_modules == ["all-linear"]
     stacks = _fused_experts(model)
     fused = [name for name in stacks if every or any(_means(target, name) for target in targets)]
     bare = not config.lora_dropout and not config.use_dora
-    needs = "the fused weights of this model's experts take neither; leave it out, or name modules with"
+    needs = (
+        "the fused weights of this model's experts take neither; leave it out, or name modules with"
+    )
     require(bare or not fused, f"--lora_dropout and --use_dora: {needs} --lora_target_modules.")
     if fused:
         size = sum(model.get_parameter(name).nbytes for name in fused) / 2**30
         kept = "in each forward pass, and kept for the backward pass (--gradient_checkpointing: those of a block)"
         say("experts", f"their weights with LoRA's added, {size:.2f} GiB, are computed {kept}")
     modules = [target for target in targets if not any(_means(target, name) for name in stacks)]
-    modules += [target for target in targets if target not in modules and any(_means(target, name) for name in linear)]
+    modules += [
+        target
+        for target in targets
+        if target not in modules and any(_means(target, name) for name in linear)
+    ]
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -67,23 +82,37 @@ def add_lora(
     try:
         with warnings.catch_warnings():
             _ignore_warnings()
-            if fused and model.device.type == "meta":  # peft takes dense layers for experts by their names
+            if (
+                fused and model.device.type == "meta"
+            ):  # peft takes dense layers for experts by their names
                 trial = copy.deepcopy(model)
                 peft.get_peft_model(trial, copy.deepcopy(settings))
                 lost = [name for name in linear if type(trial.get_submodule(name)) is nn.Linear]
-                lost = [name for name in lost if every or any(_means(target, name) for target in targets)]
-                settings = replace(settings, target_parameters=[*fused, *(f"{name}.weight" for name in lost)])
+                lost = [
+                    name
+                    for name in lost
+                    if every or any(_means(target, name) for target in targets)
+                ]
+                settings = replace(
+                    settings, target_parameters=[*fused, *(f"{name}.weight" for name in lost)]
+                )
             adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
-    taken = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
+    taken = [
+        name.removesuffix(".lora_A")
+        for name, _ in model.named_modules()
+        if name.endswith(".lora_A")
+    ]
     for target in modules:
         if target != "all-linear" and not any(name.endswith(target) for name in taken):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
     _draw(model, seed)
     if Path(base).is_dir():  # it will be looked for from anywhere
         base = str(Path(base).resolve())
-    adapted.peft_config["default"] = replace(adapted.peft_config["default"], base_model_name_or_path=base)
+    adapted.peft_config["default"] = replace(
+        adapted.peft_config["default"], base_model_name_or_path=base
+    )
     return adapted
 
 
@@ -102,7 +131,9 @@ def _fused_experts(model: nn.Module) -> list[str]:
         f"{name}.{leaf}"
         for name, module in model.named_modules()
         for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and min(parameter.shape) > 1 and not type(module).__module__.startswith("torch.nn.")
+        if parameter.ndim == 3
+        and min(parameter.shape) > 1
+        and not type(module).__module__.startswith("torch.nn.")
     ]
 
 
@@ -116,7 +147,11 @@ def _draw(model: nn.Module, seed: int) -> None:
     """Draw matrices that depend on the seed and their place alone; they are real, also in a model on meta."""
     from peft.tuners.lora import LoraLayer
 
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and isinstance(module, nn.Module)]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, LoraLayer) and isinstance(module, nn.Module)
+    ]
     for number, layer in enumerate(layers):
         for own in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
             if any(parameter.is_meta for parameter in own.parameters()):
@@ -127,13 +162,20 @@ def _draw(model: nn.Module, seed: int) -> None:
 
 def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
     """Yield weights, and the magnitudes that DoRA begins with: the norms of the rows of the weight beside them."""
-    layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_magnitude_vector", None)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "lora_magnitude_vector", None)
+    }
     for name, whole in weights:
         yield name, whole
         layer = name.removesuffix(".base_layer.weight")
         if layer in layers and layer != name:
             rows = whole.T if layers[layer].fan_in_fan_out else whole
-            yield f"{layer}.lora_magnitude_vector.default.weight", torch.linalg.norm(rows, dim=1).to(whole.dtype)
+            yield (
+                f"{layer}.lora_magnitude_vector.default.weight",
+                torch.linalg.norm(rows, dim=1).to(whole.dtype),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +197,9 @@ class AdapterFiles(ModelFiles):
         """Return the adapter's own tensors, by peft's names."""
         from peft import get_peft_model_state_dict
 
-        return cast(dict[str, Tensor], get_peft_model_state_dict(self.adapted, save_embedding_layers=False))
+        return cast(
+            dict[str, Tensor], get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
+        )
 
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
@@ -199,7 +243,9 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         require(base, f"{folder} does not say whose adapter it is (base_model_name_or_path).")
         known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
         same = "sha256" not in known or origin_of(base) == known
-        require(same, f"{folder} is an adapter of other weights than {base} holds now; put those back.")
+        require(
+            same, f"{folder} is an adapter of other weights than {base} holds now; put those back."
+        )
         model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
         if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
             model.resize_token_embeddings(vocabulary)

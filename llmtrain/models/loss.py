@@ -58,8 +58,13 @@ def summed_nll(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
         targets: [B, T], already shifted.
         each: return that of each target, [B * T].
     """
-    logits, reduction = logits.float() if logits.dtype != torch.float64 else logits, "none" if each else "sum"
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+    logits, reduction = (
+        logits.float() if logits.dtype != torch.float64 else logits,
+        "none" if each else "sum",
+    )
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
 
 
 def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
@@ -121,17 +126,24 @@ def linear_nll(
     if mesh is not None:
         hidden = copy_to(hidden, mesh)
     if hidden.shape[:-1] != targets.shape:
-        raise IndexError(f"targets {tuple(targets.shape)} are not one a position of {tuple(hidden.shape[:-1])}")
+        raise IndexError(
+            f"targets {tuple(targets.shape)} are not one a position of {tuple(hidden.shape[:-1])}"
+        )
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     if positions is not None:
         places = positions.clamp(min=0)
-        hidden, targets = hidden.index_select(0, places), targets[places].where(positions >= 0, IGNORED)
+        hidden, targets = (
+            hidden.index_select(0, places),
+            targets[places].where(positions >= 0, IGNORED),
+        )
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     few = targets.numel() * len(weight) <= _limits(hidden).held
     if few and mesh is None and hidden.dtype != torch.float16:  # whose range needs the loss scale
-        held: Tensor = _HeldNLL.apply(hidden, weight, bias, targets, softcap, each, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        held: Tensor = _HeldNLL.apply(
+            hidden, weight, bias, targets, softcap, each, torch.is_grad_enabled()
+        )  # type: ignore[no-untyped-call]
         return held
     shares, first = _shares(targets, len(weight)), 0
     if mesh is not None:
@@ -144,7 +156,9 @@ def linear_nll(
 def _shares(targets: Tensor, vocabulary: int) -> Tensor:
     """Return what each target counts: 1, or 0 of one that is ignored, or NaN of one that is no token."""
     trained = targets != IGNORED
-    return trained.float().masked_fill(trained & ((targets < 0) | (targets >= vocabulary)), float("nan"))
+    return trained.float().masked_fill(
+        trained & ((targets < 0) | (targets >= vocabulary)), float("nan")
+    )
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -152,7 +166,9 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight, bias)
     mesh, local_bias = weight.device_mesh, None if bias is None else to_local(bias)
-    return gather_from(F.linear(copy_to(hidden, mesh), to_local(weight), local_bias), mesh, len(weight))
+    return gather_from(
+        F.linear(copy_to(hidden, mesh), to_local(weight), local_bias), mesh, len(weight)
+    )
 
 
 class _HeldNLL(torch.autograd.Function):
@@ -178,8 +194,14 @@ class _HeldNLL(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         wanted, nll = learning and any(ctx.needs_input_grad), list[Tensor]()
         into_gradient = _fused() if hidden.is_cuda else None
-        size = max(_limits(hidden).tile // max(len(weight), 1), 1) if into_gradient is None else max(len(logits), 1)
-        for tile, target in zip(torch.split(logits, size), torch.split(targets[:, None], size), strict=True):
+        size = (
+            max(_limits(hidden).tile // max(len(weight), 1), 1)
+            if into_gradient is None
+            else max(len(logits), 1)
+        )
+        for tile, target in zip(
+            torch.split(logits, size), torch.split(targets[:, None], size), strict=True
+        ):
             of_tile = (into_gradient or _into_gradient)(tile, target, cap, wanted)
             nll.append(of_tile if each else of_tile.sum())
         if wanted:
@@ -199,11 +221,15 @@ class _HeldNLL(torch.autograd.Function):
             grad, incoming = grad.mul_(incoming[:, None].to(grad.dtype)), incoming.new_ones(())
         grad_hidden = (grad @ weight).mul_(incoming) if needed[0] else None
         grad_weight = (grad.T @ hidden).to(for_weight).mul_(incoming) if needed[1] else None
-        grad_bias = grad.sum(0, dtype=incoming.dtype).mul_(incoming).to(for_bias) if needed[2] else None
+        grad_bias = (
+            grad.sum(0, dtype=incoming.dtype).mul_(incoming).to(for_bias) if needed[2] else None
+        )
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _into_gradient(logits: Tensor, targets: Tensor, cap: float | None, wanted: bool, fused: bool = False) -> Tensor:
+def _into_gradient(
+    logits: Tensor, targets: Tensor, cap: float | None, wanted: bool, fused: bool = False
+) -> Tensor:
     """Return the nll [N] of targets [N, 1]; where it is wanted, turn logits [N, V] into its gradient, in place.
 
     ``fused`` subtracts the targets in an operation that a compiler merges with the others.
@@ -262,7 +288,9 @@ class _BlockwiseNLL(torch.autograd.Function):
             logits, column, inside = _logits(hidden, weight, bias, targets, cap, block)
             sums.append(logits.logsumexp(1))
             chosen = torch.where(inside, logits.gather(1, column), chosen)
-        log_total = torch.stack(sums).logsumexp(0)  # at once: a running sum would round in every block
+        log_total = torch.stack(sums).logsumexp(
+            0
+        )  # at once: a running sum would round in every block
         if mesh is not None:
             highest = all_reduce(log_total, mesh, dist.ReduceOp.MAX)
             log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
@@ -282,7 +310,11 @@ class _BlockwiseNLL(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if for_bias else None
         for block in _blocks(len(weight), hidden):
             logits, column, inside = _logits(hidden, weight, bias, targets, ctx.softcap, block)
-            scale = incoming if ctx.softcap is None else incoming * (1 - (logits / ctx.softcap).square())
+            scale = (
+                incoming
+                if ctx.softcap is None
+                else incoming * (1 - (logits / ctx.softcap).square())
+            )
             grad = logits.sub_(log_total[:, None]).exp_()  # the probabilities
             grad.scatter_(1, column, grad.gather(1, column) - inside.to(grad.dtype)).mul_(scale)
             if grad_bias is not None:
@@ -307,7 +339,12 @@ def _blocks(vocabulary: int, hidden: Tensor) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None, block: slice
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    block: slice,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of a block of the vocabulary, and where in it the targets are.
 
@@ -315,8 +352,14 @@ def _logits(
     which of them are inside.
     """
     dtype = hidden.dtype
-    logits = F.linear(hidden, weight[block].to(dtype), None if bias is None else bias[block].to(dtype))
+    logits = F.linear(
+        hidden, weight[block].to(dtype), None if bias is None else bias[block].to(dtype)
+    )
     logits = logits.float() if dtype != torch.float64 else logits
     column, size = targets[:, None] - block.start, block.stop - block.start
     inside = (column >= 0) & (column < size)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap), column.clamp(0, size - 1), inside
+    return (
+        logits if softcap is None else softcap * torch.tanh(logits / softcap),
+        column.clamp(0, size - 1),
+        inside,
+    )

@@ -23,7 +23,14 @@ from llmtrain.errors import UserError
 from llmtrain.models.attention import NAME, Documents
 from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.loss import inputs_of, targets_of
-from llmtrain.models.summed import SummedLoss, arguments_of, differ, smallest_window, tokens_of, trying
+from llmtrain.models.summed import (
+    SummedLoss,
+    arguments_of,
+    differ,
+    smallest_window,
+    tokens_of,
+    trying,
+)
 
 if TYPE_CHECKING:
     from transformers.utils.generic import ModelOutput
@@ -58,7 +65,9 @@ def losses(config: PreferenceConfig, answers: Answers, baseline: Tensor) -> tupl
     if kind == "kto":
         above = rewards[..., 0] - beta * baseline
         good = config.desirable_weight * (1 - torch.sigmoid(above))
-        return torch.where(answers.desirable, good, config.undesirable_weight * (1 - torch.sigmoid(-above))), rewards
+        return torch.where(
+            answers.desirable, good, config.undesirable_weight * (1 - torch.sigmoid(-above))
+        ), rewards
     if kind == "orpo":
         odds = mean - torch.log1p(-mean.exp())
         return -mean[..., 0] - beta * F.logsigmoid(odds[..., 0] - odds[..., 1]), rewards
@@ -103,7 +112,11 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         if hidden:
             states: Tensor = self.base_model(input_ids=input_ids, **others).last_hidden_state
             device = states.device.type  # in the precision that they were computed in
-            return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
+            return (
+                states.to(torch.get_autocast_dtype(device))
+                if torch.is_autocast_enabled(device)
+                else states
+            )
         if labels is None:
             return super().forward(input_ids, **others)
         rows = len(labels)
@@ -123,16 +136,25 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
             return values.view(rows, self.slots)
         none = torch.zeros_like(values)
         tokens = none.index_add(0, places, judged.to(values.dtype))
-        bad = none.index_add(0, places, (judged & (targets_of(answers).flatten() & 2 > 0)).to(values.dtype)) > 0
+        bad = (
+            none.index_add(
+                0, places, (judged & (targets_of(answers).flatten() & 2 > 0)).to(values.dtype)
+            )
+            > 0
+        )
         first = none if reference is None else reference.to(values.dtype).flatten()
         values, tokens, first = (one.view(-1, 2) for one in (values, tokens, first))
         valid, both = tokens[:, 0] > 0, (tokens > 0).all(1)
         if survey:
             wide = torch.float32 if values.device.type == "mps" else torch.float64
             moved = ((values - first)[:, 1] * both).to(wide)
-            moved = (moved * 2**30).round() / 2**30  # whose sum, below 2^23 nats, is exact: the same in any order
+            moved = (
+                moved * 2**30
+            ).round() / 2**30  # whose sum, below 2^23 nats, is exact: the same in any order
             return torch.stack([moved.sum(), both.sum().to(wide)])
-        if self.preference.loss_type != "reward":  # numbers that every formula takes, where there is no answer
+        if (
+            self.preference.loss_type != "reward"
+        ):  # numbers that every formula takes, where there is no answer
             values = values.where(tokens > 0, -1)
         found = Answers(values, tokens.clamp(min=1), first, ~bad.view(-1, 2)[:, 0])
         baseline = values.new_zeros(()) if load is None else load
@@ -142,10 +164,18 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
 
     def prepare(self, batch: Batch) -> Batch:
         """Return where documents begin in a micro-batch on the host, and which of its targets are trained."""
-        batch = {name: self._unfolded(one) if name != "reference" else one for name, one in batch.items()}
-        found = Batch() if self.preference.loss_type == "reward" else super().prepare({"labels": batch["labels"]})
+        batch = {
+            name: self._unfolded(one) if name != "reference" else one for name, one in batch.items()
+        }
+        found = (
+            Batch()
+            if self.preference.loss_type == "reward"
+            else super().prepare({"labels": batch["labels"]})
+        )
         if "position_ids" in batch:
-            found |= self._documents(batch["position_ids"], batch["answers"], self.device.type == "cuda")
+            found |= self._documents(
+                batch["position_ids"], batch["answers"], self.device.type == "cuda"
+            )
         return found
 
     def told(self, arguments: dict[str, object]) -> Tensor:
@@ -156,8 +186,12 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
 
     def units(self, batch: Batch) -> Tensor:
         """Return the number of pairs in a micro-batch, an int64 scalar."""
-        places, judged = self._judged(*(self._unfolded(batch[name]) for name in ("labels", "answers")))
-        counts = torch.zeros(len(batch["labels"]) * self.slots, dtype=torch.int64, device=judged.device)
+        places, judged = self._judged(
+            *(self._unfolded(batch[name]) for name in ("labels", "answers"))
+        )
+        counts = torch.zeros(
+            len(batch["labels"]) * self.slots, dtype=torch.int64, device=judged.device
+        )
         return (counts.index_add(0, places, judged.long())[::2] > 0).sum()
 
     @property
@@ -178,7 +212,9 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
     def readings(self, sums: Sequence[float]) -> dict[str, float]:
         """Return means over the answers by TRL's names: rewards, log-probabilities in nats, what is told right."""
         of = dict(zip(_SUMS, sums, strict=True))
-        mean = {f"{what}/{which}": of[f"{what}/{which}"] / max(of[which], 1) for what, which in _MEANS}
+        mean = {
+            f"{what}/{which}": of[f"{what}/{which}"] / max(of[which], 1) for what, which in _MEANS
+        }
         told = {
             "rewards/accuracies": of["right"] / max(of["pairs"], 1),
             "rewards/margins": mean["rewards/chosen"] - mean["rewards/rejected"],
@@ -202,7 +238,9 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         last = 0 if alone else 1
         moved = (found.reference - logps).sum(1)
         counted = [(right, valid), (valid, valid), (good, good), (bad, bad), (moved, valid)]
-        counted += [(one[:, 0], good) for one in (rewards, logps)] + [(one[:, last], bad) for one in (rewards, logps)]
+        counted += [(one[:, 0], good) for one in (rewards, logps)] + [
+            (one[:, last], bad) for one in (rewards, logps)
+        ]
         sums = torch.stack([(one * which).sum().float() for one, which in counted])
         self.sums = sums if self.sums is None else self.sums + sums
 
@@ -246,8 +284,20 @@ class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]
         return {"documents": found.to(position_ids.device)}
 
 
-_MEANS = (("rewards", "chosen"), ("logps", "chosen"), ("rewards", "rejected"), ("logps", "rejected"))
-_SUMS = ("right", "pairs", "chosen", "rejected", "moved", *(f"{what}/{which}" for what, which in _MEANS))
+_MEANS = (
+    ("rewards", "chosen"),
+    ("logps", "chosen"),
+    ("rewards", "rejected"),
+    ("logps", "rejected"),
+)
+_SUMS = (
+    "right",
+    "pairs",
+    "chosen",
+    "rejected",
+    "moved",
+    *(f"{what}/{which}" for what, which in _MEANS),
+)
 
 
 def check_answers(model: PreferenceLoss) -> None:
@@ -260,11 +310,20 @@ def check_answers(model: PreferenceLoss) -> None:
         ids = tokens_of(model, 1, prompt + 8)[0]
         first, second = ids[: prompt + 4], torch.cat([ids[:prompt], ids[prompt + 4 :]])
         row = torch.cat([first, second[prompt - 1 :]])[None]
-        positions = torch.cat([torch.arange(prompt + 4), torch.arange(prompt - 1, prompt + 4)])[None]
+        positions = torch.cat([torch.arange(prompt + 4), torch.arange(prompt - 1, prompt + 4)])[
+            None
+        ]
         answers = (torch.arange(row.shape[1]) >= prompt + 4).long()[None]
         documents = Documents.of(positions, row.is_cuda, answers).to(row.device)
         together = model.told(arguments_of(model, row, positions.to(row.device), documents))[0]
-        apart = [model.told(arguments_of(model, one[None], None, None))[0, prompt - 1 :] for one in (first, second)]
-        if model.config._attn_implementation != NAME or differ(together[prompt - 1 :], torch.cat(apart)):
+        apart = [
+            model.told(arguments_of(model, one[None], None, None))[0, prompt - 1 :]
+            for one in (first, second)
+        ]
+        if model.config._attn_implementation != NAME or differ(
+            together[prompt - 1 :], torch.cat(apart)
+        ):
             kind = model.own_class.__name__
-            raise UserError(f"{kind} cannot share a prompt between two answers: use --no_share_prompts.")
+            raise UserError(
+                f"{kind} cannot share a prompt between two answers: use --no_share_prompts."
+            )

@@ -19,11 +19,23 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.preference import PreferenceLoss, check_answers
 from llmtrain.models.streaming import drawn, stored
-from llmtrain.models.summed import SummedLoss, balance_weight, is_mixture_of_experts, leaks, probe, summed
+from llmtrain.models.summed import (
+    SummedLoss,
+    balance_weight,
+    is_mixture_of_experts,
+    leaks,
+    probe,
+    summed,
+)
 from llmtrain.models.untrusted import local_folder, origin_of
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+    )
 
 
 class _Facts(Protocol):
@@ -87,7 +99,9 @@ def load_model(
     plan = copy.deepcopy(model) if is_meta else model  # for it is changed below
     first: Callable[..., Weights] = functools.partial(drawn, plan, seed)
     if name:
-        first = functools.partial(stored, plan, local_folder(name), dtype, seed=seed if scores else None)
+        first = functools.partial(
+            stored, plan, local_folder(name), dtype, seed=seed if scores else None
+        )
     before = {parameter: key for key, parameter in model.named_parameters()}
     if rows.new_tokens and is_meta:  # their rows are made from the values of others
         ends = [plan.get_input_embeddings(), plan.get_output_embeddings()]  # type: ignore[no-untyped-call]
@@ -101,10 +115,24 @@ def load_model(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
 
-    origin = origin_of(name, config.trust_remote_code) if name else {"random weights": config.from_config}
-    described = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
-    described = {key: value for key, value in described.items() if key not in ("_name_or_path", "transformers_version")}
-    files = ModelFiles(described, rows.tokenizer, rows.facts.dataset, name, _generation(model, rows))
+    origin = (
+        origin_of(name, config.trust_remote_code)
+        if name
+        else {"random weights": config.from_config}
+    )
+    described = {
+        **model.config.to_dict(),
+        "architectures": [type(model).__name__],
+        "dtype": "float32",
+    }
+    described = {
+        key: value
+        for key, value in described.items()
+        if key not in ("_name_or_path", "transformers_version")
+    }
+    files = ModelFiles(
+        described, rows.tokenizer, rows.facts.dataset, name, _generation(model, rows)
+    )
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -115,11 +143,18 @@ def load_model(
     if bitwise:
         _check_no_dropout(trained)
     names = {before[p]: key for key, p in trained.named_parameters() if p.is_meta and p in before}
-    weights = with_magnitudes(trained, ((names[key], whole) for key, whole in first() if key in names))
-    asked = lora and {**asdict(lora), "use_rslora": False}  # as earlier versions have it in a run's identity
+    weights = with_magnitudes(
+        trained, ((names[key], whole) for key, whole in first() if key in names)
+    )
+    asked = lora and {
+        **asdict(lora),
+        "use_rslora": False,
+    }  # as earlier versions have it in a run's identity
     start: Facts = {"weights": origin, "lora": asked, "freeze": config.freeze}
     weight = balance_weight(model.config)
-    start |= {"preference": asdict(preference)} if preference else {"balance": weight} if weight else {}
+    start |= (
+        {"preference": asdict(preference)} if preference else {"balance": weight} if weight else {}
+    )
     check = functools.partial(_check, trained, rows.packed, config.block_size)
     return Built(trained, files, weights if is_meta else None, start, check)
 
@@ -129,20 +164,33 @@ def _check_together(config: ModelConfig, lora: LoraConfig | None, scores: bool) 
     name = config.model_name_or_path
     named = bool(name or config.from_config)
     require(named, "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama.")
-    require(not lora or name is not None, "--lora_r needs --model_name_or_path: random weights are not worth keeping.")
-    require(not (lora and config.freeze), "--freeze is for training in full: LoRA freezes all but its own matrices.")
-    require(not (scores and lora), "--loss_type reward trains a head of its own; leave out --lora_r.")
+    require(
+        not lora or name is not None,
+        "--lora_r needs --model_name_or_path: random weights are not worth keeping.",
+    )
+    require(
+        not (lora and config.freeze),
+        "--freeze is for training in full: LoRA freezes all but its own matrices.",
+    )
+    require(
+        not (scores and lora), "--loss_type reward trains a head of its own; leave out --lora_r."
+    )
 
 
 def _weigh_balance(settings: "PreTrainedConfig", weight: float | None, compares: bool) -> None:
     """Set the weight of the balancing loss in a model's configuration, where one was asked for."""
     if is_mixture_of_experts(settings):
         settings.output_router_logits = False
-        require(not (compares and weight), "--router_aux_loss_coef: preferences have no balancing loss; leave it out.")
+        require(
+            not (compares and weight),
+            "--router_aux_loss_coef: preferences have no balancing loss; leave it out.",
+        )
         if weight is not None:
             settings.router_aux_loss_coef = weight
     elif weight is not None:
-        raise UserError("--router_aux_loss_coef is for a mixture of experts, and this model is none; leave it out.")
+        raise UserError(
+            "--router_aux_loss_coef is for a mixture of experts, and this model is none; leave it out."
+        )
 
 
 def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, seed: int) -> None:
@@ -166,31 +214,49 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     matching = [parameter for name, parameter in every.items() if re.search(pattern, name)]
     if len(matching) in (0, len(every)):
         share = "every parameter" if matching else "no parameter"
-        raise UserError(f"--freeze '{pattern}' matches {share}; their names are like {next(iter(every))}.")
+        raise UserError(
+            f"--freeze '{pattern}' matches {share}; their names are like {next(iter(every))}."
+        )
     for parameter in matching:
         parameter.requires_grad_(False)
-    say("frozen", f"{sum(p.numel() for p in matching):,} parameters in {len(matching)} of {len(every)} tensors")
+    say(
+        "frozen",
+        f"{sum(p.numel() for p in matching):,} parameters in {len(matching)} of {len(every)} tensors",
+    )
 
 
 def _generation(model: "PreTrainedModel", rows: Rows) -> Facts:
     """Return how the base generates; it also ends where answers end."""
     found: GenerationConfig | None = getattr(model, "generation_config", None)
     base: Facts = found.to_diff_dict() if found is not None else {}
-    known = {key: value for key, value in base.items() if key[0] != "_" and key != "transformers_version"}
+    known = {
+        key: value for key, value in base.items() if key[0] != "_" and key != "transformers_version"
+    }
     if rows.ends:
         before = known.get("eos_token_id")
         before = before if isinstance(before, list) else [] if before is None else [before]
-        known |= {"eos_token_id": sorted({*before, *rows.ends}), "bos_token_id": rows.tokenizer.bos_token_id}
+        known |= {
+            "eos_token_id": sorted({*before, *rows.ends}),
+            "bos_token_id": rows.tokenizer.bos_token_id,
+        }
     return known
 
 
 def _check_no_dropout(model: SummedLoss) -> None:
     """Raise :class:`UserError` where a model draws dropout from a generator: its bits would depend on the layout."""
     settings = model.config.get_text_config().to_dict().items()
-    drops = {key: value for key, value in settings if "drop" in key and isinstance(value, float) and value > 0}
-    drops |= {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    drops = {
+        key: value
+        for key, value in settings
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
+    drops |= {
+        name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0
+    }
     for name, value in drops.items():
-        raise UserError(f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0.")
+        raise UserError(
+            f"--bitwise needs a model without dropout, and {name} is {value}; set it to 0."
+        )
 
 
 def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
@@ -198,13 +264,20 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
     probe(model)
     if packed and leaks(model):
         kind = model.own_class.__name__
-        raise UserError(f"{kind} lets the documents of a packed row see each other; use --no_packing.")
+        raise UserError(
+            f"{kind} lets the documents of a packed row see each other; use --no_packing."
+        )
     settings = model.config.get_text_config()
     if isinstance(model, PreferenceLoss):
         check_answers(model)
     elif is_mixture_of_experts(settings):
         how = f"times {model.balance:g}, is of the global batch, at the cost of a forward pass more an update"
-        say("experts", f"the routers' balancing loss, {how}" if model.balance else "this class has no balancing loss")
+        say(
+            "experts",
+            f"the routers' balancing loss, {how}"
+            if model.balance
+            else "this class has no balancing loss",
+        )
     if not model.head_is_linear and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
         say("memory", "this head does more than multiply: its logits are held whole")
     rope: Facts = getattr(settings, "rope_parameters", None) or {}

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-_Given = dict[str, Tensor | None]  # parameters that were given already; those that come twice, with their tensor
+_Given = dict[
+    str, Tensor | None
+]  # parameters that were given already; those that come twice, with their tensor
 
 
 def pieces(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -31,8 +33,12 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks = block_classes(model)
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") and type(m).__name__ in blocks for other, m in found)
-        if not inside and (type(module).__name__ in blocks or any(True for _ in module.parameters(recurse=False))):
+        inside = any(
+            name.startswith(f"{other}.") and type(m).__name__ in blocks for other, m in found
+        )
+        if not inside and (
+            type(module).__name__ in blocks or any(True for _ in module.parameters(recurse=False))
+        ):
             found.append((name, module))
     return found
 
@@ -45,14 +51,22 @@ def drawn(plan: "PreTrainedModel", seed: int, only: Collection[nn.Module] = ()) 
     from transformers import PreTrainedModel, initialization
 
     ties, given = plan.get_expanded_tied_weights_keys(all_submodels=True), _Given()
-    owners = {name: module for name, module in plan.named_modules() if isinstance(module, PreTrainedModel)}
+    owners = {
+        name: module for name, module in plan.named_modules() if isinstance(module, PreTrainedModel)
+    }
     places = {name: place for place, (name, _) in enumerate(plan.named_modules())}
     for prefix, piece in pieces(plan):
         if only and piece not in only:
             continue
         real = copy.deepcopy(piece).to_empty(device="cpu")
-        with torch.no_grad(), initialization.guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
-            for name, module in reversed([*real.named_modules(prefix=prefix)]):  # what holds others comes after
+        with (
+            torch.no_grad(),
+            initialization.guard_torch_init_functions(),
+            torch.random.fork_rng(devices=[]),
+        ):
+            for name, module in reversed(
+                [*real.named_modules(prefix=prefix)]
+            ):  # what holds others comes after
                 owner = max((o for o in owners if not o or f"{name}.".startswith(f"{o}.")), key=len)
                 torch.manual_seed((seed + (places[name] << 32)) % 2**63)
                 owners[owner]._init_weights(module)  # type: ignore[no-untyped-call]
@@ -77,7 +91,11 @@ def stored(
 
     transforms = get_model_conversion_mapping(plan)
     ties, given = plan.get_expanded_tied_weights_keys(all_submodels=True), _Given()
-    homes = {key: name for name, piece in pieces(plan) for key in piece.state_dict(prefix=f"{name}." if name else "")}
+    homes = {
+        key: name
+        for name, piece in pieces(plan)
+        for key in piece.state_dict(prefix=f"{name}." if name else "")
+    }
     places: dict[str, dict[Path, list[str]]] = defaultdict(lambda: defaultdict(list))
     twice = set()  # tied, and stored under another name, too
     for path, key, name in _keys(plan, folder):
@@ -87,12 +105,16 @@ def stored(
         if only and piece not in only:
             continue
         slices: dict[str, object] = {}
-        for path, keys in places[prefix].items():  # opened for each piece anew, or pages that were read would stay
+        for path, keys in places[
+            prefix
+        ].items():  # opened for each piece anew, or pages that were read would stay
             file = safe_open(path, "pt")
             slices |= {key: file.get_slice(key) for key in keys}  # type: ignore[no-untyped-call]
         mapping: list[WeightRenaming | WeightConverter] = copy.deepcopy(transforms)  # type: ignore[arg-type]
         settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=mapping)
-        before = [(m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)]
+        before = [
+            (m, name, p) for m in piece.modules() for name, p in m.named_parameters(recurse=False)
+        ]
         found, _ = convert_and_load_state_dict_in_model(plan, slices, settings)
         for key, *shapes in found.mismatched_keys:
             raise UserError(f"{folder}: {key} is of another shape: {shapes[0]}.")
@@ -105,14 +127,20 @@ def stored(
         for name, whole in drawn(plan, seed, [plan.get_submodule("score")]):
             given[name] = None
             yield name, whole
-    if not only and (absent := sorted({name for name, _ in plan.named_parameters()} - given.keys())):
+    if not only and (
+        absent := sorted({name for name, _ in plan.named_parameters()} - given.keys())
+    ):
         raise UserError(f"{folder}: {absent[0]} is missing ({len(absent)} are).")
 
 
 def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
     """Fill the buffers that a model is published with, which are small and full on every rank."""
     tensors = model.state_dict(keep_vars=True)
-    buffers = {name: tensor.detach() for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    buffers = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, nn.Parameter)
+    }
     for path, key, name in _keys(model, folder):
         if name in buffers:
             buffers.pop(name).copy_(safe_open(path, "pt").get_tensor(key))  # type: ignore[no-untyped-call]
@@ -145,13 +173,17 @@ def _files(folder: Path) -> list[Path]:
     if one.exists() or not index.exists():
         return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
     try:
-        names = sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
+        names = sorted(
+            {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is no index of weights: {first_line(error)}.") from None
     return [folder / name for name in names]
 
 
-def _new(prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twice: Collection[str] = ()) -> Weights:
+def _new(
+    prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twice: Collection[str] = ()
+) -> Weights:
     """Yield the parameters of a piece that are real, and were not given already under another name of theirs.
 
     Raises :class:`UserError` where one comes ``twice`` and differs: ``from_pretrained`` would untie it.
@@ -164,4 +196,6 @@ def _new(prefix: str, piece: nn.Module, ties: dict[str, str], given: _Given, twi
             given[kept] = parameter.detach() if kept in twice else None
             yield kept, parameter.detach()
         elif (before := given[kept]) is not None and not torch.equal(before, parameter):
-            raise UserError(f"{name} differs from {kept}, to which it is tied; set tie_word_embeddings to false.")
+            raise UserError(
+                f"{name} differs from {kept}, to which it is tied; set tie_word_embeddings to false."
+            )

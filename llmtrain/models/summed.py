@@ -17,7 +17,14 @@ from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.attention import NAME, Documents, register
 from llmtrain.models.experts import balancing, count, counted_positions, loads, router_logits_of
-from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, summed_nll, targets_of, trained_positions
+from llmtrain.models.loss import (
+    inputs_of,
+    linear_logits,
+    linear_nll,
+    summed_nll,
+    targets_of,
+    trained_positions,
+)
 from llmtrain.parallel.mesh import reshard
 
 if TYPE_CHECKING:
@@ -64,11 +71,20 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
         """
         own, head = super().forward, _head_of(self)
         if labels is None:
-            if documents is not None and (documents.starts is None or documents.starts.shape == input_ids.shape):
-                others |= {"documents": documents}  # else they are of the rows that are trained on, a position shorter
-            return cast("ModelOutput", own(input_ids=input_ids, position_ids=position_ids, **others))
+            if documents is not None and (
+                documents.starts is None or documents.starts.shape == input_ids.shape
+            ):
+                others |= {
+                    "documents": documents
+                }  # else they are of the rows that are trained on, a position shorter
+            return cast(
+                "ModelOutput", own(input_ids=input_ids, position_ids=position_ids, **others)
+            )
         positions = None if position_ids is None else inputs_of(position_ids)
-        arguments, targets = arguments_of(self, inputs_of(input_ids), positions, documents), targets_of(labels)
+        arguments, targets = (
+            arguments_of(self, inputs_of(input_ids), positions, documents),
+            targets_of(labels),
+        )
         linear, routed = self.head_is_linear and head is not None, survey or load is not None
         with router_logits_of(self.base_model, routed) as router_logits:
             out = self.base_model(**arguments) if linear else own(**arguments)
@@ -76,7 +92,13 @@ class SummedLoss(PreTrainedModel):  # type: ignore[no-untyped-call]
             chosen = int(self.config.get_text_config().num_experts_per_tok)
             return count(router_logits, counted_positions(targets), chosen)
         if linear and head is not None:
-            nll: Tensor = head(out.last_hidden_state.view(*targets.shape, -1), targets, softcap_of(self), trained, each)
+            nll: Tensor = head(
+                out.last_hidden_state.view(*targets.shape, -1),
+                targets,
+                softcap_of(self),
+                trained,
+                each,
+            )
         else:
             nll = summed_nll(out.logits.view(*targets.shape, -1), targets, each)
             if each and trained is not None:
@@ -140,18 +162,27 @@ class SummedHead(Module):
         assert weight is not None
         if targets is not None:
             return linear_nll(hidden, weight, targets, bias, softcap, trained, each)
-        logits: Tensor = linear_logits(hidden, weight, bias) if isinstance(weight, DTensor) else super().forward(hidden)
+        logits: Tensor = (
+            linear_logits(hidden, weight, bias)
+            if isinstance(weight, DTensor)
+            else super().forward(hidden)
+        )
         return logits
 
 
-def summed(model: "PreTrainedModel", row_length: int, loss: type[SummedLoss] = SummedLoss) -> SummedLoss:
+def summed(
+    model: "PreTrainedModel", row_length: int, loss: type[SummedLoss] = SummedLoss
+) -> SummedLoss:
     """Give a model of a Hugging Face causal LM class, and its head, the ``forward`` of a ``loss``, in place.
 
     :func:`probe` has to follow, once its weights are there.
     """
     model.__class__ = _in_front(loss, model)
     model = cast(SummedLoss, model)
-    model.row_length, model.vocabulary = row_length, len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+    model.row_length, model.vocabulary = (
+        row_length,
+        len(cast(nn.Embedding, model.get_input_embeddings()).weight),
+    )
     head = _head_of(model)
     if head is not None and linear_parts(head)[0] is not None:
         head.__class__ = _in_front(SummedHead, head)
@@ -166,17 +197,26 @@ def arguments_of(
         documents = Documents.of(positions.cpu(), ids.is_cuda).to(ids.device)
     arguments: dict[str, object] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     kind = model.config._attn_implementation or ""
-    if kind == NAME:  # a mask of four dimensions, without memory, keeps transformers from looking for documents
+    if (
+        kind == NAME
+    ):  # a mask of four dimensions, without memory, keeps transformers from looking for documents
         sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
         device = ids.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+        )
         arguments["documents"] = (documents or Documents()).ready_for(dtype)
     elif kind.startswith("flash") and documents is not None:  # which wants rows laid end to end
         assert positions is not None
         borders = {f"cu_seq_lens_{one}": documents.borders for one in "qk"}
         longest = {f"max_length_{one}": ids.shape[1] for one in "qk"}
-        arguments |= {"input_ids": ids.reshape(1, -1), "position_ids": positions.reshape(1, -1), **borders, **longest}
+        arguments |= {
+            "input_ids": ids.reshape(1, -1),
+            "position_ids": positions.reshape(1, -1),
+            **borders,
+            **longest,
+        }
     return arguments
 
 
@@ -202,7 +242,9 @@ def probe(model: SummedLoss) -> None:
         other = torch.cat([ids[:, :-1], other[:, -1:]], dim=1)
         if differ(_logits(model, ids)[:, :-1], _logits(model, other)[:, :-1]):
             kind = model.own_class.__name__
-            raise UserError(f"{kind} lets tokens see the ones that follow: it is no causal language model.")
+            raise UserError(
+                f"{kind} lets tokens see the ones that follow: it is no causal language model."
+            )
 
 
 def _choose_attention(model: SummedLoss) -> None:
@@ -221,7 +263,11 @@ def _choose_attention(model: SummedLoss) -> None:
         found = [_logits(model, ids), _logits(model, ids, positions)]
         if not any(map(differ, found, expected)):
             return
-    except (TypeError, ValueError, RuntimeError):  # it takes no position_ids, or does not hand on what it is given
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # it takes no position_ids, or does not hand on what it is given
         pass
     config._attn_implementation = own
 
@@ -246,7 +292,11 @@ def _balance_of(model: SummedLoss) -> float:
 def balance_weight(config: "PreTrainedConfig") -> float:
     """Return the weight of a balancing loss that a configuration names; 0 of a model that has no experts."""
     settings = config.get_text_config()
-    return float(getattr(settings, "router_aux_loss_coef", None) or 0) if is_mixture_of_experts(settings) else 0.0
+    return (
+        float(getattr(settings, "router_aux_loss_coef", None) or 0)
+        if is_mixture_of_experts(settings)
+        else 0.0
+    )
 
 
 def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
@@ -287,7 +337,9 @@ def leaks(model: SummedLoss) -> bool:
         except TypeError:  # it takes no position_ids
             return True
         unpacked = (_logits(model, ids)[second] - _logits(model, changed)[second]).abs().max()
-        return differ(one, two) or bool((one - two).abs().max() > unpacked / 2)  # which bfloat16 cannot hide
+        return differ(one, two) or bool(
+            (one - two).abs().max() > unpacked / 2
+        )  # which bfloat16 cannot hide
 
 
 def _head_is_linear(model: SummedLoss) -> bool:
@@ -301,7 +353,9 @@ def _head_is_linear(model: SummedLoss) -> bool:
     made, taken = list[Tensor](), list[Tensor]()
 
     def loud(like: Tensor) -> Tensor:
-        return torch.linspace(-100, 100, like.shape[-1], device=like.device, dtype=like.dtype).expand_as(like)
+        return torch.linspace(
+            -100, 100, like.shape[-1], device=like.device, dtype=like.dtype
+        ).expand_as(like)
 
     def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         taken.append(inputs[0])
@@ -323,12 +377,16 @@ def trying(model: SummedLoss) -> Iterator[None]:
     training, precision = model.training, torch.get_float32_matmul_precision()
     model.train(False)
     try:
-        flash = (model.config._attn_implementation or "").startswith("flash")  # which refuses float32
+        flash = (model.config._attn_implementation or "").startswith(
+            "flash"
+        )  # which refuses float32
         torch.set_float32_matmul_precision("highest")
         with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=flash):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
-        raise UserError(f"{model.own_class.__name__} cannot be trained here: {first_line(error)}") from None
+        raise UserError(
+            f"{model.own_class.__name__} cannot be trained here: {first_line(error)}"
+        ) from None
     finally:
         torch.set_float32_matmul_precision(precision)
         reshard(model)
@@ -347,7 +405,12 @@ def _packed(model: SummedLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
     places = torch.arange(2 * length, device=ids.device)[None]
     second = places >= borders
-    return ids, torch.where(second, ids, other), torch.where(second, places - borders, places), second
+    return (
+        ids,
+        torch.where(second, ids, other),
+        torch.where(second, places - borders, places),
+        second,
+    )
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
@@ -356,7 +419,9 @@ def differ(one: Tensor, other: Tensor) -> bool:
     A mixture of experts rounds in other groups where other tokens are beside. A leak moves logits by a tenth and more
     of their size.
     """
-    limit = max(torch.finfo(one.dtype).eps ** 0.5 / 4, 1e-4)  # of the largest: 1e-4 in float32, 0.02 in bfloat16
+    limit = max(
+        torch.finfo(one.dtype).eps ** 0.5 / 4, 1e-4
+    )  # of the largest: 1e-4 in float32, 0.02 in bfloat16
     return bool((one - other).abs().max() > limit * other.abs().max())
 
 
@@ -367,4 +432,6 @@ def _probe_length(model: SummedLoss) -> int:
 
 def tokens_of(model: SummedLoss, rows: int, length: int) -> Tensor:
     """Return different tokens, int64 [rows, length]."""
-    return ((torch.arange(rows * length, device=model.device) * 7 + 1) % model.vocabulary).view(rows, length)
+    return ((torch.arange(rows * length, device=model.device) * 7 + 1) % model.vocabulary).view(
+        rows, length
+    )

@@ -15,7 +15,9 @@ from llmtrain.files import read_hashed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DATA_ONLY = {"trust_remote_code": False}  # for every `from_pretrained`: else transformers asks on the terminal
+DATA_ONLY = {
+    "trust_remote_code": False
+}  # for every `from_pretrained`: else transformers asks on the terminal
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -25,7 +27,9 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
-    getLogger("transformers.integrations.hub_kernels").setLevel(ERROR)  # it tells of kernels that are not installed
+    getLogger("transformers.integrations.hub_kernels").setLevel(
+        ERROR
+    )  # it tells of kernels that are not installed
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))

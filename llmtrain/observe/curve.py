@@ -15,7 +15,15 @@ def loss_curve(readings: list[Facts]) -> str:
     figure.x_label, figure.y_label = "step", "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")
     figure.set_x_limits(min_=0)
-    for key, label, colour in (("train/loss", "training", "cyan"), ("eval/loss", "held out", "magenta")):
+    for key, label, colour in (
+        ("train/loss", "training", "cyan"),
+        ("eval/loss", "held out", "magenta"),
+    ):
         if points := [(line["step"], line[key]) for line in readings if line.get(key) is not None]:
-            figure.plot(*zip(*points, strict=True), label=label, lc=colour, marker="o" if key == "eval/loss" else None)
+            figure.plot(
+                *zip(*points, strict=True),
+                label=label,
+                lc=colour,
+                marker="o" if key == "eval/loss" else None,
+            )
     return str(figure.show(legend=True))

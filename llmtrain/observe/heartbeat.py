@@ -34,7 +34,10 @@ _BEATS_PER_TIMEOUT, _LONGEST_BEAT_SECONDS = 8, 2.0
 _SILENCE_SECONDS = 10.0  # of a peer, and twice that of waiting for it: less than the 30 s that torchrun waits itself
 _NOTES_SECONDS = 10.0
 _WARNING_SECONDS = 60.0  # of one wait, after which it is said; the run goes on
-_FAILED, _STACKS = "llmtrain/failed", "llmtrain/stacks"  # keys of the store: why one is about to end; all leave stacks
+_FAILED, _STACKS = (
+    "llmtrain/failed",
+    "llmtrain/stacks",
+)  # keys of the store: why one is about to end; all leave stacks
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -51,7 +54,12 @@ class Heartbeat:
     """Names the process that the others wait for. Use :meth:`beating` around the loop, whose phases it follows."""
 
     def __init__(
-        self, accelerator: Accelerator, phases: Phases, folder: Path, timeout: float, failed: Callable[[str], None]
+        self,
+        accelerator: Accelerator,
+        phases: Phases,
+        folder: Path,
+        timeout: float,
+        failed: Callable[[str], None],
     ) -> None:
         """``timeout`` is in seconds; ``failed`` is told the reason before the process ends with status 1."""
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
@@ -86,12 +94,16 @@ class Heartbeat:
             if not isinstance(error, RuntimeError) or not any(word in str(error) for word in _LOST):
                 with contextlib.suppress(RuntimeError):
                     if self.store is not None:
-                        self.store.set(_FAILED, f"rank {self.rank}: {explained(error) or first_line(error)}")
+                        self.store.set(
+                            _FAILED, f"rank {self.rank}: {explained(error) or first_line(error)}"
+                        )
                 raise
             if reason := self._told(_FAILED):
                 raise ToldElsewhereError(reason) from None
             missing = self._who_is_missing()
-            raise UserError(f"lost contact with another process: {missing} ({first_line(error)})") from None
+            raise UserError(
+                f"lost contact with another process: {missing} ({first_line(error)})"
+            ) from None
         finally:
             self.over.set()
 
@@ -127,23 +139,33 @@ class Heartbeat:
 
     def _watch(self) -> None:
         self._name_this_thread()
-        with contextlib.suppress(RuntimeError):  # where the launcher has gone, with its store, that can take minutes
+        with contextlib.suppress(
+            RuntimeError
+        ):  # where the launcher has gone, with its store, that can take minutes
             store: distributed_c10d.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # likewise
             store.set_timeout(timedelta(seconds=2 * self.interval + 5))
             self.store = store
             self._beat(store)
         while self.store is not None and not self.over.wait(self.interval):
-            with contextlib.suppress(RuntimeError):  # a store that has gone is seen by the collectives as well
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a store that has gone is seen by the collectives as well
                 self._beat(self.store)
             since = self.phases.since
             waited = time.monotonic() - since
-            patience = self.timeout  # who is waited for lets those speak that wait, and do not go silent meanwhile
+            patience = (
+                self.timeout
+            )  # who is waited for lets those speak that wait, and do not go silent meanwhile
             patience += 0.0 if self.phases.phase in MEETINGS else 4 * self.interval + 2
             if waited > patience or (waited > _SILENCE_SECONDS and self._someone_is_silent()):
                 with contextlib.suppress(RuntimeError):
-                    self.store.set(_STACKS, "")  # for all: each beats once more before this one ends
+                    self.store.set(
+                        _STACKS, ""
+                    )  # for all: each beats once more before this one ends
                 missing = self._who_is_missing()
-                if self.phases.since == since and not self.over.is_set():  # or the wait has just ended
+                if (
+                    self.phases.since == since and not self.over.is_set()
+                ):  # or the wait has just ended
                     self._give_up(f"{self._wait(waited)}: {missing}")
             elif waited > min(_WARNING_SECONDS, self.timeout / 2) and self.warned_since != since:
                 self.warned_since = since
@@ -164,11 +186,16 @@ class Heartbeat:
             self.seen, self.seen_since, self.seen_at = beats, self.phases.since, time.monotonic()
         if time.monotonic() - self.seen_at < _SILENCE_SECONDS:
             return False
-        return any(rank not in beats or beats[rank].number == beat.number for rank, beat in self.seen.items())
+        return any(
+            rank not in beats or beats[rank].number == beat.number
+            for rank, beat in self.seen.items()
+        )
 
     def _give_up(self, why: str) -> None:
         reason = f"waited {why} Stacks are in {self.folder}/stacks-rank*.txt."
-        threading.Timer(_NOTES_SECONDS, os._exit, [1]).start()  # it may be the folder's disk that hangs
+        threading.Timer(
+            _NOTES_SECONDS, os._exit, [1]
+        ).start()  # it may be the folder's disk that hangs
         try:
             with contextlib.suppress(Exception):
                 complain(reason)
@@ -182,7 +209,10 @@ class Heartbeat:
             return
         self.has_left_stacks = True
         path = self.folder / f"stacks-rank{self.rank}.txt"
-        with contextlib.suppress(OSError), path.open("w") as file:  # other machines may not have the folder
+        with (
+            contextlib.suppress(OSError),
+            path.open("w") as file,
+        ):  # other machines may not have the folder
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _who_is_missing(self) -> str:
@@ -197,11 +227,17 @@ class Heartbeat:
         time.sleep(2 * self.interval + 1)
         now = self._beats()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        silent = [r for r in others if r not in now or (r in before and before[r].number == now[r].number)]
-        waiting = [beat for rank, beat in now.items() if rank not in silent and beat.phase in MEETINGS]
+        silent = [
+            r for r in others if r not in now or (r in before and before[r].number == now[r].number)
+        ]
+        waiting = [
+            beat for rank, beat in now.items() if rank not in silent and beat.phase in MEETINGS
+        ]
         mine = self.phases.step, self.phases.phase
         missing = [rank for rank in now if now[rank].phase not in MEETINGS] if waiting else []
-        elsewhere = missing or [rank for rank in others if rank in now and (now[rank].step, now[rank].phase) != mine]
+        elsewhere = missing or [
+            rank for rank in others if rank in now and (now[rank].step, now[rank].phase) != mine
+        ]
         named = [f"rank {rank} is silent {_trace(now.get(rank))}" for rank in silent] or [
             f"rank {rank} is in {_place(now[rank].phase, now[rank].step)}, for {now[rank].seconds:.0f} s"
             for rank in elsewhere
@@ -235,7 +271,10 @@ def _trace(last: Beat | None) -> str:
             name = Path(f"/proc/{process}/task/{thread}/comm").read_text().rstrip("\n")
             if found := re.fullmatch(r"(\d+) (.+)", name):
                 # of a name Linux keeps 15 bytes
-                phase = next((phase for phase in (last.phase, *PHASES) if phase.startswith(found[2])), found[2])
+                phase = next(
+                    (phase for phase in (last.phase, *PHASES) if phase.startswith(found[2])),
+                    found[2],
+                )
                 step = last.step + (int(found[1]) - last.step) % 100000
                 return f"in {_place(phase, step)}: its process {process} is {state}"
     return f"(stopped, cut off or gone), last heard of in {_place(last.phase, last.step)}"

@@ -28,7 +28,12 @@ PHASES = {  # of an update, in their order, as a person calls them
 }
 MEETINGS = ("count", "exchange", "norm")
 OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
-_INSIDE = ("count", "forward", "backward", "exchange")  # of an update; a model's passes elsewhere are not its
+_INSIDE = (
+    "count",
+    "forward",
+    "backward",
+    "exchange",
+)  # of an update; a model's passes elsewhere are not its
 _WORTH_SAYING = 0.2  # of an update's time
 
 
@@ -111,16 +116,24 @@ class Phases:
         self.clock = Clock(accelerator.device)
         self.phase, self.step, self.since = "the start", 0, time.monotonic()
         self.is_warm = False  # past its first update, which takes longer for many reasons
-        self.on_change: list[Callable[[str, Mark], None]] = []  # told the new phase and when it began
+        self.on_change: list[
+            Callable[[str, Mark], None]
+        ] = []  # told the new phase and when it began
         self._seconds, self._updates = dict.fromkeys(PHASES, 0.0), 0  # since the last reading
-        self._suspect: tuple[int, str] | None = None  # rank and phase of who was late in the last reading
+        self._suspect: tuple[int, str] | None = (
+            None  # rank and phase of who was late in the last reading
+        )
         self._named: set[tuple[int, str]] = set()  # each is said once
         self._marks: deque[tuple[str, Mark]] = deque()  # phases whose end is not yet known
-        self._last: torch.Tensor | None = None  # whose gradient comes last, until it alone has a hook
+        self._last: torch.Tensor | None = (
+            None  # whose gradient comes last, until it alone has a hook
+        )
         model.register_forward_pre_hook(lambda *_: self._within("forward"))
         model.register_forward_hook(lambda *_: self._within("backward"))
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._hooks = [_when_accumulated(parameter, self._learn_the_last) for parameter in parameters]
+        self._hooks = [
+            _when_accumulated(parameter, self._learn_the_last) for parameter in parameters
+        ]
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Begin ``phase`` on the main thread, after ``step`` updates."""
@@ -151,10 +164,15 @@ class Phases:
             event.synchronize()
         self._add_up()
         mine = {phase: self._seconds[phase] / max(self._updates, 1) for phase in PHASES} | more
-        numbers = torch.tensor([[*mine.values()]], dtype=torch.float32, device=self.accelerator.device)
+        numbers = torch.tensor(
+            [[*mine.values()]], dtype=torch.float32, device=self.accelerator.device
+        )
         columns = self.accelerator.gather(numbers).T.tolist()
         self._forget()
-        return {name: [round(one, 6) for one in column] for name, column in zip(mine, columns, strict=True)}
+        return {
+            name: [round(one, 6) for one in column]
+            for name, column in zip(mine, columns, strict=True)
+        }
 
     def late(self, readings: dict[str, list[float]]) -> Late | None:
         """Return who kept the others waiting in these readings and the ones before, where that was not said before."""
@@ -173,7 +191,10 @@ class Phases:
         self._last = parameter
 
     def _all_gradients_are_here(self, parameter: torch.Tensor) -> None:
-        reduces = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        reduces = (
+            isinstance(self.model, DistributedDataParallel)
+            and self.model.require_backward_grad_sync
+        )
         if self.phase == "backward" and reduces:
             self.at("exchange")
 
@@ -204,8 +225,12 @@ def straggler(readings: dict[str, list[float]]) -> Late | None:
     seconds, update = behind(own), sum(readings[phase][rank] for phase in PHASES)
     if seconds <= _WORTH_SAYING * update:
         return None
-    return Late(rank, max(OWN, key=lambda phase: behind(readings[phase])), seconds, seconds / update)
+    return Late(
+        rank, max(OWN, key=lambda phase: behind(readings[phase])), seconds, seconds / update
+    )
 
 
-def _when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def _when_accumulated(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
     return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

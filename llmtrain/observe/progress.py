@@ -31,13 +31,17 @@ class Progress:
     def logged(self, metrics: dict[str, float]) -> None:
         """Show the loss and the tokens/s of a reading."""
         speed = metrics["train/tokens_per_second"]
-        self.bar.set_postfix_str(f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s", refresh=False
+        )
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
         """Write a line with the results of an evaluation."""
         if self.bar.disable:
             return
-        told = "  ".join(text.format(results[name]) for name, text in _TOLD.items() if name in results)
+        told = "  ".join(
+            text.format(results[name]) for name, text in _TOLD.items() if name in results
+        )
         with contextlib.suppress(BrokenPipeError):
             self.bar.write(f"step {step:>6}  held out: {told}", file=sys.stdout)
             sys.stdout.flush()

@@ -45,16 +45,27 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes == holders and neighbours == 1:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    everyone = accelerator.gather(fingerprint(plain)[None].to(accelerator.device))  # weights may live on the host
-    sharded = torch.tensor(["tp" in shards_over(parameter) for parameter in plain.parameters()], device=everyone.device)
-    place = (torch.arange(len(everyone), device=everyone.device) % holders)[:, None]  # in the replica
-    like = torch.where(sharded, place, place - place % neighbours)  # [ranks, parameters]: who should hold the same
+    everyone = accelerator.gather(
+        fingerprint(plain)[None].to(accelerator.device)
+    )  # weights may live on the host
+    sharded = torch.tensor(
+        ["tp" in shards_over(parameter) for parameter in plain.parameters()], device=everyone.device
+    )
+    place = (torch.arange(len(everyone), device=everyone.device) % holders)[
+        :, None
+    ]  # in the replica
+    like = torch.where(
+        sharded, place, place - place % neighbours
+    )  # [ranks, parameters]: who should hold the same
     different = everyone != everyone.gather(0, like)
     if different.any():
         first = int(different.any(dim=0).nonzero()[0])
         name = [name for name, _ in plain.named_parameters()][first]
         ranks = different[:, first].nonzero().flatten()
-        named, own = (", ".join(map(str, found)) for found in (ranks.tolist(), sorted({*like[ranks, first].tolist()})))
+        named, own = (
+            ", ".join(map(str, found))
+            for found in (ranks.tolist(), sorted({*like[ranks, first].tolist()}))
+        )
         raise UserError(
             f"replicas drifted: {name} of rank {named} differs from rank {own}'s; the run is stopped. "
             "The newest checkpoint is from before: checkpoints are compared first."

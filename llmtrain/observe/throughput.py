@@ -67,7 +67,11 @@ def peak_flops(accelerator: Accelerator) -> float:
     The measurement runs on all processes of a machine at once, as training does.
     """
     device, dtype = accelerator.device, _DTYPES.get(accelerator.mixed_precision, torch.float32)
-    known = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != torch.float32 else None
+    known = (
+        peak_of(torch.cuda.get_device_name(device))
+        if device.type == "cuda" and dtype != torch.float32
+        else None
+    )
     return measured_peak(device, dtype) if known is None else known
 
 

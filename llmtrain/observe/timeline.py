@@ -101,7 +101,9 @@ class Report:
             sent = self.sent_by(update, rank)
             travelling = _union((one.began, one.ended) for one in sent)
             waiting = [(span.began, span.ended) for span in spans if span.phase == "exchange"]
-            both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in travelling for b in waiting)
+            both = sum(
+                max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in travelling for b in waiting
+            )
             exposed = both + sum(one.blocked for one in sent)
             hidden, waited = _total(travelling) - exposed, _total(waiting) - both
             found.append((max(0.0, hidden), exposed, max(0.0, waited)))
@@ -111,7 +113,11 @@ class Report:
         """Return, of each update, the collectives for gradients that rank 0 began in each micro-batch."""
         counts = []
         for update in self.updates:
-            batches = {span.micro_batch for span in self.spans if span.update == update and span.micro_batch >= 0}
+            batches = {
+                span.micro_batch
+                for span in self.spans
+                if span.update == update and span.micro_batch >= 0
+            }
             sent = [one.micro_batch for one in self.sent_by(update, 0)]
             counts.append([sent.count(batch) for batch in sorted(batches)])
         return counts
@@ -120,7 +126,10 @@ class Report:
         """Return who fills the first bucket last, and the mean seconds after the first who does."""
         lags: list[list[float]] = []
         for update in self.updates:
-            ready = [min((one.ready for one in self.sent_by(update, r)), default=0.0) for r in range(self.processes)]
+            ready = [
+                min((one.ready for one in self.sent_by(update, r)), default=0.0)
+                for r in range(self.processes)
+            ]
             lags.append([when - min(ready) for when in ready])
         means = [statistics.mean(lag) for lag in zip(*lags, strict=True)]
         return max(enumerate(means), key=lambda item: item[1])
@@ -129,8 +138,16 @@ class Report:
         """Return when a bucket was ready, began and ended: mean seconds of rank 0 since its update began."""
         began = {update: spans[0].began for (update, rank), spans in self.timelines() if rank == 0}
         mine = [one for one in self.sent if one.rank == 0 and one.bucket == number]
-        times = [[when - began[one.update] for when in (one.ready, one.began, one.ended)] for one in mine]
-        return dict(zip(("ready", "began", "ended"), map(statistics.mean, zip(*times, strict=True)), strict=True))
+        times = [
+            [when - began[one.update] for when in (one.ready, one.began, one.ended)] for one in mine
+        ]
+        return dict(
+            zip(
+                ("ready", "began", "ended"),
+                map(statistics.mean, zip(*times, strict=True)),
+                strict=True,
+            )
+        )
 
 
 def as_facts(report: Report) -> Facts:
@@ -140,7 +157,12 @@ def as_facts(report: Report) -> Facts:
     and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
     """
     processes, updates = report.processes, len(report.updates)
-    facts: Facts = {"updates": report.updates, "processes": processes, "seconds": report.seconds(), "buckets": []}
+    facts: Facts = {
+        "updates": report.updates,
+        "processes": processes,
+        "seconds": report.seconds(),
+        "buckets": [],
+    }
     if report.sent:
         moved, (last, lag) = report.communication(), report.last_to_come()
         sent_bytes = sum(one.sent_bytes for one in report.sent) / (processes * updates)
@@ -174,16 +196,35 @@ def as_trace(report: Report) -> Facts:
     """
     events: list[Facts] = []
     for rank in range(report.processes):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append(
+            {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        )
         for thread, name in enumerate(("computes", "sends")):
-            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
+            events.append(
+                {
+                    "ph": "M",
+                    "pid": rank,
+                    "tid": thread,
+                    "name": "thread_name",
+                    "args": {"name": name},
+                }
+            )
 
     def add(rank: int, thread: int, name: str, began: float, ended: float, details: Facts) -> None:
         times = {"ts": round(began * 1e6, 3), "dur": round(max(ended - began, 0.0) * 1e6, 3)}
-        events.append({"ph": "X", "pid": rank, "tid": thread, "name": name, **times, "args": details})
+        events.append(
+            {"ph": "X", "pid": rank, "tid": thread, "name": name, **times, "args": details}
+        )
 
     for span in report.spans:
-        add(span.rank, 0, span.phase, span.began, span.ended, {"update": span.update, "micro_batch": span.micro_batch})
+        add(
+            span.rank,
+            0,
+            span.phase,
+            span.began,
+            span.ended,
+            {"update": span.update, "micro_batch": span.micro_batch},
+        )
     for one in report.sent:
         details = {"update": one.update, "sent_bytes": one.sent_bytes, "blocked_s": one.blocked}
         details |= report.buckets[one.bucket]._asdict()
@@ -200,9 +241,18 @@ def as_html(report: Report, title: str) -> str:
         zero = min(event["ts"] for event in events)
         length = max(1e-3, *(event["ts"] + event["dur"] - zero for event in events))  # microseconds
         scale = 10.0 ** math.floor(math.log10(length / 10))
-        tick = next(n * scale for n in (1, 2, 5, 10) if length / (n * scale) <= 12)  # about ten of them
-        pictures.append({"update": update, "events": events, "zero": zero, "length": length, "tick": tick})
-    facts = {"title": title, "lines": as_lines(report), "processes": report.processes, "phases": PHASES}
+        tick = next(
+            n * scale for n in (1, 2, 5, 10) if length / (n * scale) <= 12
+        )  # about ten of them
+        pictures.append(
+            {"update": update, "events": events, "zero": zero, "length": length, "tick": tick}
+        )
+    facts = {
+        "title": title,
+        "lines": as_lines(report),
+        "processes": report.processes,
+        "phases": PHASES,
+    }
     return _render("timeline.html", **facts, pictures=pictures)
 
 

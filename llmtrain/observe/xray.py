@@ -17,7 +17,16 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub la
 from llmtrain.console import say
 from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, Mark, Phases
-from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
+from llmtrain.observe.timeline import (
+    Bucket,
+    Report,
+    Sent,
+    Span,
+    as_facts,
+    as_html,
+    as_lines,
+    as_trace,
+)
 from llmtrain.parallel.collectives import BucketMean
 
 _ROUNDS = 9  # in which the machines' clocks are compared
@@ -31,17 +40,28 @@ class XRay:
     """
 
     def __init__(
-        self, accelerator: Accelerator, phases: Phases, model: nn.Module, steps: range, folder: Path | None = None
+        self,
+        accelerator: Accelerator,
+        phases: Phases,
+        model: nn.Module,
+        steps: range,
+        folder: Path | None = None,
     ) -> None:
         self.accelerator, self.phases, self.steps, self.folder = accelerator, phases, steps, folder
         self.clock, self.zero = phases.clock, phases.clock.now()
-        self.names: dict[torch.Tensor, str] = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+        self.names: dict[torch.Tensor, str] = {
+            p: name.removeprefix("module.") for name, p in model.named_parameters()
+        }
         self.recording = False
         self.cost = 0.0  # seconds that recording itself took
         self.offset = 0.0  # seconds by which this process's clock is ahead of the first one's
         self.bytes_before = 0  # that this machine had sent when recording began
-        self.marks: list[tuple[str, int, int, Mark]] = []  # phase, update, micro-batch, when it began
-        self.sent: list[tuple[Sent, Mark, Mark]] = []  # its times are those of the marks: ready, ended
+        self.marks: list[
+            tuple[str, int, int, Mark]
+        ] = []  # phase, update, micro-batch, when it began
+        self.sent: list[
+            tuple[Sent, Mark, Mark]
+        ] = []  # its times are those of the marks: ready, ended
         self.buckets: dict[int, Bucket] = {}
         self.update = self.micro_batch = -1
         self.report: Report | None = None
@@ -59,21 +79,30 @@ class XRay:
             self.recording = False
             self._make_report()
 
-    def bucket(self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int) -> BucketMean:
+    def bucket(
+        self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
+    ) -> BucketMean:
         """Send a bucket that is full, and note how that goes."""
         if not self.recording or self.phases.phase == "getting ready":
             return send(bucket)
         began = time.perf_counter()
-        number, place = bucket.index(), (self.accelerator.process_index, self.update, self.micro_batch)
+        number, place = (
+            bucket.index(),
+            (self.accelerator.process_index, self.update, self.micro_batch),
+        )
         names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
-        self.buckets[number] = Bucket(bucket.buffer().nbytes, names)  # DDP makes others after the first update
+        self.buckets[number] = Bucket(
+            bucket.buffer().nbytes, names
+        )  # DDP makes others after the first update
         ready, sending = self.clock.now(), time.perf_counter()
         future = send(bucket)
         taken = time.perf_counter() - sending
 
         def arrived(done: BucketMean) -> torch.Tensor:
             blocked = 0.0 if self.clock.queues else taken
-            self.sent.append((Sent(*place, number, sent_bytes, 0.0, blocked, 0.0), ready, self.clock.now()))
+            self.sent.append(
+                (Sent(*place, number, sent_bytes, 0.0, blocked, 0.0), ready, self.clock.now())
+            )
             return done.value()
 
         future = future.then(arrived)
@@ -100,11 +129,16 @@ class XRay:
         rank, times = self.accelerator.process_index, [seconds(mark) for *_, mark in self.marks]
         mine = [
             Span(rank, update, micro_batch, phase, began, ended)
-            for (phase, update, micro_batch, _), began, ended in zip(self.marks, times, times[1:], strict=False)
+            for (phase, update, micro_batch, _), began, ended in zip(
+                self.marks, times, times[1:], strict=False
+            )
             if phase in PHASES
         ]
         spans: list[Span] = gather_object(mine)
-        timed = [one._replace(ready=seconds(ready), ended=seconds(ended)) for one, ready, ended in self.sent]
+        timed = [
+            one._replace(ready=seconds(ready), ended=seconds(ended))
+            for one, ready, ended in self.sent
+        ]
         sent: list[Sent] = gather_object(timed)
         if self.accelerator.is_main_process:
             self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
@@ -120,7 +154,10 @@ def write(report: Report, folder: Path) -> None:
     (folder / "summary.json").write_text(json_text(as_facts(report), indent=1))
     (folder / "trace.json").write_text(json.dumps(as_trace(report)))
     (folder / "timeline.html").write_text(as_html(report, title))
-    say("x-ray", f"{folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing")
+    say(
+        "x-ray",
+        f"{folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing",
+    )
 
 
 def _offset_of_this_clock(accelerator: Accelerator) -> float:

@@ -40,7 +40,9 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
 class BitwiseGradients:
     """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... ranks."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]
+    ) -> None:
         self.accelerator, self.model, self.before_exchange = accelerator, model, before_exchange
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -62,7 +64,10 @@ class BitwiseGradients:
         with self.accelerator.no_sync(self.model):
             nll = self.model(**batch)
             self.accelerator.backward(nll / tokens.clamp(min=1))
-        flat = [p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in self.parameters]
+        flat = [
+            p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel())
+            for p in self.parameters
+        ]
         for parameter in self.parameters:
             parameter.grad = None
         return torch.cat([*flat, nll.detach().to(flat[0].dtype)[None]])

@@ -8,7 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]  # of a bucket's gradients, over the ranks
+BucketMean: TypeAlias = torch.futures.Future[
+    torch.Tensor
+]  # of a bucket's gradients, over the ranks
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -23,14 +25,18 @@ def shard_range(size: int, mesh: DeviceMesh) -> range:
     return range_of(size, mesh.size(), mesh.get_local_rank())
 
 
-def all_reduce(x: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """Return the sum over the ranks, or another reduction, as a new tensor without a gradient."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op, mesh.get_group())
     return x
 
 
-def all_gather(shard: torch.Tensor, group: dist.ProcessGroup, size: int, dimension: int) -> torch.Tensor:
+def all_gather(
+    shard: torch.Tensor, group: dist.ProcessGroup, size: int, dimension: int
+) -> torch.Tensor:
     """Gather a dimension of ``size`` from the shards of all ranks of a group, each as long as :func:`range_of` says."""
     ranks, after = dist.get_world_size(group), shard.ndim - 1 - dimension
     padding = [0, 0] * after + [0, len(range_of(size, ranks, 0)) - shard.shape[dimension]]
@@ -66,12 +72,16 @@ def reduce_from(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def scatter_to(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Scatter the last dimension of ``x``, which all ranks have: the gradient is gathered."""
     size = x.shape[-1]
-    return _Collective.call(x, lambda x: _scattered(x, mesh), lambda grad: _gathered(grad, mesh, size))
+    return _Collective.call(
+        x, lambda x: _scattered(x, mesh), lambda grad: _gathered(grad, mesh, size)
+    )
 
 
 def gather_from(x: torch.Tensor, mesh: DeviceMesh, size: int) -> torch.Tensor:
     """Gather a last dimension of ``size`` from its shards: the gradient is scattered."""
-    return _Collective.call(x, lambda x: _gathered(x, mesh, size), lambda grad: _scattered(grad, mesh))
+    return _Collective.call(
+        x, lambda x: _gathered(x, mesh, size), lambda grad: _scattered(grad, mesh)
+    )
 
 
 def _scattered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -95,7 +105,9 @@ class _Collective(torch.autograd.Function):
         return forwards(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, _Operation, _Operation], output: object) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[torch.Tensor, _Operation, _Operation], output: object
+    ) -> None:
         ctx.backwards = inputs[2]
 
     @staticmethod

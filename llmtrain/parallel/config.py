@@ -16,23 +16,39 @@ class ParallelConfig(Config):
     acts: ClassVar[str] = "layout"
     retired: ClassVar[Mapping[str, Retired]] = {
         "ddp_static_graph": Retired("leave it out"),
-        "ddp_gradient_as_bucket_view": Retired("leave it out; gradients always live in the buckets that are sent"),
-        "ddp_first_bucket_mb": Retired("give --ddp_bucket_cap_mb two sizes, of the first bucket and of the others"),
+        "ddp_gradient_as_bucket_view": Retired(
+            "leave it out; gradients always live in the buckets that are sent"
+        ),
+        "ddp_first_bucket_mb": Retired(
+            "give --ddp_bucket_cap_mb two sizes, of the first bucket and of the others"
+        ),
     }
 
     ddp_comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = flag(
-        "none", "send less than the whole gradients, approximately: in 16 bits, or with a low rank", acts="gradient"
+        "none",
+        "send less than the whole gradients, approximately: in 16 bits, or with a low rank",
+        acts="gradient",
     )
     sync_every: int = flag(
-        1, "updates that each process makes alone before all average their weights", acts="gradient", hidden=True
+        1,
+        "updates that each process makes alone before all average their weights",
+        acts="gradient",
+        hidden=True,
     )
     sync_each_batch: bool = flag(
-        False, "reduce gradients after every micro-batch: a sharded model holds less", acts="gradient", hidden=True
+        False,
+        "reduce gradients after every micro-batch: a sharded model holds less",
+        acts="gradient",
+        hidden=True,
     )
     ddp_bucket_cap_mb: list[float] = flag(
-        [25.0], "MiB of gradients that are sent at once; of two sizes the first is of the first bucket", hidden=True
+        [25.0],
+        "MiB of gradients that are sent at once; of two sizes the first is of the first bucket",
+        hidden=True,
     )
-    ddp_timeout: int = flag(1800, "seconds that processes wait for one that is missing", hidden=True)
+    ddp_timeout: int = flag(
+        1800, "seconds that processes wait for one that is missing", hidden=True
+    )
 
     pipeline_stages: ClassVar[int] = 1
 
@@ -60,4 +76,6 @@ class ParallelConfig(Config):
 class PipelineConfig(ParallelConfig):
     """How processes share the work on a model that can be split into stages. Each field is a flag."""
 
-    pipeline_stages: int = flag(1, "stages into which the model's layers are split, each on a process of its own")  # type: ignore[misc]
+    pipeline_stages: int = flag(
+        1, "stages into which the model's layers are split, each on a process of its own"
+    )  # type: ignore[misc]

@@ -27,14 +27,20 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
     def to_kwargs(self) -> dict[str, object]:
         """Return the arguments of DDP that differ from its defaults. Raises :class:`UserError` for an old torch."""
         known = inspect.signature(DistributedDataParallel).parameters
-        sends = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # of torch 2.13
+        sends = (
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        )  # of torch 2.13
         settings: dict[str, object] = {"gradient_as_bucket_view": True, sends: False}
         sizes = self.config.ddp_bucket_cap_mb
         if len(sizes) == 2:
             if "bucket_cap_mb_list" not in known:
-                raise UserError(f"two sizes of --ddp_bucket_cap_mb need torch 2.13; this is {torch.__version__}.")
+                raise UserError(
+                    f"two sizes of --ddp_bucket_cap_mb need torch 2.13; this is {torch.__version__}."
+                )
             settings["bucket_cap_mb_list"] = sizes
-        elif self.config.given("ddp_bucket_cap_mb") or sizes != [25.0]:  # where left out, DDP's first has 1 MiB
+        elif self.config.given("ddp_bucket_cap_mb") or sizes != [
+            25.0
+        ]:  # where left out, DDP's first has 1 MiB
             settings["bucket_cap_mb"] = sizes[0]
         return settings
 

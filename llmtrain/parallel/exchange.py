@@ -30,13 +30,19 @@ class Exchange:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
-        self.approximate = f"gradients are added up in {str(dtype).removeprefix('torch.')}"  # for the banner
+        self.approximate = (
+            f"gradients are added up in {str(dtype).removeprefix('torch.')}"  # for the banner
+        )
         self.watcher: Watcher | None = None
         self.exact = False  # for the time being
 
     def __call__(self, state: None, bucket: GradBucket) -> BucketMean:
         send = _average_bucket if self.exact else self.send
-        return send(bucket) if self.watcher is None else self.watcher(bucket, send, self.sent_bytes(bucket))
+        return (
+            send(bucket)
+            if self.watcher is None
+            else self.watcher(bucket, send, self.sent_bytes(bucket))
+        )
 
     def send(self, bucket: GradBucket) -> BucketMean:
         """Begin to average a bucket."""
@@ -72,11 +78,11 @@ class PowerSGD(Exchange):
 
     def __init__(self) -> None:
         super().__init__()
-        self.approximate = (
-            f"gradients of matrices are sent with rank {self.rank}, and what is left out with the next update's"
-        )
+        self.approximate = f"gradients of matrices are sent with rank {self.rank}, and what is left out with the next update's"
         self.owed: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: [n, m], of this rank
-        self.q: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: [m, rank], of the last update; same on every rank
+        self.q: dict[
+            torch.Tensor, torch.Tensor
+        ] = {}  # by parameter: [m, rank], of the last update; same on every rank
         self._waiting: list[_Bucket] = []
 
     def send(self, bucket: GradBucket) -> BucketMean:
@@ -86,7 +92,9 @@ class PowerSGD(Exchange):
                 matrix.add_(self.owed[parameter])
             if parameter not in self.q:  # the same random numbers on every rank
                 generator = torch.Generator().manual_seed(matrix.shape[1])
-                self.q[parameter] = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+                self.q[parameter] = torch.randn(matrix.shape[1], self.rank, generator=generator).to(
+                    matrix
+                )
         products = [matrix @ self.q[parameter] for parameter, matrix in taken.matrices.items()]
         taken.first = torch.cat([t.flatten() for t in (*products, *taken.others)])
         taken.work = dist.all_reduce(taken.first, async_op=True)
@@ -103,18 +111,30 @@ class PowerSGD(Exchange):
             taken.work.wait()
             shapes = [torch.Size([len(matrix), self.rank]) for matrix in taken.matrices.values()]
             sums = _unflatten(taken.first, [*shapes, *(other.shape for other in taken.others)])
-            ps |= {parameter: torch.linalg.qr(p).Q for parameter, p in zip(taken.matrices, sums, strict=False)}
+            ps |= {
+                parameter: torch.linalg.qr(p).Q
+                for parameter, p in zip(taken.matrices, sums, strict=False)
+            }
             for other, total in zip(taken.others, sums[len(shapes) :], strict=True):
                 other.copy_(total / size)
-        matrices = {parameter: matrix for taken in waiting for parameter, matrix in taken.matrices.items()}
+        matrices = {
+            parameter: matrix for taken in waiting for parameter, matrix in taken.matrices.items()
+        }
         if matrices:
-            qs = torch.cat([(matrix.T @ ps[parameter]).flatten() for parameter, matrix in matrices.items()])
+            qs = torch.cat(
+                [(matrix.T @ ps[parameter]).flatten() for parameter, matrix in matrices.items()]
+            )
             dist.all_reduce(qs)
-            sums = _unflatten(qs / size, [torch.Size([matrix.shape[1], self.rank]) for matrix in matrices.values()])
+            sums = _unflatten(
+                qs / size,
+                [torch.Size([matrix.shape[1], self.rank]) for matrix in matrices.values()],
+            )
             for (parameter, matrix), q in zip(matrices.items(), sums, strict=True):
                 sent = ps[parameter] @ q.T
                 owed = self.owed.get(parameter, torch.zeros_like(matrix))
-                fine = torch.isfinite(sent).all()  # else no update is made: all stays as it was, on all ranks alike
+                fine = torch.isfinite(
+                    sent
+                ).all()  # else no update is made: all stays as it was, on all ranks alike
                 self.q[parameter] = torch.where(fine, q, self.q[parameter])
                 self.owed[parameter] = torch.where(fine, matrix - sent, owed)
                 matrix.copy_(sent)
@@ -122,24 +142,37 @@ class PowerSGD(Exchange):
             taken.sum.set_result(taken.buffer)
 
     def sent_bytes(self, bucket: GradBucket) -> int:
-        thin = {p: self.rank * (len(p) + p.numel() // len(p)) for p in bucket.parameters() if _is_worth(p, self.rank)}
+        thin = {
+            p: self.rank * (len(p) + p.numel() // len(p))
+            for p in bucket.parameters()
+            if _is_worth(p, self.rank)
+        }
         return sum(thin.get(p, p.numel()) * p.element_size() for p in bucket.parameters())
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         held = [(name, p) for name, p in model.named_parameters() if p in self.owed]
         average(self.owed[p] for _, p in held)
-        return {f"{name}.{key}": of[p] for key, of in ((_OWED, self.owed), (_Q, self.q)) for name, p in held}
+        return {
+            f"{name}.{key}": of[p]
+            for key, of in ((_OWED, self.owed), (_Q, self.q))
+            for name, p in held
+        }
 
     def keep(self, model: nn.Module, tensors: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         if not dist.is_initialized():
-            say("exchange", "one process sends nothing: what was owed to the next updates is dropped")
+            say(
+                "exchange",
+                "one process sends nothing: what was owed to the next updates is dropped",
+            )
         for name, tensor in tensors:
             parameter, _, key = name.rpartition(".")
             if key not in (_OWED, _Q):
                 yield name, tensor
             elif dist.is_initialized():
                 held = model.get_parameter(parameter)
-                (self.owed if key == _OWED else self.q)[held] = tensor.to(held.device, held.dtype, copy=True)
+                (self.owed if key == _OWED else self.q)[held] = tensor.to(
+                    held.device, held.dtype, copy=True
+                )
 
 
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
@@ -159,9 +192,13 @@ class _Bucket:
     def __init__(self, bucket: GradBucket, rank: int) -> None:
         self.buffer = bucket.buffer()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        self.matrices = {p: gradient.view(len(p), -1) for p, gradient in pairs if _is_worth(p, rank)}
+        self.matrices = {
+            p: gradient.view(len(p), -1) for p, gradient in pairs if _is_worth(p, rank)
+        }
         self.others = [gradient for p, gradient in pairs if not _is_worth(p, rank)]
-        self.sum: BucketMean = torch.futures.Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
+        self.sum: BucketMean = torch.futures.Future(
+            devices=[self.buffer.device] if self.buffer.is_cuda else None
+        )
 
 
 def _is_worth(parameter: torch.Tensor, rank: int) -> bool:
@@ -173,9 +210,15 @@ def _is_worth(parameter: torch.Tensor, rank: int) -> bool:
 
 
 def _average_bucket(bucket: GradBucket, dtype: torch.dtype | None = None) -> BucketMean:
-    buffer = bucket.buffer().mul_(1 / dist.get_world_size())  # as DDP does: first, so that 16 bits do not overflow
-    total: BucketMean = dist.all_reduce(buffer.to(dtype or buffer.dtype), async_op=True).get_future()
-    return total.then(lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0]))
+    buffer = bucket.buffer().mul_(
+        1 / dist.get_world_size()
+    )  # as DDP does: first, so that 16 bits do not overflow
+    total: BucketMean = dist.all_reduce(
+        buffer.to(dtype or buffer.dtype), async_op=True
+    ).get_future()
+    return total.then(
+        lambda done: done.value()[0] if dtype is None else buffer.copy_(done.value()[0])
+    )
 
 
 def average(tensors: Iterable[torch.Tensor]) -> None:

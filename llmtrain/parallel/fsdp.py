@@ -50,7 +50,9 @@ def sharding_settings(sharding: Sharding, cpu: bool, precision: str) -> dict[str
     # Of tensor parallelism accelerate 1.15 would ask for classes that transformers no longer has; the mesh that
     # set_mesh() gives it is enough.
     replicas = sharding.replicas if sharding.together == 1 else 1
-    sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=sharding.processes // replicas, tp_size=1)
+    sizes = ParallelismConfig(
+        dp_replicate_size=replicas, dp_shard_size=sharding.processes // replicas, tp_size=1
+    )
     return {"fsdp_plugin": plugin, "parallelism_config": sizes}
 
 
@@ -59,7 +61,9 @@ def let_cpus_shard(**process_group: object) -> None:
 
     It looks for FSDP only where it has found several accelerators, and would silently use DDP (accelerate 1.15).
     """
-    PartialState(cpu=True, **process_group)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState(cpu=True, **process_group)._shared_state["distributed_type"] = (
+        DistributedType.MULTI_GPU
+    )
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -74,7 +78,9 @@ def place(accelerator: Accelerator, built: Built) -> Built:
     room, or where the model cannot be trained so.
     """
     model, kind = built.model, type(built.model).__name__  # before FSDP renames it
-    quantized = not all(p.is_floating_point() for p in model.parameters())  # two 4-bit numbers in a byte
+    quantized = not all(
+        p.is_floating_point() for p in model.parameters()
+    )  # two 4-bit numbers in a byte
     fits = built.weights is not None or not is_sharded(accelerator)
     require(fits or not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
     require(
@@ -83,8 +89,14 @@ def place(accelerator: Accelerator, built: Built) -> Built:
         "device and hand its first weights to Built, or use a DDP config.",
     )
     check_room(accelerator, model)
-    counts = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in model.parameters()]
-    every, trained = sum(count for count, _ in counts), sum(count for count, learns in counts if learns)
+    counts = [
+        (p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad)
+        for p in model.parameters()
+    ]
+    every, trained = (
+        sum(count for count, _ in counts),
+        sum(count for count, learns in counts if learns),
+    )
     share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
     say("model", f"{kind}: {every:,} parameters{share}")
     if is_sharded(accelerator):
@@ -106,7 +118,11 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     Parameters on the meta device become real as far as this rank holds them, and are filled from ``weights``, one full
     tensor at a time; ties stay. Raises :class:`UserError` where the model has no blocks to find.
     """
-    sharding, plugin, mesh = sharding_of(accelerator), accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    sharding, plugin, mesh = (
+        sharding_of(accelerator),
+        accelerator.state.fsdp_plugin,
+        accelerator.torch_device_mesh,
+    )
     if sharding.together > 1:
         mesh = sharding.submesh("dp_replicate", "dp_shard")
     if sharding.tensor > 1:
@@ -122,10 +138,16 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     split(model, mp_policy=full_precision, ignored_params=elsewhere)
     if accelerator.native_amp:  # accelerate wraps what it shards itself in nothing
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    reduce_all: Callable[[bool], None] | None = getattr(model, "set_reduce_scatter_unused_params", None)
+    reduce_all: Callable[[bool], None] | None = getattr(
+        model, "set_reduce_scatter_unused_params", None
+    )
     if reduce_all is not None:
         reduce_all(True)  # torch 2.13: also gradients of an expert that no token of a rank chose
-    home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+    home = (
+        torch.device("cpu")
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        else accelerator.device
+    )
     empty = {name: p for name, p in model.named_parameters() if p.is_meta and p not in elsewhere}
     _make_real(empty.values(), home)
     # FSDP learns of it by this
@@ -134,7 +156,9 @@ def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
     meshes.fill(dict(model.named_parameters()) if elsewhere else empty, weights)
-    for p in model.parameters():  # accelerate maps an optimizer's parameters by address, and empty shards have none
+    for p in (
+        model.parameters()
+    ):  # accelerate maps an optimizer's parameters by address, and empty shards have none
         if isinstance(p, DTensor) and not p.is_meta and not p._local_tensor.numel():
             p._local_tensor.data_ptr = functools.partial(id, p)  # type: ignore[method-assign]  # undeclared: see above
     replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
@@ -162,7 +186,9 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
     if meshes.model_parallel_size(accelerator) == 1:
         before: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
         return before.full_tensor() if isinstance(before, DTensor) else before
-    shards = {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    shards = {
+        name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
     norm = _norm_of_shards(accelerator, model, shards)
     scale = (limit / (norm + 1e-6)).clamp(max=1)  # torch's own formula
     for one in shards.values():
@@ -175,18 +201,26 @@ def weight_norm(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
     """Return the norm of all weights that are trained; the same on every rank, but where each makes updates alone."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     if is_sharded(accelerator):
-        return _norm_of_shards(accelerator, model, {name: local_shard(p) for name, p in trained.items()})
+        return _norm_of_shards(
+            accelerator, model, {name: local_shard(p) for name, p in trained.items()}
+        )
     return nn.utils.get_total_norm([p.detach() for p in trained.values()])
 
 
-def _norm_of_shards(accelerator: Accelerator, model: nn.Module, shards: dict[str, torch.Tensor]) -> torch.Tensor:
+def _norm_of_shards(
+    accelerator: Accelerator, model: nn.Module, shards: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """Return the norm of what all ranks have of these parameters, or of their gradients."""
     sharding, parameters = sharding_of(accelerator), dict(model.named_parameters())
     stage = sharding.submesh("pp").get_local_rank() if sharding.stages > 1 else 0
     holders = meshes.holders_of(model, sharding.stages)
     squares = [
         torch.linalg.vector_norm(one, dtype=torch.float32).square()
-        * (math.prod(meshes.shards_over(parameters[name]).values()) if holders[name][0] == stage else 0)
+        * (
+            math.prod(meshes.shards_over(parameters[name]).values())
+            if holders[name][0] == stage
+            else 0
+        )
         for name, one in shards.items()
     ]
     mine = torch.stack(squares).sum() * (sharding.stages / accelerator.num_processes)
@@ -198,10 +232,16 @@ def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Param
     if sharding.stages == 1:
         return set()
     if not isinstance(model, meshes.Staged):
-        raise UserError(f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages.")
+        raise UserError(
+            f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages."
+        )
     stage = sharding.submesh("pp").get_local_rank()
     model.keep(stage, sharding.stages)
-    return {p for name, p in model.named_parameters() if stage not in model.stages_of(name, sharding.stages)}
+    return {
+        p
+        for name, p in model.named_parameters()
+        if stage not in model.stages_of(name, sharding.stages)
+    }
 
 
 def check_room(accelerator: Accelerator, model: nn.Module) -> None:
@@ -241,9 +281,15 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
     stays with the model itself.
     """
     blocks = meshes.blocks_of(model)
-    require(blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP.")
+    require(
+        blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP."
+    )
     for block in reversed(blocks):  # inner first
-        norms = [m for m in block.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))]
+        norms = [
+            m
+            for m in block.modules()
+            if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))
+        ]
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)
         yield Unit([block])
@@ -260,11 +306,20 @@ def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
 
 def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
     """Return torch's own records of the units, which say whether a backward pass reduces their gradients."""
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [m._get_fsdp_state()]}
-    return [state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None]
+    states = {
+        id(state): state
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+        for state in [m._get_fsdp_state()]
+    }
+    return [
+        state._fsdp_param_group for state in states.values() if state._fsdp_param_group is not None
+    ]
 
 
 def held_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the parameters that this rank holds, and of all."""
-    here = sum(local_shard(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    here = sum(
+        local_shard(p).numel() * p.element_size() for p in model.parameters() if not p.is_meta
+    )
     return here, sum(p.numel() * p.element_size() for p in model.parameters())

@@ -34,20 +34,30 @@ class Sharding:
     cpu_offload: bool = False
     tensor: int = 1
     stages: int = 1
-    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # set by :meth:`set_mesh`
+    mesh: DeviceMesh | None = field(
+        default=None, compare=False, repr=False
+    )  # set by :meth:`set_mesh`
 
     @property
     def method(self) -> str:
         """The name of the method, for a person."""
         matrices = f"tensor parallelism ({self.tensor})" if self.tensor > 1 else ""
         stages = f"{self.stages} stages" if self.stages > 1 else ""
-        return " and ".join(filter(None, ["FSDP2" if self.shards > 1 or self.together == 1 else "", matrices, stages]))
+        return " and ".join(
+            filter(
+                None, ["FSDP2" if self.shards > 1 or self.together == 1 else "", matrices, stages]
+            )
+        )
 
     @property
     def layout(self) -> str:
         """Replicas x shards (x tensor), as ``run.json`` has it."""
         stages = f" in {self.stages} stages" if self.stages > 1 else ""
-        return f"{self.replicas}x{self.shards}" + (f"x{self.tensor}" if self.tensor > 1 else "") + stages
+        return (
+            f"{self.replicas}x{self.shards}"
+            + (f"x{self.tensor}" if self.tensor > 1 else "")
+            + stages
+        )
 
     @property
     def processes(self) -> int:
@@ -68,10 +78,14 @@ class Sharding:
         if self.together == 1:
             return
         kind, names = accelerator.device.type, ("dp_replicate", "dp_shard", "pp", "tp")
-        self.mesh = init_device_mesh(kind, (self.replicas, self.shards, self.stages, self.tensor), mesh_dim_names=names)
+        self.mesh = init_device_mesh(
+            kind, (self.replicas, self.shards, self.stages, self.tensor), mesh_dim_names=names
+        )
         if self.stages > 1:  # Accelerate knows one dimension of ranks with the same rows
             rows = (self.replicas, self.shards, self.together)
-            accelerator.state.device_mesh = init_device_mesh(kind, rows, mesh_dim_names=(*names[:2], "tp"))
+            accelerator.state.device_mesh = init_device_mesh(
+                kind, rows, mesh_dim_names=(*names[:2], "tp")
+            )
         else:
             accelerator.state.device_mesh = self.submesh("dp_replicate", "dp_shard", "tp")
 
@@ -87,7 +101,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # a
 def sharding_of(accelerator: Accelerator) -> Sharding:
     """Return how models are sharded; one shard where every rank holds the full model."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin.sharding if isinstance(plugin, ShardingPlugin) else Sharding(int(accelerator.num_processes), 1)
+    return (
+        plugin.sharding
+        if isinstance(plugin, ShardingPlugin)
+        else Sharding(int(accelerator.num_processes), 1)
+    )
 
 
 def model_parallel_size(accelerator: Accelerator) -> int:
@@ -139,7 +157,12 @@ def shards_over(tensor: torch.Tensor) -> dict[str, int]:
     if not isinstance(tensor, DTensor):
         return {}
     mesh = tensor.device_mesh
-    sizes = zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, tensor.placements, strict=True)
+    sizes = zip(
+        mesh.mesh_dim_names or map(str, range(mesh.ndim)),
+        mesh.shape,
+        tensor.placements,
+        strict=True,
+    )
     return {name: size for name, size, placement in sizes if not placement.is_replicate()}
 
 
@@ -165,7 +188,9 @@ def _splits(tensor: DTensor) -> list[_Split]:
         if not isinstance(placement, Shard | _StridedShard):
             continue
         inner = over == mesh.ndim - 1
-        pieces = int(placement.split_factor) if inner and isinstance(placement, _StridedShard) else 1
+        pieces = (
+            int(placement.split_factor) if inner and isinstance(placement, _StridedShard) else 1
+        )
         size = shape[placement.dim] // pieces
         mine = range_of(size, mesh.size(over), mesh.get_local_rank(over))
         found.append(_Split(over, placement.dim, pieces, size, mine))
@@ -179,8 +204,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shard = local_shard(tensor)
     for one in reversed(_splits(tensor)):
-        group, pieces = tensor.device_mesh.get_group(one.over), shard.chunk(one.pieces, one.dimension)
-        shard = torch.cat([all_gather(piece, group, one.size, one.dimension) for piece in pieces], one.dimension)
+        group, pieces = (
+            tensor.device_mesh.get_group(one.over),
+            shard.chunk(one.pieces, one.dimension),
+        )
+        shard = torch.cat(
+            [all_gather(piece, group, one.size, one.dimension) for piece in pieces], one.dimension
+        )
     return shard
 
 
@@ -226,8 +256,12 @@ def block_classes(model: nn.Module) -> set[str]:
     said = getattr(model, "_no_split_modules", None) or ()  # transformers' models say it
     if named := {*map(str, said)} & {type(module).__name__ for module in model.modules()}:
         return named
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    outer = [
+        lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)
+    ]
     return {type(block).__name__ for block in max(outer, key=len, default=[])}
 
 
@@ -270,7 +304,9 @@ class Staged(Protocol):
 def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each parameter, by its name."""
     names = [name for name, _ in model.named_parameters()]
-    return {name: model.stages_of(name, stages) if isinstance(model, Staged) else (0,) for name in names}
+    return {
+        name: model.stages_of(name, stages) if isinstance(model, Staged) else (0,) for name in names
+    }
 
 
 class Spread(NamedTuple):
@@ -297,7 +333,9 @@ class Spread(NamedTuple):
         return full
 
 
-def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]) -> Spread:
+def of_all_stages(
+    accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> Spread:
     """Add what other stages of a pipeline hold. All ranks call this.
 
     Names are those of parameters, or of a parameter and a key (``wte.weight.exp_avg``).
@@ -306,14 +344,19 @@ def of_all_stages(accelerator: Accelerator, model: nn.Module, tensors: dict[str,
     if sharding.stages == 1:
         return Spread(tensors)
     mesh = sharding.submesh("pp")
-    stage, owners = mesh.get_local_rank(), {name: at[0] for name, at in holders_of(model, sharding.stages).items()}
+    stage, owners = (
+        mesh.get_local_rank(),
+        {name: at[0] for name, at in holders_of(model, sharding.stages).items()},
+    )
     owner = {name: owners[name if name in owners else name.rpartition(".")[0]] for name in tensors}
     mine = {name: meta_like(tensor) for name, tensor in tensors.items() if owner[name] == stage}
     everyone: list[dict[str, torch.Tensor]] = [{}] * sharding.stages
     dist.all_gather_object(everyone, mine, mesh.get_group())
     everyone[stage] = {name: tensors[name] for name in mine}
     homes = {name: holder for holder, theirs in enumerate(everyone) for name in theirs}
-    return Spread({name: one for theirs in everyone for name, one in theirs.items()}, homes, sharding.stages)
+    return Spread(
+        {name: one for theirs in everyone for name, one in theirs.items()}, homes, sharding.stages
+    )
 
 
 def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -327,7 +370,10 @@ def _gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     if inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
         full = full_tensor(tensor)
         return full if here else None
-    row, shard = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)), tensor.to_local().contiguous()
+    row, shard = (
+        dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)),
+        tensor.to_local().contiguous(),
+    )
     if not here:
         transfer([dist.P2POp(dist.isend, shard, rank)] if rank in row and shard.numel() else [])
         return None

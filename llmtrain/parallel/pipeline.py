@@ -55,7 +55,9 @@ class Pipeline:
             assert parameter.grad is not None
             mine = local_shard(parameter.grad)
             mine.add_(swap_with(self.ranks[other], mine))
-        return self._from_last(torch.stack(scaled).sum().detach() / self.scale if self.is_last else None)
+        return self._from_last(
+            torch.stack(scaled).sum().detach() / self.scale if self.is_last else None
+        )
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         """Return the summed nll of a batch, on every stage, without a gradient."""
@@ -85,5 +87,7 @@ class Pipeline:
         output = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
         place = self.model, self.stage, self.stages, self.device
         stage = PipelineStage(*place, input_args=inputs, output_args=output, group=self.group)
-        kind = Schedule1F1B if count >= self.stages else ScheduleGPipe  # with fewer they are the same
+        kind = (
+            Schedule1F1B if count >= self.stages else ScheduleGPipe
+        )  # with fewer they are the same
         return kind(stage, count, loss_fn=lambda nll, _: nll * self.scale, scale_grads=False).step

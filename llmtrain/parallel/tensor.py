@@ -29,7 +29,9 @@ from llmtrain.shipped import shipped_config
 class Style(NamedTuple):
     """How a module's parameters are sharded, and what becomes of its input and its output."""
 
-    along: Literal["output", "input", "first"] | None  # the first dimension: of an embedding, the vocabulary
+    along: (
+        Literal["output", "input", "first"] | None
+    )  # the first dimension: of an embedding, the vocabulary
     pieces: int = 1  # one beside the other in the output, each of which is sharded
     scatters: bool = False  # an input that all ranks have
     gathers: bool = False  # the output
@@ -46,7 +48,9 @@ STYLES = {
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style("output", gathers=True)),
     "rowwise": Style("input"),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style("input", scatters=True)),
-    **dict.fromkeys(("embedding_rowwise", "by_itself"), Style("first")),  # the second computes with its shard by itself
+    **dict.fromkeys(
+        ("embedding_rowwise", "by_itself"), Style("first")
+    ),  # the second computes with its shard by itself
     "replicated_with_grad_allreduce": Style(None),
 }
 
@@ -58,8 +62,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     has no plan, or one that does not divide.
     """
     kind, size, plan = type(model).__name__, mesh.size(), _plan_of(model)
-    lacking = "LoRA's matrices have" if hasattr(model, "peft_config") else "" if plan else f"{kind} has"
-    require(not lacking, f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).")
+    lacking = (
+        "LoRA's matrices have" if hasattr(model, "peft_config") else "" if plan else f"{kind} has"
+    )
+    require(
+        not lacking,
+        f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).",
+    )
     _check_heads(model, kind, size)
     shared: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is sharded once
     for name, module in model.named_modules():
@@ -68,7 +77,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             continue
         style = STYLES.get(said)
         if style is None:
-            raise UserError(f"{kind} asks for '{said}' in {name}, which is not supported; use FSDP.")
+            raise UserError(
+                f"{kind} asks for '{said}' in {name}, which is not supported; use FSDP."
+            )
         for key, full in [*module.named_parameters(recurse=False)]:
             dimension = _dimension(module, key, style)
             if dimension is None:
@@ -76,7 +87,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
             if full not in shared:
                 columns = full.shape[dimension]
                 if columns % (size * style.pieces) and style.along != "first" and not style.gathers:
-                    raise UserError(f"{kind}: the {columns} columns of {name} do not divide among {size} processes.")
+                    raise UserError(
+                        f"{kind}: the {columns} columns of {name} do not divide among {size} processes."
+                    )
                 strided = _StridedShard(dimension, split_factor=style.pieces)
                 placement = strided if style.pieces > 1 else Shard(dimension)
                 shard = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=None)
@@ -88,7 +101,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _plan_of(model: nn.Module) -> Mapping[str, str]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-    if plan and isinstance(model, HasEmbeddings):  # of transformers, some of which leave the ends out
+    if plan and isinstance(
+        model, HasEmbeddings
+    ):  # of transformers, some of which leave the ends out
         head = model.get_output_embeddings()
         own = "by_itself" if hasattr(head, "own_class") else "colwise_gather_output"
         names = {module: name for name, module in model.named_modules()}
@@ -103,7 +118,9 @@ def _check_heads(model: nn.Module, kind: str, size: int) -> None:
     for name in ("n_head", "num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % size:
-            raise UserError(f"{kind} has {heads} heads ({name}), which do not divide among {size} processes.")
+            raise UserError(
+                f"{kind} has {heads} heads ({name}), which do not divide among {size} processes."
+            )
 
 
 def _dimension(module: nn.Module, key: str, style: Style) -> int | None:
@@ -133,7 +150,9 @@ def _compute_with_shards(module: nn.Module, style: Style, mesh: DeviceMesh) -> N
         elif style.scatters:
             x = scatter_to(x, mesh)
         full = dict(parameters)
-        shards = {key: usable(parameter) for key, parameter in full.items() if parameter is not None}
+        shards = {
+            key: usable(parameter) for key, parameter in full.items() if parameter is not None
+        }
         bias = shards.pop("bias", None) if style.reduces else None
         parameters.update(dict.fromkeys(full) | shards)
         try:
@@ -152,7 +171,9 @@ def _look_up(embedding: nn.Embedding, mesh: DeviceMesh) -> Callable[..., torch.T
     """Return the forward of an embedding that has the vectors of some tokens: the others' are zero here."""
     rows, forward = shard_range(embedding.num_embeddings, mesh), embedding.forward
     if embedding.padding_idx is not None:
-        embedding.padding_idx = rows.index(embedding.padding_idx) if embedding.padding_idx in rows else None
+        embedding.padding_idx = (
+            rows.index(embedding.padding_idx) if embedding.padding_idx in rows else None
+        )
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
         inside = (ids >= rows.start) & (ids < rows.stop)

@@ -37,7 +37,9 @@ class MicroBatch(NamedTuple):
     rows: int
     positions: int  # of each
     bf16: bool = False
-    gathered: frozenset[str] = frozenset()  # weights that FSDP2 gathers in bfloat16; autocast casts and keeps others
+    gathered: frozenset[str] = (
+        frozenset()
+    )  # weights that FSDP2 gathers in bfloat16; autocast casts and keeps others
     fused: bool = False  # attention is a GPU's, which keeps no probabilities
     mesh: DeviceMesh | None = None  # matrices are sharded over it
 
@@ -78,7 +80,11 @@ def kept(model: nn.Module, batch: MicroBatch) -> Kept:
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
     """Return the one list that holds all of a model's blocks; ``None`` where they stand otherwise."""
     names = block_classes(model)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and {type(b).__name__ for b in m} <= names]
+    lists = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and {type(b).__name__ for b in m} <= names
+    ]
     return lists[0] if len(lists) == 1 and len(lists[0]) > 0 else None
 
 
@@ -93,7 +99,10 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_end = 0
         self.after_block: list[int] = []  # bytes at the end of each one's forward
         self.blocks_are_gone = False
-        self._known = {_storage(tensor)._cdata: ("weights", 0) for tensor in [*model.parameters(), *model.buffers()]}
+        self._known = {
+            _storage(tensor)._cdata: ("weights", 0)
+            for tensor in [*model.parameters(), *model.buffers()]
+        }
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)  # type: ignore[no-untyped-call]
@@ -102,7 +111,11 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.register_forward_hook(self._after_block)
 
     def __torch_dispatch__(
-        self, function: Callable[..., object], _: object, args: tuple[object, ...] = (), kwargs: Facts | None = None
+        self,
+        function: Callable[..., object],
+        _: object,
+        args: tuple[object, ...] = (),
+        kwargs: Facts | None = None,
     ) -> object:
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -134,14 +147,20 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[kind] -= size
         self._known[key] = "weights", 0
 
-    def _after_block(self, _: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    def _after_block(
+        self, _: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
         if len(self.after_block) == len(self._blocks):  # activations are computed again
             return
         self.after_block.append(self.bytes.total())
         hidden = out[0] if isinstance(out, tuple) else out
-        if len(self.after_block) == 1 and hidden.requires_grad:  # at its backward no more than one block's are left
+        if (
+            len(self.after_block) == 1 and hidden.requires_grad
+        ):  # at its backward no more than one block's are left
             hidden.register_hook(lambda _: setattr(self, "blocks_are_gone", True))  # type: ignore[no-untyped-call]
-        if len(self.after_block) == len(self._blocks):  # until its backward the head makes what comes
+        if len(self.after_block) == len(
+            self._blocks
+        ):  # until its backward the head makes what comes
             self.kind = "logits"
             hidden.register_hook(lambda _: setattr(self, "kind", "activations"))  # type: ignore[no-untyped-call]
 
@@ -183,8 +202,13 @@ def _make_fake(model: nn.Module, gathered: frozenset[str]) -> None:
 def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=dtype)
-    local, kind = torch.empty(tensor.to_local().shape, dtype=dtype), (tensor.device_mesh, tensor.placements)
-    return DTensor.from_local(local, *kind, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+    local, kind = (
+        torch.empty(tensor.to_local().shape, dtype=dtype),
+        (tensor.device_mesh, tensor.placements),
+    )
+    return DTensor.from_local(
+        local, *kind, shape=tensor.shape, stride=tensor.stride(), run_check=False
+    )
 
 
 @contextlib.contextmanager
@@ -193,12 +217,18 @@ def _whole_rows(fused: bool) -> Iterator[None]:
 
     ``fused`` computes with a GPU's attention; that of a CPU keeps probabilities, for rows up to some length.
     """
-    masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
+    masks, experts = (
+        sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe")
+    )
     with contextlib.ExitStack() as changed:
         if hasattr(masks, "find_packed_sequence_indices"):
-            changed.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", return_value=None))
+            changed.enter_context(
+                mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
+            )
         if hasattr(experts, "_can_use_grouped_mm"):  # torch's has no shape inference for float32
-            changed.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", return_value=False))
+            changed.enter_context(
+                mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
+            )
         if fused:
             changed.enter_context(mock.patch.object(attention, "LONGEST", 0))
         yield

@@ -69,8 +69,12 @@ class Memory:
     def __init__(self, subject: Subject, on_gpu: bool) -> None:
         self.subject, self.on_gpu = subject, on_gpu
         self.bf16 = subject.precision == "bf16"
-        self.held_whole = not subject.settings.parallel.sync_each_batch  # gradients, between micro-batches
-        hidden = {*hidden_matrices(subject.model)} if subject.settings.optim.optim == "muon" else set()
+        self.held_whole = (
+            not subject.settings.parallel.sync_each_batch
+        )  # gradients, between micro-batches
+        hidden = (
+            {*hidden_matrices(subject.model)} if subject.settings.optim.optim == "muon" else set()
+        )
         self._hidden = {name: p for name, p in subject.model.named_parameters() if p in hidden}
 
     @functools.cached_property
@@ -79,8 +83,12 @@ class Memory:
         names = {p: name for name, p in self.subject.model.named_parameters()}
         found = []
         for unit in units_of(self.subject.model, norms_apart=self.bf16):
-            here = [names.pop(p) for module in unit.modules for p in module.parameters() if p in names]
-            found.append(Unit(frozenset(here), unit.multiplied and self.bf16, stays=unit.backward_begins))
+            here = [
+                names.pop(p) for module in unit.modules for p in module.parameters() if p in names
+            ]
+            found.append(
+                Unit(frozenset(here), unit.multiplied and self.bf16, stays=unit.backward_begins)
+            )
         return [*found, Unit(frozenset(names.values()), half=False, stays=True)]
 
     def of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
@@ -88,13 +96,23 @@ class Memory:
         found = self.kept(rows, sharding.tensor, spread(sharding))
         if sharding.stages > 1:
             ends = 0, sharding.stages - 1  # of which one holds most
-            stages = (pipeline.stage_of(self, found, sharding, end, rows, accumulation) for end in ends)
+            stages = (
+                pipeline.stage_of(self, found, sharding, end, rows, accumulation) for end in ends
+            )
             return max(stages, key=lambda stage: stage.total)
         one_less = found.before + found.block * (found.blocks - 1)
-        return self.fullest(self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less)
+        return self.fullest(
+            self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less
+        )
 
     def fullest(
-        self, parts: list[Part], sharding: Sharding, accumulation: int, kept: Kept, at_loss: Pair, in_backward: float
+        self,
+        parts: list[Part],
+        sharding: Sharding,
+        accumulation: int,
+        kept: Kept,
+        at_loss: Pair,
+        in_backward: float,
     ) -> Bytes:
         """Return the bytes of parameters, with those of activations at the loss (and of logits) and in the backward.
 
@@ -103,7 +121,10 @@ class Memory:
         shards = sharding.shards
         weights = float(sum(part.numbers(shards) * part.size for part in parts))
         # AdamW has two numbers for each, and counts its updates in one for each tensor; Muon has one
-        states = float(sum(part.states * part.numbers(shards) + (part.states == 2) for part in parts) * _GRADIENT)
+        states = float(
+            sum(part.states * part.numbers(shards) + (part.states == 2) for part in parts)
+            * _GRADIENT
+        )
         reduced = gradients = _gradients(parts, shards)
         at_once = accumulation == 1 or not self.held_whole  # gradients are reduced as they come
         before = 0.0 if accumulation == 1 else gradients  # left by earlier micro-batches
@@ -134,7 +155,9 @@ class Memory:
         for name, p in model.named_parameters():
             rows, *row = local_shard(p).shape or [1]
             states = 0 if not p.requires_grad else 1 if name in self._hidden else 2
-            found.append(Part(name, rows, math.prod(row), p.element_size(), p.requires_grad, states))
+            found.append(
+                Part(name, rows, math.prod(row), p.element_size(), p.requires_grad, states)
+            )
         return found
 
     @functools.cache  # noqa: B019
@@ -142,7 +165,9 @@ class Memory:
         """Count the activations of a micro-batch. Raises :class:`UserError` where they depend on values."""
         names = [unit.names for unit in self.units if unit.half] if gathered else []
         mesh = fake_mesh(tensor) if tensor > 1 else None
-        batch = MicroBatch(rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh)
+        batch = MicroBatch(
+            rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh
+        )
         try:
             return kept(self.subject.model, batch)
         except (RuntimeError, NotImplementedError) as error:
@@ -157,7 +182,10 @@ class Memory:
         for some in batches_of([*self._hidden.values()]):
             short, long = sorted(some[0].shape)
             numbers = len(some) * short * long
-            most = max(most, 4 * numbers + (2 + self.bf16) * size * numbers + 2 * size * len(some) * short**2)
+            most = max(
+                most,
+                4 * numbers + (2 + self.bf16) * size * numbers + 2 * size * len(some) * short**2,
+            )
         return float(most)
 
     def _gathered(self, parts: list[Part], at_once: bool, all_stay: bool) -> tuple[float, float]:
@@ -184,7 +212,9 @@ class Memory:
         It divides the ``share`` of the global batch that a process has.
         """
         sizes = [rows for rows in range(1, share + 1) if share % rows == 0]
-        fitting = bisect.bisect_right(sizes, room, key=lambda rows: self.of(sharding, rows, share // rows).total)
+        fitting = bisect.bisect_right(
+            sizes, room, key=lambda rows: self.of(sharding, rows, share // rows).total
+        )
         return [0, *sizes][fitting]
 
 

@@ -115,7 +115,12 @@ def estimated(memory: Memory, device: Device, mfu: float) -> Compute | None:
 
 
 def step_time(
-    memory: Memory, compute: Compute, cluster: Cluster, sharding: Sharding, rows: int, accumulation: int
+    memory: Memory,
+    compute: Compute,
+    cluster: Cluster,
+    sharding: Sharding,
+    rows: int,
+    accumulation: int,
 ) -> Step:
     """Return the seconds of an update, in which a process computes ``accumulation`` micro-batches of ``rows`` rows."""
     share = 1 / sharding.together
@@ -127,7 +132,9 @@ def step_time(
     if not spread(sharding):
         buckets = ddp_buckets(memory)
         each = [cluster.all_reduce(size, sharding.replicas) for size in buckets]
-        return Step(busy, sum(each), _behind([backward * size / sum(buckets) for size in buckets], each))
+        return Step(
+            busy, sum(each), _behind([backward * size / sum(buckets) for size in buckets], each)
+        )
     gathers, reductions, weights = _of_units(memory, cluster, sharding)
     forward_late = _ahead([forward * weight for weight in weights], gathers)
     behind = [backward * weight for weight in reversed(weights)]
@@ -137,14 +144,20 @@ def step_time(
     last_late = max(_ahead(behind, both), _behind(behind, reduced))
     times = 1 if memory.held_whole else accumulation  # that gradients are reduced
     sent = 2 * accumulation * sum(gathers) + times * sum(reductions)
-    exposed = accumulation * forward_late + (accumulation - times) * backward_late + times * last_late
+    exposed = (
+        accumulation * forward_late + (accumulation - times) * backward_late + times * last_late
+    )
     if sharding.tensor > 1:
         size = rows * memory.subject.positions * memory.subject.width * (2 if memory.bf16 else 4)
-        sums = 4 * memory.subject.blocks + 2  # two in each direction in a block, and one at either end
+        sums = (
+            4 * memory.subject.blocks + 2
+        )  # two in each direction in a block, and one at either end
         summed = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
         sent, exposed = sent + summed, exposed + summed
     if sharding.stages > 1:
-        passed, idle = pipeline.waits(memory, cluster, sharding, rows, accumulation, forward + backward)
+        passed, idle = pipeline.waits(
+            memory, cluster, sharding, rows, accumulation, forward + backward
+        )
         sent, exposed = sent + passed, exposed + idle
     return Step(busy, sent, exposed)
 
@@ -153,13 +166,18 @@ def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int)
     """Return the bytes that a process sends in an update: its seconds over links of a byte a second."""
     link = Link(bandwidth=1.0, latency=0.0)
     cluster = Cluster(sharding.processes, link, link, nccl=False)
-    return step_time(memory, Compute(0.0, 0.0, 0.0), cluster, sharding, rows, accumulation).communication
+    return step_time(
+        memory, Compute(0.0, 0.0, 0.0), cluster, sharding, rows, accumulation
+    ).communication
 
 
 def ddp_buckets(memory: Memory) -> list[float]:
     """Return the bytes of DDP's buckets, in the order in which they are full: gradients come last layer first."""
     sizes = memory.subject.settings.parallel.ddp_bucket_cap_mb
-    limit, cap = (size * 2**20 for size in (sizes if len(sizes) > 1 else (min(_FIRST_BUCKET, sizes[0]), sizes[0])))
+    limit, cap = (
+        size * 2**20
+        for size in (sizes if len(sizes) > 1 else (min(_FIRST_BUCKET, sizes[0]), sizes[0]))
+    )
     found, size = [], 0.0
     for part in reversed([part for part in memory.parts(1) if part.is_trained]):
         size += part.numbers() * 4
@@ -191,7 +209,9 @@ def _ahead(work: Sequence[float], fetching: Sequence[float]) -> float:
     return done - sum(work)
 
 
-def _of_units(memory: Memory, cluster: Cluster, sharding: Sharding) -> tuple[list[float], list[float], list[float]]:
+def _of_units(
+    memory: Memory, cluster: Cluster, sharding: Sharding
+) -> tuple[list[float], list[float], list[float]]:
     """Return for each unit of FSDP the seconds to gather it and to reduce its gradients, and its share of the work.
 
     Units are in the order of the forward pass.
@@ -209,5 +229,7 @@ def _of_units(memory: Memory, cluster: Cluster, sharding: Sharding) -> tuple[lis
         reduction += cluster.all_reduce(gradient / shards, sharding.replicas, stride * shards)
         found.append((cluster.gather(size, shards, stride), reduction, whole))
     total = sum(whole for _, _, whole in found) or 1
-    gathers, reductions, wholes = zip(*reversed(found), strict=True)  # inner units, and so the last blocks, come first
+    gathers, reductions, wholes = zip(
+        *reversed(found), strict=True
+    )  # inner units, and so the last blocks, come first
     return list(gathers), list(reductions), [whole / total for whole in wholes]

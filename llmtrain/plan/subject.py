@@ -69,9 +69,14 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     try:
         found = runpy.run_path(recipe, run_name="llmtrain.recipe")
     except Exception as error:  # it is somebody's program, or none
-        raise UserError(f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}") from None
+        raise UserError(
+            f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}"
+        ) from None
     missing = " and no ".join(name for name in _NEEDED if name not in found)
-    require(not missing, f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.")
+    require(
+        not missing,
+        f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.",
+    )
     settings: AnySettings = parse(found["DEFAULTS"], flags)
     with contextlib.redirect_stdout(io.StringIO()):
         rows = found["tokenized"](settings)

@@ -102,8 +102,14 @@ def _hardware(asked: Asked) -> tuple[Device, Cluster]:
             "another, such as --link 400Gbit."
         )
     between = Link(bytes_per_second(asked.link) if asked.link else device.link, hop["between"])
-    if asked.calibrate and is_gpu and (not gpus() or device.title not in torch.cuda.get_device_name()):
-        raise UserError(f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu.")
+    if (
+        asked.calibrate
+        and is_gpu
+        and (not gpus() or device.title not in torch.cuda.get_device_name())
+    ):
+        raise UserError(
+            f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu."
+        )
     return device, Cluster(per_machine, Link(device.link, hop["inside"]), between, is_gpu)
 
 
@@ -114,7 +120,9 @@ def device_name(asked: str | None) -> str:
     title = torch.cuda.get_device_name()
     known = next((name for name, device in DEVICES.items() if device.title in title), None)
     if known is None:
-        raise UserError(f"{title} is not known; name one with --device: {', '.join(DEVICES)}, or cpu.")
+        raise UserError(
+            f"{title} is not known; name one with --device: {', '.join(DEVICES)}, or cpu."
+        )
     return known
 
 
@@ -122,7 +130,9 @@ def _this_cpu(processes: int, precision: str | None) -> Device:
     """Measure this machine, of which there are no data sheets, and share it out."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     source, target = torch.ones(1 << 24), torch.empty(1 << 24)
-    copied = 2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1))  # the best of five
+    copied = (
+        2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1))
+    )  # the best of five
     peak, memory = measured_peak(torch.device("cpu"), dtype), psutil.virtual_memory().total
     return Device("cpu", peak / processes, memory / processes, copied / processes, copied / 4)
 
@@ -153,10 +163,16 @@ def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple
     tensor = asked.tensor or next(fitting, close)
     if tensor > 1:
         rest = processes // tensor
-        yield f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""), Sharding(1, rest, tensor=tensor)
+        yield (
+            f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""),
+            Sharding(1, rest, tensor=tensor),
+        )
     staged = pipeline.stages_for(memory, processes, close, asked.stages)
     if staged is not None:
-        yield f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""), staged
+        yield (
+            f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""),
+            staged,
+        )
 
 
 def _divides(memory: Memory, count: int) -> bool:
@@ -168,7 +184,12 @@ def _divides(memory: Memory, count: int) -> bool:
 
 
 def _way(name: str, sharding: Sharding, found: Plan) -> Way:
-    memory, compute, cluster, settings = found.memory, found.compute, found.cluster, found.memory.subject.settings
+    memory, compute, cluster, settings = (
+        found.memory,
+        found.compute,
+        found.cluster,
+        found.memory.subject.settings,
+    )
     batch, replicas = settings.data.global_batch_size, sharding.processes // sharding.together
     if batch % replicas:
         raise UserError(
@@ -191,14 +212,31 @@ def _way(name: str, sharding: Sharding, found: Plan) -> Way:
     tokens = batch * memory.subject.positions
     alone = rows * accumulation * (compute.forward + compute.backward)
     alone += compute.optimizer + compute.whole + compute.other
-    groups = {processes: processes // sharding.together for processes in SCALES if processes >= sharding.together}
-    scaled = {processes: step_of(_scaled(sharding, n, cluster.per_machine)) for processes, n in groups.items()}
-    efficiency = {processes: alone / sharding.together / step.total for processes, step in scaled.items()}
+    groups = {
+        processes: processes // sharding.together
+        for processes in SCALES
+        if processes >= sharding.together
+    }
+    scaled = {
+        processes: step_of(_scaled(sharding, n, cluster.per_machine))
+        for processes, n in groups.items()
+    }
+    efficiency = {
+        processes: alone / sharding.together / step.total for processes, step in scaled.items()
+    }
     hours = settings.optim.max_steps * step.total / 3600
-    return Way(name, held, largest, rows, accumulation, step, tokens / step.total, hours, efficiency)
+    return Way(
+        name, held, largest, rows, accumulation, step, tokens / step.total, hours, efficiency
+    )
 
 
 def _scaled(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
     """Return the way over more processes, or fewer: so many groups that each have rows of their own."""
-    shards = 1 if sharding.shards == 1 else groups if sharding.replicas == 1 else min(groups, per_machine)
+    shards = (
+        1
+        if sharding.shards == 1
+        else groups
+        if sharding.replicas == 1
+        else min(groups, per_machine)
+    )
     return replace(sharding, replicas=groups // shards, shards=shards)

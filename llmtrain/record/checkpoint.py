@@ -50,7 +50,9 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         needed, free = weights.bytes + optimizer.bytes, shutil.disk_usage(folder).free
         if free < needed + _SPARE_BYTES:
-            raise OSError(f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk")
+            raise OSError(
+                f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk"
+            )
         working = committing.enter_context(new_folder(target))
         (working / "model").mkdir()
         (working / "optimizer").mkdir()
@@ -60,21 +62,31 @@ def write_checkpoint(
         with contextlib.ExitStack() as committing:
             working = team.main(begin)
             written = team.each(lambda: write_tensors(working, f"model/{files.weights}", weights))
-            written += team.each(lambda: write_tensors(working, "optimizer/state.safetensors", optimizer))
+            written += team.each(
+                lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
+            )
             manifest = {name: about for one in written for name, about in one.items()}
             if team.is_main:
                 _write_beside(working / "model", files, weights)
                 manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
-                manifest |= {name: read_hashed(working / name) for name in _files(working) - manifest.keys()}
+                manifest |= {
+                    name: read_hashed(working / name) for name in _files(working) - manifest.keys()
+                }
                 write_hashed(working / MANIFEST, [_as_json(manifest)])
     except (OSError, UserError) as error:
         why = first_line(error).rstrip(".")
-        raise UserError(f"{target} could not be written ({why}); older checkpoints are untouched.") from None
+        raise UserError(
+            f"{target} could not be written ({why}); older checkpoints are untouched."
+        ) from None
     return target
 
 
 def write_model(
-    folder: Path, files: ModelWriter, tensors: Spread, team: Team = ALONE, published: Published = as_it_is
+    folder: Path,
+    files: ModelWriter,
+    tensors: Spread,
+    team: Team = ALONE,
+    published: Published = as_it_is,
 ) -> None:
     """Write a complete model folder in the place of ``folder``; the ranks of a team call this together."""
     weights = Share(tensors, team, files.divisible, published)
@@ -92,7 +104,10 @@ def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:
     if len(names) > 1:
         files_of = zip(names, weights.dealt, strict=True)
         places = {name: file for file, dealt in files_of for name, _, _ in weights.headers(dealt)}
-        index = {"metadata": {"total_size": weights.bytes}, "weight_map": dict(sorted(places.items()))}
+        index = {
+            "metadata": {"total_size": weights.bytes},
+            "weight_map": dict(sorted(places.items())),
+        }
         (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))
 
 
@@ -119,7 +134,9 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     if candidates or [*folder.glob("damaged-*")]:
-        raise UserError(f"no checkpoint in {folder} is whole; use --resume_from_checkpoint never for a new run.")
+        raise UserError(
+            f"no checkpoint in {folder} is whole; use --resume_from_checkpoint never for a new run."
+        )
     return None
 
 
@@ -140,11 +157,21 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
         yield "it is a link"
     present = _files(path)
     manifest = json.loads((path / MANIFEST).read_text()) if MANIFEST in present else {}
-    yield from (f"{part} is missing" for part in _PARTS if not any(Path(name).match(part) for name in present))
-    yield from (f"{name} is missing" for name in sorted({MANIFEST, "state.json", *manifest} - present))
-    yield from (f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys()))
+    yield from (
+        f"{part} is missing"
+        for part in _PARTS
+        if not any(Path(name).match(part) for name in present)
+    )
+    yield from (
+        f"{name} is missing" for name in sorted({MANIFEST, "state.json", *manifest} - present)
+    )
+    yield from (
+        f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys())
+    )
     with ThreadPoolExecutor() as readers:
-        for name, found in zip(manifest, readers.map(lambda name: read_hashed(path / name), manifest), strict=True):
+        for name, found in zip(
+            manifest, readers.map(lambda name: read_hashed(path / name), manifest), strict=True
+        ):
             if found != manifest[name]:
                 yield f"{name} differs from its hash"
     state = read_state(path)
@@ -179,26 +206,38 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     for path in every:
         if path not in staying:
             # under another name: a half-deleted one is not committed
-            shutil.rmtree(path.rename(path.with_name(f".tmp-doomed-{path.name}")), ignore_errors=True)
+            shutil.rmtree(
+                path.rename(path.with_name(f".tmp-doomed-{path.name}")), ignore_errors=True
+            )
 
 
 def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
     """Return the loss of each checkpoint that was evaluated when it was made."""
     said = {path: read_object(path / "state.json").get("eval_loss") for path in paths}
-    return {path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)}
+    return {
+        path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)
+    }
 
 
 def digest_of(path: Path) -> str:
     """Return one sha256 over the weights and the optimizer of a checkpoint, to compare runs bit for bit."""
     manifest = json.loads((path / MANIFEST).read_text())
-    return digest({name: entry["sha256"] for name, entry in manifest.items() if name.endswith(".safetensors")})
+    return digest(
+        {name: entry["sha256"] for name, entry in manifest.items() if name.endswith(".safetensors")}
+    )
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """Return the optimizer's state as ``{parameter name}.{key}`` tensors."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters()
+    }
     return {
-        f"{names[parameter]}.{key}": value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        f"{names[parameter]}.{key}": value
+        if isinstance(value, torch.Tensor)
+        else torch.as_tensor(value)
         for parameter, entries in optimizer.state.items()
         for key, value in entries.items()
     }
@@ -210,23 +249,36 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     The groups' settings stay those of this run.
     """
     parameters = dict(model.named_parameters())
-    places = {p: place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    places = {
+        p: place
+        for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, whole in tensors:
         name, _, entry = key.rpartition(".")
         parameter, held = parameters[name], whole
-        if parameter.is_meta or parameter not in places:  # another rank holds it, or this run does not train it
+        if (
+            parameter.is_meta or parameter not in places
+        ):  # another rank holds it, or this run does not train it
             continue
-        if isinstance(parameter, DTensor) and whole.shape == parameter.shape:  # not the count of steps, which all hold
+        if (
+            isinstance(parameter, DTensor) and whole.shape == parameter.shape
+        ):  # not the count of steps, which all hold
             held = torch.empty_like(parameter.detach(), dtype=whole.dtype)
             fill({key: held}, [(key, whole)])
         state.setdefault(places[parameter], {})[entry] = held
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 def _files(folder: Path) -> set[str]:
     """Return the relative names of all files; a link is none of them."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
 
 
 def _as_json(content: Facts) -> bytes:

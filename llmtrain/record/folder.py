@@ -31,7 +31,9 @@ class RunFolder:
         try:
             held = lock(self.path).acquire(timeout=1)  # one who looks holds it for a moment
         except filelock.Timeout:
-            raise UserError(f"{self.path}: another process has just begun to write here; start again.") from None
+            raise UserError(
+                f"{self.path}: another process has just begun to write here; start again."
+            ) from None
         with held:
             for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -59,7 +61,10 @@ class RunFolder:
     def incident(self, step: int, kind: str, text: str) -> None:
         """Keep something to know of when the run is looked at later."""
         with contextlib.suppress(UserError):  # a full disk, which the run itself will meet
-            self.append("incidents.jsonl", {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})
+            self.append(
+                "incidents.jsonl",
+                {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text},
+            )
 
     def status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, unless another start has taken over."""
@@ -70,16 +75,27 @@ class RunFolder:
 
     def _write_status(self, state: str, step: int, reason: str = "") -> None:
         """Say how the run stands, for whoever looks at its folder: launchers hide exit statuses."""
-        content = {"state": state, "step": step, "reason": reason, "incarnation": self.incarnation, "pid": os.getpid()}
+        content = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+        }
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self.path / "status.json", {**content, "host": platform.node(), "time": now})
 
     def taken_over(self) -> bool:
         """Return whether another start writes here: seen where a file system does not keep locks."""
-        return read_object(self.path / "status.json").get("incarnation") not in (None, self.incarnation)
+        return read_object(self.path / "status.json").get("incarnation") not in (
+            None,
+            self.incarnation,
+        )
 
     def can_write(self) -> bool:
         """Return whether this rank sees the folder of this very start, and may write there."""
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path):
-            return bool(read_object(self.path / "status.json").get("incarnation") == self.incarnation)
+            return bool(
+                read_object(self.path / "status.json").get("incarnation") == self.incarnation
+            )
         return False

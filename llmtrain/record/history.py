@@ -34,7 +34,9 @@ class History(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> History:
         """Read a run's folder. Raises :class:`UserError` where there is no run."""
-        require(is_run(folder), f"{folder} is no run's folder: it has neither run.json nor status.json.")
+        require(
+            is_run(folder), f"{folder} is no run's folder: it has neither run.json nor status.json."
+        )
         return cls.found(folder)
 
     @classmethod
@@ -43,13 +45,19 @@ class History(NamedTuple):
         record, status = (read_object(folder / f"{name}.json") for name in ("run", "status"))
         names = ("metrics", "incidents", "samples", "scores")
         lines, incidents, samples, scores = (read_lines(folder / f"{name}.jsonl") for name in names)
-        return cls(folder, record, status, lines, incidents, samples, scores, _is_held(folder / ".lock"))
+        return cls(
+            folder, record, status, lines, incidents, samples, scores, _is_held(folder / ".lock")
+        )
 
     @property
     def state(self) -> str:
         """The state in ``status.json``; killed where that says running and no process does; unknown without one."""
         said = str(self.status.get("state", "unknown"))
-        return "killed" if said == "running" and not self.in_progress and not self._is_elsewhere else said
+        return (
+            "killed"
+            if said == "running" and not self.in_progress and not self._is_elsewhere
+            else said
+        )
 
     @property
     def step(self) -> int:
@@ -68,7 +76,9 @@ class History(NamedTuple):
     def starts(self) -> list[Facts]:
         """Every start of the run, the first one first."""
         found = self.record.get("starts")
-        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+        return (
+            [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+        )
 
     def began(self) -> list[float | None]:
         """Return the time of each start, in seconds since 1970."""
@@ -76,7 +86,11 @@ class History(NamedTuple):
 
     def series(self, key: str) -> dict[int, float]:
         """Return the values of one key of the readings, by step."""
-        return {line["step"]: line[key] for line in self.readings if isinstance(line.get(key), int | float)}
+        return {
+            line["step"]: line[key]
+            for line in self.readings
+            if isinstance(line.get(key), int | float)
+        }
 
     def last(self, key: str) -> float | None:
         """Return the newest value of one key of the readings, where there is one."""
@@ -103,7 +117,11 @@ class History(NamedTuple):
     def age(self) -> float:
         """Return the seconds since anything was written here."""
         files = [self.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
-        return max(0.0, time.time() - max((path.stat().st_mtime for path in files if path.exists()), default=0.0))
+        return max(
+            0.0,
+            time.time()
+            - max((path.stat().st_mtime for path in files if path.exists()), default=0.0),
+        )
 
     def standing(self) -> str:
         """Return how it stands, in one line."""
@@ -147,7 +165,11 @@ def read_lines(path: Path) -> list[Facts]:
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-    return [content for content in found if isinstance(content, dict) and isinstance(content.get("step"), int)]
+    return [
+        content
+        for content in found
+        if isinstance(content, dict) and isinstance(content.get("step"), int)
+    ]
 
 
 def _seconds(said: object) -> float | None:
@@ -162,7 +184,10 @@ def _is_held(lock: Path) -> bool:
 
     It is not opened to be written, as :class:`filelock.FileLock` would, and the shared lock is given back at once.
     """
-    with contextlib.suppress(OSError), lock.open("rb") as file:  # there is none, or a file system without locks
+    with (
+        contextlib.suppress(OSError),
+        lock.open("rb") as file,
+    ):  # there is none, or a file system without locks
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

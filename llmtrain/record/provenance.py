@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 # Flags that may differ between machines: where things are, and what only rank 0 does.
-_LOCAL_FLAGS = {"dataset", "tokenizer", "output_dir", "run_name", "resume_from_checkpoint", "report_to"}
+_LOCAL_FLAGS = {
+    "dataset",
+    "tokenizer",
+    "output_dir",
+    "run_name",
+    "resume_from_checkpoint",
+    "report_to",
+}
 
 
 def digest(identity: Facts) -> str:
@@ -60,14 +67,24 @@ def difference(before: object, now: object) -> str:
     """Return two values of one identity key, for a person; of dictionaries only what differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-        return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
+        return ", ".join(
+            f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys)
+        )
     return f"{before} there, {now} here"
 
 
 def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
     """Return what this rank is about to train, and with what; ``settings`` are every flag with its value and origin."""
-    flags = {name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS}
-    return {"flags": flags, **identity, "precision": precision, "versions": versions(), "code": code_digest()}
+    flags = {
+        name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS
+    }
+    return {
+        "flags": flags,
+        **identity,
+        "precision": precision,
+        "versions": versions(),
+        "code": code_digest(),
+    }
 
 
 def check_same_everywhere(team: Team, mine: Facts) -> None:
@@ -79,11 +96,18 @@ def check_same_everywhere(team: Team, mine: Facts) -> None:
     for rank, theirs in enumerate(others, 1):
         for key, value in first.items():
             if theirs.get(key) != value:
-                raise UserError(f"rank {rank} differs from rank 0 in {key}: {difference(theirs.get(key), value)}.")
+                raise UserError(
+                    f"rank {rank} differs from rank 0 in {key}: {difference(theirs.get(key), value)}."
+                )
 
 
 def run_record(
-    folder: Path, identity: Facts, settings: dict[str, Facts], details: Facts, choice: "Choice", start: Facts
+    folder: Path,
+    identity: Facts,
+    settings: dict[str, Facts],
+    details: Facts,
+    choice: "Choice",
+    start: Facts,
 ) -> Facts:
     """Return the content of ``run.json``: what is there already, and this start.
 
@@ -96,9 +120,13 @@ def run_record(
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": choice.step,
         "from": str(choice.checkpoint) if choice.checkpoint else None,
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # by the launcher (--max_restarts)
+        "restart": int(
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ),  # by the launcher (--max_restarts)
         "job": os.environ.get("SLURM_JOB_ID"),
-        "command": [] if "ipykernel" in sys.modules else redacted(sys.argv),  # which a notebook's is not
+        "command": []
+        if "ipykernel" in sys.modules
+        else redacted(sys.argv),  # which a notebook's is not
         "host": platform.node(),
         **start,
         "threads": torch.get_num_threads(),
@@ -111,7 +139,9 @@ def run_record(
         "identity": identity,
         "identity_sha256": digest(identity),
         "processes": start["processes"],
-        "settings": {k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()},
+        "settings": {
+            k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()
+        },
         **redacted(details),
         "starts": [*read_object(folder / "run.json").get("starts", []), this_start],
     }
@@ -121,5 +151,7 @@ def _git_sha() -> str | None:
     """Return the commit of the repository that the started script stands in, where there is one."""
     command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
     return None

@@ -18,7 +18,11 @@ def publish(folder: Path, repository: str | None) -> None:
     try:
         hub = HfApi()
         hub.create_repo(repository, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="A model trained with llmtrain")
+        hub.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="A model trained with llmtrain"
+        )
         say("uploaded", f"{folder} to {repository}")
     except Exception as error:  # no login, no network, no such name: each with an error of its own
-        note(f"uploading to {repository} failed: {hub_said(error)}; later: hf upload {repository} {folder}")
+        note(
+            f"uploading to {repository} failed: {hub_said(error)}; later: hf upload {repository} {folder}"
+        )

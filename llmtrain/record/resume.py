@@ -18,7 +18,10 @@ from llmtrain.record import checkpoint
 from llmtrain.record.provenance import difference, digest
 
 _WAIT_SECONDS = 60.0
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # above 0: the same start, made again
+_RESTART_COUNTS = (
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_RESTART_COUNT",
+)  # above 0: the same start, made again
 
 
 class Choice(NamedTuple):
@@ -31,12 +34,16 @@ class Choice(NamedTuple):
     run_id: str = ""
     incarnation: str = ""  # of this start
     why: str = ""  # for a person
-    before: Facts | None = None  # identity of a named checkpoint, which may have other settings of the update
+    before: Facts | None = (
+        None  # identity of a named checkpoint, which may have other settings of the update
+    )
 
     def going_on(self, path: Path, before: Facts | None = None) -> "Choice":
         """Return the same folder with a checkpoint to go on from."""
         state = checkpoint.read_state(path)
-        return self._replace(checkpoint=path, step=state["step"], tokens=state["tokens"], before=before)
+        return self._replace(
+            checkpoint=path, step=state["step"], tokens=state["tokens"], before=before
+        )
 
 
 def choose_folder(output_dir: str, resume: str, identity: Facts) -> Choice:
@@ -52,8 +59,14 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Choice:
         if is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
             new = f"new; {output_dir} is taken" if place else "new"
-            return choice._replace(folder=folder, why=f"goes on from {choice.checkpoint}" if choice.checkpoint else new)
-        previous = _unfinished(folder, identity, choice.checkpoint) if resume != "never" or restarted else None
+            return choice._replace(
+                folder=folder, why=f"goes on from {choice.checkpoint}" if choice.checkpoint else new
+            )
+        previous = (
+            _unfinished(folder, identity, choice.checkpoint)
+            if resume != "never" or restarted
+            else None
+        )
         if previous is not None:
             choice = choice._replace(folder=folder, run_id=previous["run_id"])
             found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
@@ -80,7 +93,11 @@ def newest_model(output_dir: str, command: str) -> str:
     Raises :class:`UserError`, which names the ``command`` that makes one, where there is none.
     """
     taken = itertools.takewhile(lambda folder: not is_free(folder), names(output_dir))
-    found = [one / "model" for one in taken if read_object(one / "status.json").get("state") == "finished"]
+    found = [
+        one / "model"
+        for one in taken
+        if read_object(one / "status.json").get("state") == "finished"
+    ]
     if not found:
         raise UserError(
             f"no finished run in {output_dir} to go on from: first {command}, then this again; or name a model with "
@@ -94,7 +111,9 @@ def newest_model(output_dir: str, command: str) -> str:
 def is_free(folder: Path) -> bool:
     """Return whether nothing but leftovers lies in a folder. Raises :class:`UserError` where it is a file."""
     require(folder.is_dir() or not folder.exists(), f"--output_dir {folder} is a file.")
-    return not folder.exists() or all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
+    return not folder.exists() or all(
+        path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir()
+    )
 
 
 def lock(folder: Path) -> filelock.FileLock:
@@ -110,15 +129,28 @@ def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | N
     record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
     if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
         return None
-    if source is not None and [str(source)] != [start["from"] for start in record.get("starts", [])][:1]:
+    if (
+        source is not None
+        and [str(source)] != [start["from"] for start in record.get("starts", [])][:1]
+    ):
         return None
-    for patience in (0.0, _WAIT_SECONDS):  # a launcher that was killed leaves processes that save and then end
+    for patience in (
+        0.0,
+        _WAIT_SECONDS,
+    ):  # a launcher that was killed leaves processes that save and then end
         try:
             with lock(folder).acquire(timeout=patience):
-                return record if read_object(folder / "status.json").get("state") != "finished" else None
+                return (
+                    record
+                    if read_object(folder / "status.json").get("state") != "finished"
+                    else None
+                )
         except filelock.Timeout:
             if not patience:
-                say("run", f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another name")
+                say(
+                    "run",
+                    f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another name",
+                )
     return None
 
 
@@ -130,13 +162,20 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
     if found is None:
         raise UserError(f"{named}: this run has no checkpoint yet.")
     if not (found / checkpoint.MANIFEST).exists():
-        raise UserError(f"{named} is neither a run's folder nor a checkpoint; use auto, never or such a folder.")
+        raise UserError(
+            f"{named} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
+        )
     if found is path and (fault := checkpoint.find_fault(path)):
         raise UserError(f"{named} is damaged: {fault}.")
     state = checkpoint.read_state(found)
-    require({"identity", "step", "tokens"} <= state.keys(), f"{named}: its state.json is not one of llmtrain's.")
+    require(
+        {"identity", "step", "tokens"} <= state.keys(),
+        f"{named}: its state.json is not one of llmtrain's.",
+    )
     before: Facts = state["identity"]
-    for key, value in json.loads(json.dumps(identity)).items():  # whose keys are words, as those of a file
+    for key, value in json.loads(
+        json.dumps(identity)
+    ).items():  # whose keys are words, as those of a file
         if before.get(key) != value and key not in ("update", "exchange", "stopping"):
             raise UserError(f"{named} has another {key}: {difference(before.get(key), value)}.")
     if before.get("exchange") != identity.get("exchange"):

@@ -21,7 +21,12 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, files: ModelWriter, keep: int, in_background: bool = False, team: Team = ALONE
+        self,
+        folder: Path,
+        files: ModelWriter,
+        keep: int,
+        in_background: bool = False,
+        team: Team = ALONE,
     ) -> None:
         self.folder, self.files, self.keep, self.team = folder, files, keep, team
         self.verified: list[Path] = []  # what this process has written, or read whole
@@ -36,7 +41,9 @@ class Saver:
         pending = self._under_way
         return pending is not None and pending.done() and pending.exception() is not None
 
-    def save(self, step: int, weights: Spread, optimizer: Spread, state: Facts, done: Callable[[], None]) -> None:
+    def save(
+        self, step: int, weights: Spread, optimizer: Spread, state: Facts, done: Callable[[], None]
+    ) -> None:
         """Commit a checkpoint of the tensors as they are now, then call ``done``."""
         self.wait()
         shares = Share(weights, self.team, self.files.divisible), Share(optimizer, self.team)
@@ -61,15 +68,21 @@ class Saver:
         for name, tensor in share.wholes():
             key = part, name
             if key not in self._copies:
-                self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._copies[key] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
             copies[name] = self._copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in share.spread.tensors.values()):
             torch.cuda.synchronize()
         return share._replace(spread=Spread(copies))
 
-    def _write(self, step: int, weights: Share, optimizer: Share, state: Facts, done: Callable[[], None]) -> None:
+    def _write(
+        self, step: int, weights: Share, optimizer: Share, state: Facts, done: Callable[[], None]
+    ) -> None:
         began = time.monotonic()
-        self.verified.append(write_checkpoint(self.folder, step, self.files, weights, optimizer, state))
+        self.verified.append(
+            write_checkpoint(self.folder, step, self.files, weights, optimizer, state)
+        )
         if self.team.is_main:
             prune(self.folder, self.keep, self.verified)
             done()

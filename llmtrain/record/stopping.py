@@ -34,9 +34,15 @@ class Deadline:
         if max_hours is not None:
             left.append((max_hours * 3600, f"--max_hours {max_hours:g} are over"))
         if os.environ.get(_SLURM_END, "").isdigit():
-            left.append((float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end"))
+            left.append(
+                (float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end")
+            )
         seconds, why = min(left)
-        return cls(time.monotonic() + seconds, why, {"margin": min(_MARGIN_SECONDS, max(0.0, seconds) / 10)})
+        return cls(
+            time.monotonic() + seconds,
+            why,
+            {"margin": min(_MARGIN_SECONDS, max(0.0, seconds) / 10)},
+        )
 
     def reserve(self, purpose: str, seconds: float) -> None:
         """Keep so many seconds free before the end, or more where more were reserved for this purpose before."""

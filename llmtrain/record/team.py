@@ -49,7 +49,9 @@ class Team(NamedTuple):
         except UserError as error:
             mine = error
         except (OSError, ValueError) as error:
-            place = "" if isinstance(error, OSError) else "the run folder: "  # an OSError names its file
+            place = (
+                "" if isinstance(error, OSError) else "the run folder: "
+            )  # an OSError names its file
             mine = UserError(f"{place}{first_line(error).rstrip('.')}.")
         outcomes = [mine]
         if self.group is not None:

@@ -24,7 +24,9 @@ _READ = {"backend": "pread"} if "backend" in inspect.signature(load_file).parame
 
 _STAGE_BYTES = 1 << 26  # of each of two buffers between a GPU and the disk
 
-_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}  # torch need not have all of them
+_DTYPES = {
+    name: dtype for name, dtype in _TYPES.items() if dtype is not None
+}  # torch need not have all of them
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Header = tuple[str, torch.Size, torch.dtype]
 
@@ -53,30 +55,43 @@ class Share(NamedTuple):
     @property
     def bytes(self) -> int:
         """The size of the full tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.spread.tensors.values())
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in self.spread.tensors.values()
+        )
 
     @property
     def dealt(self) -> list[list[str]]:
         """The names of the tensors of each writer; wider elements first, so that each tensor is aligned."""
-        sizes = {name: (-tensor.element_size(), -tensor.numel(), name) for name, tensor in self.spread.tensors.items()}
+        sizes = {
+            name: (-tensor.element_size(), -tensor.numel(), name)
+            for name, tensor in self.spread.tensors.items()
+        }
         names = sorted(sizes, key=sizes.__getitem__)
         return [names[place :: len(self.writers)] for place in range(len(self.writers))]
 
     def headers(self, names: list[str]) -> list[Header]:
         """Return the headers of what is written for these tensors."""
         written = (self.published(name, meta_like(self.spread.tensors[name])) for name in names)
-        return [(name, tensor.shape, tensor.dtype) for one in written for name, tensor in one.items()]
+        return [
+            (name, tensor.shape, tensor.dtype) for one in written for name, tensor in one.items()
+        ]
 
     def files(self, name: str) -> list[str]:
         """Return the file of each writer; ``name`` itself where there is one."""
         stem, _, ending = name.rpartition(".")
         count = len(self.writers)
-        return [name] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.{ending}" for i in range(count)]
+        return (
+            [name]
+            if count == 1
+            else [f"{stem}-{i + 1:05d}-of-{count:05d}.{ending}" for i in range(count)]
+        )
 
     def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather and yield the full tensors that this rank writes, one after the other. All ranks call this."""
         for names in itertools.zip_longest(*self.dealt):
-            dealt = [(name, to) for name, to in zip(names, self.writers, strict=True) if name is not None]
+            dealt = [
+                (name, to) for name, to in zip(names, self.writers, strict=True) if name is not None
+            ]
             gathered = [(name, self.spread.gather_to(name, to)) for name, to in dealt]
             yield from ((name, whole) for name, whole in gathered if whole is not None)
 
@@ -106,13 +121,16 @@ def _blocks(share: Share) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    written = (tensor for name, whole in share.wholes() for tensor in share.published(name, whole).values())
+    written = (
+        tensor for name, whole in share.wholes() for tensor in share.published(name, whole).values()
+    )
     flat = (tensor.detach().contiguous().flatten() for tensor in written if tensor.numel())
     yield from _bytes_of(tensor.view(torch.uint8) for tensor in flat)
 
 
 def _bytes_of(
-    tensors: Iterator[torch.Tensor], staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda
+    tensors: Iterator[torch.Tensor],
+    staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
 ) -> Iterator[memoryview]:
     """Yield the bytes of tensors [N] of bytes; those that are ``staged`` go through pinned memory.
 
@@ -134,7 +152,10 @@ def _bytes_of(
             coming = None
             yield tensor.cpu().numpy().data
             continue
-        buffers = buffers or [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
+        buffers = buffers or [
+            torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            for _ in range(2)
+        ]
         for piece in torch.split(tensor, _STAGE_BYTES):
             buffer = buffers[0][: len(piece)].copy_(piece, non_blocking=True)
             event = torch.cuda.current_stream().record_event() if piece.is_cuda else None
@@ -146,7 +167,10 @@ def _bytes_of(
 def headers(folder: Path) -> list[Header]:
     """Return name, shape and dtype of every tensor in the safetensors files of a folder."""
     found = ((name, file.get_slice(name)) for file, name in _stored(folder))
-    return [(name, torch.Size(stored.get_shape()), _DTYPES[stored.get_dtype()]) for name, stored in found]
+    return [
+        (name, torch.Size(stored.get_shape()), _DTYPES[stored.get_dtype()])
+        for name, stored in found
+    ]
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

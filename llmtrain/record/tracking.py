@@ -44,7 +44,9 @@ class Metrics:
     A model is sent for at most ``model_seconds``, for which the other ranks wait.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, model_seconds: float = _MODEL_SECONDS) -> None:
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, model_seconds: float = _MODEL_SECONDS
+    ) -> None:
         self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
         self.model_seconds = min(_MODEL_SECONDS, model_seconds)
         self.mirrors: list[_Mirror] = []
@@ -59,17 +61,27 @@ class Metrics:
         if wants_model() and "wandb" not in names:
             note("WANDB_LOG_MODEL is set and the model is not sent: that needs --report_to wandb.")
         logging.getLogger("accelerate.tracking").setLevel(logging.ERROR)
-        plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in redacted(settings).items()}
+        plain = {
+            k: v if isinstance(v, int | float | str | bool) else str(v)
+            for k, v in redacted(settings).items()
+        }
         for name in names:
             to_wandb = functools.partial(self._open_wandb, plain, run_name, run_id)
-            opening = to_wandb if name == "wandb" else functools.partial(self._open, name, plain, {})
+            opening = (
+                to_wandb if name == "wandb" else functools.partial(self._open, name, plain, {})
+            )
             with _noting(f"{name}: tracking is off"):
                 self.mirrors.append(_Mirror(_within(_START_SECONDS, opening), self))
         self.accelerator.trackers = [mirror.tracker for mirror in self.mirrors]
 
     def _open(self, name: str, settings: Facts, init: Facts) -> GeneralTracker:
-        self.accelerator.log_with, self.accelerator.trackers = filter_trackers([name], str(self.path.parent)), []
-        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "llmtrain"), settings, {name: init})
+        self.accelerator.log_with, self.accelerator.trackers = (
+            filter_trackers([name], str(self.path.parent)),
+            [],
+        )
+        self.accelerator.init_trackers(
+            os.environ.get("WANDB_PROJECT", "llmtrain"), settings, {name: init}
+        )
         return self.accelerator.trackers[0]
 
     def _open_wandb(self, settings: Facts, run_name: str, run_id: str) -> GeneralTracker:
@@ -77,9 +89,15 @@ class Metrics:
 
         known = bool(os.environ.get("WANDB_MODE")) or _logged_in()
         mode = os.environ.get("WANDB_MODE") or (None if known else "offline")
-        limit = max((self.model_seconds if wants_model() else _CLOSE_SECONDS) - 10, 1)  # W&B's own end says more
+        limit = max(
+            (self.model_seconds if wants_model() else _CLOSE_SECONDS) - 10, 1
+        )  # W&B's own end says more
         own = wandb.Settings(
-            silent=True, console="off", init_timeout=_INIT_SECONDS, finish_timeout=limit, finish_timeout_raises=True
+            silent=True,
+            console="off",
+            init_timeout=_INIT_SECONDS,
+            finish_timeout=limit,
+            finish_timeout_raises=True,
         )
         init = {"dir": str(self.path.parent), "name": run_name, "id": run_id, "settings": own}
         init |= {"mode": mode, "resume": "allow"}
@@ -101,7 +119,10 @@ class Metrics:
             run.define_metric(key, summary="min")
         if mode == "offline":
             why = "offline" if known else "not logged in, so logging offline"
-            say("wandb", f"{why}; later: wandb login && wandb sync {os.path.relpath(run.settings.sync_dir)}")
+            say(
+                "wandb",
+                f"{why}; later: wandb login && wandb sync {os.path.relpath(run.settings.sync_dir)}",
+            )
         elif run.url:
             say("wandb", redacted(run.url))
         return tracker
@@ -127,7 +148,9 @@ class Metrics:
         for mirror in self.mirrors:
             mirror.thread.join(max(0.0, until - time.monotonic()))
             if mirror.thread.is_alive():
-                note(f"{mirror.tracker.name}: no answer in {patience} s, left behind; metrics.jsonl has everything.")
+                note(
+                    f"{mirror.tracker.name}: no answer in {patience} s, left behind; metrics.jsonl has everything."
+                )
         self.mirrors, self.accelerator.trackers = [], []
 
 
@@ -146,7 +169,9 @@ class _Mirror:
         self.first_step = tracker.tracker.starting_step if self.is_wandb else 0
         self.first_byte = 0 if self.is_wandb else metrics.path.stat().st_size
         self.news = threading.Event()
-        self.thread = threading.Thread(target=self._live, name=f"llmtrain-{tracker.name}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._live, name=f"llmtrain-{tracker.name}", daemon=True
+        )
         self.thread.start()
 
     def _live(self) -> None:
@@ -160,7 +185,9 @@ class _Mirror:
         with self.metrics.path.open("rb") as file:
             file.seek(self.first_byte)
             while True:
-                last = self.metrics.ending.is_set()  # before the file is read: all that was written until then is sent
+                last = (
+                    self.metrics.ending.is_set()
+                )  # before the file is read: all that was written until then is sent
                 while (line := file.readline()).endswith(b"\n"):
                     reading = _as_numbers(json.loads(line))
                     if reading["step"] >= self.first_step:

@@ -62,7 +62,9 @@ def _rows(run: History) -> Mapping[int, Json]:
 
 def _fingerprint(place: int) -> Read:
     return lambda run: {
-        line["step"]: line["batch"].split("-")[place] for line in run.readings if isinstance(line.get("batch"), str)
+        line["step"]: line["batch"].split("-")[place]
+        for line in run.readings
+        if isinstance(line.get("batch"), str)
     }
 
 
@@ -82,18 +84,38 @@ _FIRST_LOSS, _NORM = _series("eval/loss", at_start=True), _series("train/grad_no
 _DRAWN, _DEALT = "weights are drawn or loaded otherwise", "rows are ordered or dealt out otherwise"
 _FORWARD = ("model", "pass")
 CHAIN = {
-    "weights": Link("weights before the first update", _FIRST_WEIGHTS, ("model", "seed"), _DRAWN, 1),
+    "weights": Link(
+        "weights before the first update", _FIRST_WEIGHTS, ("model", "seed"), _DRAWN, 1
+    ),
     "rows": Link("rows", _rows, ("data", "seed"), _DEALT),
     "inputs": Link("tokens", _fingerprint(0), ("data", "seed"), _TOKENS),
     "labels": Link("labels of the same tokens", _fingerprint(1), ("data",), _LABELS),
-    "tokens": Link("number of trained tokens", _series("tokens"), ("data",), f"{_LABELS}, or counted otherwise"),
-    "rate": Link("learning rate", _series("train/learning_rate"), ("update",), "the schedule is computed otherwise"),
-    "first loss": Link("loss of the same weights", _FIRST_LOSS, _FORWARD, _COMPUTES, 1, of_same_data=True),
+    "tokens": Link(
+        "number of trained tokens", _series("tokens"), ("data",), f"{_LABELS}, or counted otherwise"
+    ),
+    "rate": Link(
+        "learning rate",
+        _series("train/learning_rate"),
+        ("update",),
+        "the schedule is computed otherwise",
+    ),
+    "first loss": Link(
+        "loss of the same weights", _FIRST_LOSS, _FORWARD, _COMPUTES, 1, of_same_data=True
+    ),
     "loss": Link("loss", _series("train/loss"), _FORWARD, _COMPUTES, 1),
-    "norm": Link("gradient norm of the same loss", _NORM, ("gradient", "pass", "model"), _GRADIENT, 10),
-    "updated": Link("weights after the same gradient", _WEIGHTS, ("update", "gradient"), _UPDATED, 1),
+    "norm": Link(
+        "gradient norm of the same loss", _NORM, ("gradient", "pass", "model"), _GRADIENT, 10
+    ),
+    "updated": Link(
+        "weights after the same gradient", _WEIGHTS, ("update", "gradient"), _UPDATED, 1
+    ),
     "held out": Link(
-        "held-out loss", _series("eval/loss"), ("data", "pass"), "the evaluation computes otherwise", 1, True
+        "held-out loss",
+        _series("eval/loss"),
+        ("data", "pass"),
+        "the evaluation computes otherwise",
+        1,
+        True,
     ),
 }
 
@@ -109,10 +131,18 @@ _LAYOUT_SETTINGS = (
 
 def compare(one: History, other: History) -> Comparison:
     """Compare two runs, of which either may have been interrupted, or made on another layout."""
-    precisions = {str(run.starts[0].get("mixed_precision")) if run.starts else "no" for run in (one, other)}
-    limit = 0.0 if _same_layout(one, other) else max(_ROUNDING.get(name, 2e-2) for name in precisions)
+    precisions = {
+        str(run.starts[0].get("mixed_precision")) if run.starts else "no" for run in (one, other)
+    }
+    limit = (
+        0.0 if _same_layout(one, other) else max(_ROUNDING.get(name, 2e-2) for name in precisions)
+    )
     same_data = one.record.get("data_sha256") == other.record.get("data_sha256")
-    found = [_parting(name, one, other, limit) for name, link in CHAIN.items() if same_data or not link.of_same_data]
+    found = [
+        _parting(name, one, other, limit)
+        for name, link in CHAIN.items()
+        if same_data or not link.of_same_data
+    ]
     partings = [parting for parting in found if parting is not None]
     first = min(partings, key=lambda parting: parting.step, default=None)
     facts = differing_facts(one, other)
@@ -130,7 +160,10 @@ def compare(one: History, other: History) -> Comparison:
     also = [said for group, said in facts if group not in acting]
     if not causes:
         code = [said for group, said in facts if group == "code"]
-        causes, also = [CHAIN[first.link].otherwise, *code], [said for said in also if said not in code]
+        causes, also = (
+            [CHAIN[first.link].otherwise, *code],
+            [said for said in also if said not in code],
+        )
     return Comparison(first, partings, causes, also, rounding, len(steps))
 
 
@@ -144,7 +177,11 @@ def _parting(name: str, one: History, other: History, limit: float) -> Parting |
     for step in sorted(mine.keys() & others.keys()):
         apart = _apart(mine[step], others[step])
         if apart > limit * link.rounding:
-            return None if before and apart < _GROWTH * before else Parting(name, step, mine[step], others[step])
+            return (
+                None
+                if before and apart < _GROWTH * before
+                else Parting(name, step, mine[step], others[step])
+            )
         before = apart
     return None
 
@@ -164,7 +201,9 @@ def _same_layout(one: History, other: History) -> bool:
     """Return whether both were computed in the same way, so that on a CPU they have the same bits."""
     ways = [[start.get(key) for key in _LAYOUT] for run in (one, other) for start in run.starts]
     on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (one, other))
-    same_settings = all(one.settings.get(key) == other.settings.get(key) for key in _LAYOUT_SETTINGS)
+    same_settings = all(
+        one.settings.get(key) == other.settings.get(key) for key in _LAYOUT_SETTINGS
+    )
     return on_cpu and same_settings and all(way == ways[0] for way in ways)
 
 
@@ -208,7 +247,9 @@ def groups_of_settings() -> dict[str, list[str]]:
     """Return the groups that say where each setting of this package acts; a retired one is absent."""
     from llmtrain.training.settings import CONFIGS
 
-    flags = [(config, name, field) for config in CONFIGS for name, field in flags_of(config).items()]
+    flags = [
+        (config, name, field) for config in CONFIGS for name, field in flags_of(config).items()
+    ]
     return {name: (field.metadata["acts"] or config.acts).split() for config, name, field in flags}
 
 
@@ -221,7 +262,9 @@ def _tokens_a_document(one: Facts, other: Facts) -> str | None:
         ([record[key] for key in keys] for record in (one, other)), key=lambda counts: counts[2]
     )
     apart, rest = divmod(more - tokens, max(documents - held_out, 1))
-    if [documents, held_out] != others or not apart or rest > 1:  # a first text may begin with one, too
+    if (
+        [documents, held_out] != others or not apart or rest > 1
+    ):  # a first text may begin with one, too
         return None
     return (
         f"the same {documents - held_out} documents have {tokens:,} and {more:,} tokens, {apart} more for each: "
@@ -241,18 +284,33 @@ def lines(names: Sequence[str], found: Comparison) -> list[str]:
     also = [f"also      {fact}" for fact in found.also]
     if found.first is None:
         if not found.readings:
-            return ["unknown   the two runs have no reading of the same update: nothing can be compared"]
+            return [
+                "unknown   the two runs have no reading of the same update: nothing can be compared"
+            ]
         exactly = (
-            f"within {found.rounding:.0e} of each other, as rounding may be" if found.rounding else "to the last bit"
+            f"within {found.rounding:.0e} of each other, as rounding may be"
+            if found.rounding
+            else "to the last bit"
         )
-        return [f"same      rows, losses, norms and weights of {found.readings} readings, {exactly}", *also]
+        return [
+            f"same      rows, losses, norms and weights of {found.readings} readings, {exactly}",
+            *also,
+        ]
     link, step = CHAIN[found.first.link], found.first.step
     when = f"at update {step}" if step else "before the first update"
     values = f"{_value(found.first.one)} in {one}, {_value(found.first.other)} in {other}"
-    partings = sorted((parting for parting in found.all if parting != found.first), key=lambda parting: parting.step)
+    partings = sorted(
+        (parting for parting in found.all if parting != found.first),
+        key=lambda parting: parting.step,
+    )
     later = ", ".join(f"{CHAIN[parting.link].name} at {parting.step}" for parting in partings)
     then = [f"then      {later}"] if later else []
-    return [f"parts     {when}: {link.name}: {values}", *then, *(f"cause     {cause}" for cause in found.causes), *also]
+    return [
+        f"parts     {when}: {link.name}: {values}",
+        *then,
+        *(f"cause     {cause}" for cause in found.causes),
+        *also,
+    ]
 
 
 def _value(value: Json) -> str:

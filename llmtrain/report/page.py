@@ -45,7 +45,9 @@ def html(runs: Sequence[History]) -> str:
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.policies["json.dumps_kwargs"] = {}  # whose keys keep their order
     environment.filters |= {"moment": _moment, "shown": _shown}
     drawn, processes = charts(runs), bars(runs)
@@ -53,16 +55,23 @@ def html(runs: Sequence[History]) -> str:
         title=" and ".join(names_of(runs)) if len(runs) <= 3 else f"{len(runs)} runs",
         runs=runs,
         names=names_of(runs),
-        commands=[shlex.join(run.starts[-1].get("command", [])) if run.starts else "" for run in runs],
+        commands=[
+            shlex.join(run.starts[-1].get("command", [])) if run.starts else "" for run in runs
+        ],
         facts=[_for_a_person(facts(run)) for run in runs],
-        charts=[{**chart._asdict(), "curves": [curve._asdict() for curve in chart.curves]} for chart in drawn],
+        charts=[
+            {**chart._asdict(), "curves": [curve._asdict() for curve in chart.curves]}
+            for chart in drawn
+        ],
         bars=processes._asdict() if processes else None,
         axes=AXES,
         phases=list(PHASES),
         differing=differing(runs),
         incidents=incidents(runs),
         checkpoints=saved(runs),
-        samples=[(number, line) for number, run in enumerate(runs) for line in _spread(run.samples)],
+        samples=[
+            (number, line) for number, run in enumerate(runs) for line in _spread(run.samples)
+        ],
         scores=scores(runs),
         now=time.time(),
         plotly=get_plotlyjs(),
@@ -75,7 +84,10 @@ def facts(run: History) -> Facts:
     of_start = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
     held_out, memory = run.series("eval/loss"), [most_memory(line) for line in run.readings]
     best = min(held_out, key=held_out.__getitem__, default=None)
-    speeds, shares = run.series("train/tokens_per_second").values(), run.series("train/mfu").values()
+    speeds, shares = (
+        run.series("train/tokens_per_second").values(),
+        run.series("train/mfu").values(),
+    )
     return {
         "state": run.state,
         "reason": run.status.get("reason") or None,
@@ -88,7 +100,9 @@ def facts(run: History) -> Facts:
         "hours": next((hour for hour in reversed(run.hours()) if hour is not None), None),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "mfu": statistics.median(shares) if shares else None,
-        "memory_gib": max((size for size in memory if size is not None), default=None),  # of any process
+        "memory_gib": max(
+            (size for size in memory if size is not None), default=None
+        ),  # of any process
         "data": run.record.get("dataset"),
         **{key: start.get(key) for key in of_start},
     }
@@ -105,12 +119,15 @@ def _for_a_person(known: Facts) -> dict[str, str]:
         "updates": told("step", "{:,}") + told("max_steps", " of {:,}", ""),
         "trained tokens": told("tokens", "{:,}"),
         "training loss": told("loss", "{:.4f}"),
-        "best held-out loss": told("best_loss", "{:.4f}") + told("best_step", " at update {:,}", ""),
+        "best held-out loss": told("best_loss", "{:.4f}")
+        + told("best_step", " at update {:,}", ""),
         "hours of training": told("hours", "{:.3g}"),
         "tokens a second": told("tokens_per_second", "{:,.0f}"),
         "MFU": told("mfu", "{:.1%}"),
         "memory of a process": told("memory_gib", "{:.2f} GiB at most"),
-        "processes": told("processes") + told("device", " on {}", "") + told("sharded", ", sharded {}", ""),
+        "processes": told("processes")
+        + told("device", " on {}", "")
+        + told("sharded", ", sharded {}", ""),
         "precision": "float32" if known["mixed_precision"] == "no" else told("mixed_precision"),
         "data": told("data"),
         "code": told("git_sha", "{:.12}"),
@@ -123,14 +140,29 @@ def differing(runs: Sequence[History]) -> dict[str, list[str]]:
     sides: list[Facts] = []
     for run in runs:
         start = run.starts[-1] if run.starts else {}
-        settings = {name: value for name, value in run.settings.items() if name not in ("output_dir", "run_name")}
-        of_start = {key: start.get(key) for key in ("processes", "sharded", "device", "mixed_precision", "git_sha")}
-        versions = {f"version of {name}": value for name, value in (start.get("versions") or {}).items()}
-        made_of = {key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")}
+        settings = {
+            name: value
+            for name, value in run.settings.items()
+            if name not in ("output_dir", "run_name")
+        }
+        of_start = {
+            key: start.get(key)
+            for key in ("processes", "sharded", "device", "mixed_precision", "git_sha")
+        }
+        versions = {
+            f"version of {name}": value for name, value in (start.get("versions") or {}).items()
+        }
+        made_of = {
+            key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")
+        }
         sides.append(settings | of_start | versions | made_of)
     keys = dict.fromkeys(key for side in sides for key in side)
     rows = {key: [side.get(key, _ABSENT) for side in sides] for key in keys}
-    return {key: [str(value) for value in row] for key, row in rows.items() if any(value != row[0] for value in row)}
+    return {
+        key: [str(value) for value in row]
+        for key, row in rows.items()
+        if any(value != row[0] for value in row)
+    }
 
 
 def incidents(runs: Sequence[History]) -> list[Incident]:
@@ -139,10 +171,16 @@ def incidents(runs: Sequence[History]) -> list[Incident]:
     for number, run in enumerate(runs):
         for line in run.incidents:
             if isinstance(when := line.get("time"), int | float):
-                found.append(Incident(when, number, line["step"], str(line.get("kind")), str(line.get("text"))))
+                found.append(
+                    Incident(
+                        when, number, line["step"], str(line.get("kind")), str(line.get("text"))
+                    )
+                )
         for start, began in zip(run.starts, run.began(), strict=True):
             if began is not None and start.get("step"):
-                again = f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
+                again = (
+                    f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
+                )
                 who = f"{start.get('processes')} process(es) on {start.get('host')}{again}"
                 found.append(Incident(began, number, start["step"], "resumed", who))
     # several ranks may have written one down, of which the earliest stays
@@ -170,7 +208,10 @@ def saved(runs: Sequence[History]) -> list[Saved]:
 def _spread(samples: list[Facts]) -> list[Facts]:
     """Return the samples of at most so many updates, the first and the last among them."""
     steps = sorted({line["step"] for line in samples})
-    shown = {steps[round(place * (len(steps) - 1) / (_LOOKS - 1))] for place in range(_LOOKS if steps else 0)}
+    shown = {
+        steps[round(place * (len(steps) - 1) / (_LOOKS - 1))]
+        for place in range(_LOOKS if steps else 0)
+    }
     return [line for line in samples if line["step"] in shown and {"prompt", "text"} <= line.keys()]
 
 
@@ -188,7 +229,12 @@ def data(runs: Sequence[History]) -> Facts:
 def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
     """Return the number of each run and what ``llmtrain eval`` found of it."""
     told = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
-    return [(number, line) for number, run in enumerate(runs) for line in run.scores if told <= line.keys()]
+    return [
+        (number, line)
+        for number, run in enumerate(runs)
+        for line in run.scores
+        if told <= line.keys()
+    ]
 
 
 def _moment(seconds: float) -> str:

@@ -15,13 +15,20 @@ from llmtrain.errors import first_line, require
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import blocks_of
 
-_WORTH_SECONDS = 300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
+_WORTH_SECONDS = (
+    300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
+)
 _GAIN = 0.97  # compiled code must take less than this share of the time, or it is dropped
 _TRIES = 2
 
 
 def choose(
-    accelerator: Accelerator, model: nn.Module, batch: Batch, passes: int, wanted: str, earlier: bool | None
+    accelerator: Accelerator,
+    model: nn.Module,
+    batch: Batch,
+    passes: int,
+    wanted: str,
+    earlier: bool | None,
 ) -> bool:
     """Return whether the blocks of ``model`` are compiled from here on.
 
@@ -38,7 +45,10 @@ def choose(
     if wanted == "always" or earlier:
         _compile(model)
         failure = _failure(accelerator, model, batch)
-        require(not failure, f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.")
+        require(
+            not failure,
+            f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.",
+        )
         return True
     if accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
         return False
@@ -71,7 +81,9 @@ def eager_code(model: nn.Module) -> Iterator[None]:
 
 
 def _compile(model: nn.Module, backend: str = "inductor") -> None:
-    torch._dynamo.config.optimize_ddp = False  # it would split blocks where a bucket of gradients ends
+    torch._dynamo.config.optimize_ddp = (
+        False  # it would split blocks where a bucket of gradients ends
+    )
     for block in blocks_of(model):  # without the hooks around it, which are FSDP's
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
 
@@ -83,7 +95,9 @@ def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
         _try(accelerator, model, batch)
     except Exception as error:  # of compilers there are many
         mine = first_line(error)
-    failed = accelerator.reduce(torch.tensor(float(bool(mine)), device=accelerator.device), reduction="sum")
+    failed = accelerator.reduce(
+        torch.tensor(float(bool(mine)), device=accelerator.device), reduction="sum"
+    )
     return mine or ("it failed on another process" if failed else "")
 
 

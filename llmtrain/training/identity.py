@@ -10,7 +10,9 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
 
 
-def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout) -> Facts:
+def identity_of(
+    accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout
+) -> Facts:
     """Return all that the updates depend on, and nothing of how they are computed, but for the bits of ``--bitwise``.
 
     A checkpoint of another identity is never loaded.
@@ -29,5 +31,9 @@ def identity_of(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built
         "update": asdict(s.optim),
         **({"exchange": s.parallel.approximation} if s.parallel.approximation else {}),
         **({"order": "stored"} if rows.in_order else {}),
-        **({"stopping": [patience, s.loop.metric_for_best_model, s.loop.eval_steps]} if patience else {}),
+        **(
+            {"stopping": [patience, s.loop.metric_for_best_model, s.loop.eval_steps]}
+            if patience
+            else {}
+        ),
     }

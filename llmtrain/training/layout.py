@@ -26,7 +26,12 @@ class Layout(NamedTuple):
         """Return what the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
-        return {"slot": self.micro_batch, "device": device, "threads": threads, "dtype": accelerator.mixed_precision}
+        return {
+            "slot": self.micro_batch,
+            "device": device,
+            "threads": threads,
+            "dtype": accelerator.mixed_precision,
+        }
 
     @classmethod
     def of(cls, data: BatchConfig, processes: int, bitwise: bool = False) -> "Layout":
@@ -52,7 +57,10 @@ class Layout(NamedTuple):
                 f"({rows} rows on {processes}); {', '.join(map(str, near))} would."
             )
         if bitwise:
-            for what, count in (("processes", processes), (f"slots of {micro} rows", rows // micro)):
+            for what, count in (
+                ("processes", processes),
+                (f"slots of {micro} rows", rows // micro),
+            ):
                 if count & (count - 1):
                     raise UserError(
                         f"--bitwise adds gradients in a binary tree, for which {count} {what} are not a power of two; "
@@ -66,5 +74,8 @@ class Layout(NamedTuple):
         return cls(processes, share // micro, micro)
 
     def __str__(self) -> str:
-        processes, batches = counted(self.processes, "process"), counted(self.accumulation, "micro-batch")
+        processes, batches = (
+            counted(self.processes, "process"),
+            counted(self.accumulation, "micro-batch"),
+        )
         return f"{self.global_batch_size} rows = {processes} x {batches} x {self.micro_batch}"

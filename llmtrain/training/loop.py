@@ -61,7 +61,9 @@ def train(
             observer.enter(phase)
 
     forward_backward, forward = _passes(run, model, enter)
-    observers += observers_of(Training(run, model, optimizer, held_out, forward, metric, enter, Timing(run, model)))
+    observers += observers_of(
+        Training(run, model, optimizer, held_out, forward, metric, enter, Timing(run, model))
+    )
     # each rank has a gradient of its own: what is not finite on one is not finite on all
     agree = functools.partial(accelerator.reduce, reduction="mean") if alone > 1 else None
     with contextlib.ExitStack() as around:
@@ -95,10 +97,14 @@ def train(
         run.end(model)
 
 
-def _windows(accelerator: Accelerator, batches: DataLoaderShard, enter: Callable[[str], None]) -> Iterator[Window]:
+def _windows(
+    accelerator: Accelerator, batches: DataLoaderShard, enter: Callable[[str], None]
+) -> Iterator[Window]:
     """Yield the windows; waiting for each is a phase. The next is made, and sent to the device, on another thread."""
     on_gpu = accelerator.device.type == "cuda"  # whose threads each choose their device anew
-    on_it = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    on_it = (
+        functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    )
     iterator = iter(batches)
     with ThreadPoolExecutor(1, "windows", on_it) as ahead:
         coming = ahead.submit(next, iterator, None)
@@ -127,7 +133,9 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     allowed = loop.skip_nonfinite
     if math.isfinite(update.grad_norm) or number == loop.replay_step:
         return
-    if scaler is not None and scaler.get_scale() >= 1:  # fp16 finds its scale by such updates, but never below 1
+    if (
+        scaler is not None and scaler.get_scale() >= 1
+    ):  # fp16 finds its scale by such updates, but never below 1
         return
     rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
     told = f"update {number} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
@@ -139,7 +147,9 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {allowed})")
 
 
-def _passes(run: Run, model: nn.Module, enter: Callable[[str], None]) -> tuple[ForwardBackward, Forward | None]:
+def _passes(
+    run: Run, model: nn.Module, enter: Callable[[str], None]
+) -> tuple[ForwardBackward, Forward | None]:
     """Return what computes the gradients of a window; and the forward pass alone, where it is not the model's."""
     accelerator, parallel = run.accelerator, run.settings.parallel
     if not is_whole(accelerator):
@@ -169,17 +179,31 @@ def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
     """Raise :class:`UserError` where the model or the settings do not meet the loop's requirements."""
     s, accelerator, last = run.settings, run.accelerator, run.settings.optim.max_steps
     check_wrapping(accelerator, model)
-    require(run.step <= last, f"--max_steps {last}: this run goes on from step {run.step}, which is past it.")
+    require(
+        run.step <= last,
+        f"--max_steps {last}: this run goes on from step {run.step}, which is past it.",
+    )
     looked_at, wanted = s.loop.replay_step, s.loop.xray_range
     reached = looked_at is None or run.step < looked_at <= last
-    require(reached, f"--replay_step {looked_at}: there are updates {run.step + 1} to {last} to make.")
+    require(
+        reached, f"--replay_step {looked_at}: there are updates {run.step + 1} to {last} to make."
+    )
     inside = wanted is None or wanted[-1] <= last
     require(inside, f"--xray_steps {s.loop.xray_steps}: the last update is --max_steps {last}.")
     whole = is_whole(accelerator)
     compiles = s.loop.torch_compile == "always"
-    require(whole or not compiles, "--torch_compile always: stages of a pipeline are not compiled; leave it out.")
-    require(whole or not s.loop.sample_prompts, "--sample_prompts: no process can run the whole model; leave it out.")
-    require(whole or metric is None, "a metric of one's own needs the whole model, which no process can run here.")
+    require(
+        whole or not compiles,
+        "--torch_compile always: stages of a pipeline are not compiled; leave it out.",
+    )
+    require(
+        whole or not s.loop.sample_prompts,
+        "--sample_prompts: no process can run the whole model; leave it out.",
+    )
+    require(
+        whole or metric is None,
+        "a metric of one's own needs the whole model, which no process can run here.",
+    )
     labels = inspect.signature(plain_of(model).forward).parameters.get("labels")
     require(
         labels is None or labels.default is not labels.empty or not s.loop.sample_prompts,
@@ -195,8 +219,17 @@ def _say_what_changed(run: Run) -> None:
     before, now = (run.choice.before or {}).get("update"), asdict(run.settings.optim)
     if before is None or before == now:
         return
-    changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value)
-    known = {field.name for field in fields(OptimConfig)}  # another version, or a recipe that notes more, had others
+    changed = ", ".join(
+        f"{key} {before.get(key)} -> {value}"
+        for key, value in now.items()
+        if before.get(key) != value
+    )
+    known = {
+        field.name for field in fields(OptimConfig)
+    }  # another version, or a recipe that notes more, had others
     earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
     last, following = lr_at(run.step - 1, earlier), lr_at(run.step, run.settings.optim)
-    say("changed", f"{changed}; the learning rate goes from {last:.3g} in update {run.step} to {following:.3g} next")
+    say(
+        "changed",
+        f"{changed}; the learning rate goes from {last:.3g} in update {run.step} to {following:.3g} next",
+    )

@@ -15,9 +15,16 @@ from torch import nn
 
 from llmtrain.parallel.mesh import full_tensor, local_shard, shard_like
 
-_QUINTIC = (3.4445, -4.7750, 2.0315)  # of Jordan et al.: steepest at zero, and near one for what has grown
+_QUINTIC = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of Jordan et al.: steepest at zero, and near one for what has grown
 _ITERATIONS = 5
-_TOGETHER = {"cpu": 1 << 22, "cuda": 1 << 28}  # numbers in a batch of matrices; larger ones come alone
+_TOGETHER = {
+    "cpu": 1 << 22,
+    "cuda": 1 << 28,
+}  # numbers in a batch of matrices; larger ones come alone
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,7 +45,9 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
         shared: bool = False,
     ) -> None:
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "dtype": dtype})
+        super().__init__(
+            matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "dtype": dtype}
+        )
         self.ranks = dist.get_world_size() if shared and dist.is_initialized() else 1
 
     @torch.no_grad()
@@ -46,18 +55,24 @@ class Muon(torch.optim.Optimizer):
         under_way: list[Callable[[], None]] = []
         for group in self.param_groups:
             for matrices in batches_of([p for p in group["params"] if p.grad is not None]):
-                momenta = torch.stack([_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices])
+                momenta = torch.stack(
+                    [_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices]
+                )
                 results, work = self._orthogonal(momenta.to(group["dtype"] or momenta.dtype))
                 del momenta
                 under_way.append(functools.partial(self._update, matrices, group, results, work))
-                if len(under_way) > 1 or work is None:  # while results are sent, those before are put to use
+                if (
+                    len(under_way) > 1 or work is None
+                ):  # while results are sent, those before are put to use
                     under_way.pop(0)()
         for update in under_way:
             update()
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Return :func:`orthogonal` of [N, m, n], which the ranks may share, and what to wait for."""
-        if len(momenta) < self.ranks or self.ranks == 1:  # with fewer, more would be sent than is saved
+        if (
+            len(momenta) < self.ranks or self.ranks == 1
+        ):  # with fewer, more would be sent than is saved
             return orthogonal(momenta), None
         each = -(-len(momenta) // self.ranks)
         mine = momenta[dist.get_rank() * each :][:each]
@@ -68,7 +83,11 @@ class Muon(torch.optim.Optimizer):
         return results, dist.all_gather(list(torch.split(results, each)), sent, async_op=True)
 
     def _update(
-        self, matrices: list[nn.Parameter], group: dict[str, Any], results: torch.Tensor, work: dist.Work | None
+        self,
+        matrices: list[nn.Parameter],
+        group: dict[str, Any],
+        results: torch.Tensor,
+        work: dist.Work | None,
     ) -> None:
         lr, decay = group["lr"], group["lr"] * group["weight_decay"]
         if work is not None:

@@ -10,7 +10,17 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.contract import Due, Facts, Forward, MeasuresItself, Metric, Observer, SurveysBatches, Update, Window
+from llmtrain.contract import (
+    Due,
+    Facts,
+    Forward,
+    MeasuresItself,
+    Metric,
+    Observer,
+    SurveysBatches,
+    Update,
+    Window,
+)
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -30,7 +40,9 @@ from llmtrain.training.run import Run
 from llmtrain.training.step import plain_of, survey
 
 _SAMPLE_TOKENS = 64
-_COMPARE_STEPS = 100  # updates between two comparisons of the replicas, beside one before each checkpoint
+_COMPARE_STEPS = (
+    100  # updates between two comparisons of the replicas, beside one before each checkpoint
+)
 
 
 class Timing(Observer):
@@ -104,7 +116,9 @@ class _Watching(Observer):
 def observers_of(t: Training) -> list[Observer]:
     """Return the observers of a run. After an update they are called in this order."""
     loop, parallel = t.run.settings.loop, t.run.settings.parallel
-    replayed = loop.replay_step is not None  # nothing else that the run was asked for is wanted again
+    replayed = (
+        loop.replay_step is not None
+    )  # nothing else that the run was asked for is wanted again
     wanted: list[tuple[type[_Watching], bool]] = [
         (MemoryAdvice, True),
         (GettingReady, True),
@@ -128,9 +142,15 @@ class GettingReady(_Watching):
         if self.run.step > self.t.timing.first:
             return
         run, loop, model, batch = self.run, self.loop, self.t.model, window.batches[-1]
-        wanted = loop.torch_compile or ("auto" if self.accelerator.device.type == "cuda" else "never")
+        wanted = loop.torch_compile or (
+            "auto" if self.accelerator.device.type == "cuda" else "never"
+        )
         # times differ between layouts, so with --bitwise they choose nothing; and no stage of a pipeline is tried alone
-        wanted = "never" if wanted == "auto" and (loop.bitwise or not is_whole(self.accelerator)) else wanted
+        wanted = (
+            "never"
+            if wanted == "auto" and (loop.bitwise or not is_whole(self.accelerator))
+            else wanted
+        )
         passes = (run.settings.optim.max_steps - run.step) * len(window.batches)
         self.t.enter("getting ready")
         with self.t.timing.throughput.paused():
@@ -150,7 +170,9 @@ class MemoryAdvice(_Watching):
             if not is_out_of_memory(error):
                 raise
             rows = self.run.layout.micro_batch
-            smaller = "one row at a time is too much; lower --block_size, or make the model smaller."
+            smaller = (
+                "one row at a time is too much; lower --block_size, or make the model smaller."
+            )
             if rows > 1:
                 smaller = f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
             if is_sharded(self.accelerator) and not self.run.settings.parallel.sync_each_batch:
@@ -165,8 +187,12 @@ class RowLedger(_Watching):
     """
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        rows, targets = (gather_rows(self.accelerator, column) for column in (window.rows, window.targets))
-        self.run.folder.append("rows.jsonl", {"step": due.step, "rows": rows.tolist(), "targets": targets.tolist()})
+        rows, targets = (
+            gather_rows(self.accelerator, column) for column in (window.rows, window.targets)
+        )
+        self.run.folder.append(
+            "rows.jsonl", {"step": due.step, "rows": rows.tolist(), "targets": targets.tolist()}
+        )
 
 
 class Averaging(_Watching):
@@ -183,8 +209,18 @@ class Averaging(_Watching):
         average(parameter for parameter in self.t.model.parameters() if parameter.requires_grad)
         if self.t.saves(due):
             state = self.t.optimizer.optimizer.state
-            order = [state[p] for group in self.t.optimizer.param_groups for p in group["params"] if p in state]
-            average(one for entries in order for one in entries.values() if one.is_floating_point() and one.ndim)
+            order = [
+                state[p]
+                for group in self.t.optimizer.param_groups
+                for p in group["params"]
+                if p in state
+            ]
+            average(
+                one
+                for entries in order
+                for one in entries.values()
+                if one.is_floating_point() and one.ndim
+            )
         self.t.enter("other")
 
 
@@ -217,8 +253,14 @@ class Readings(_Watching):
         if update.survey is not None and isinstance(plain, SurveysBatches):
             told[plain.surveyed_as] = float(update.survey)
         if update.measured is not None and isinstance(plain, MeasuresItself):
-            told |= plain.readings((accelerator.reduce(update.measured, reduction="sum") / same).tolist())
-            if getattr(plain, "takes_reference", False) and told["rewards/chosen"] < 0 and not self.warned:
+            told |= plain.readings(
+                (accelerator.reduce(update.measured, reduction="sum") / same).tolist()
+            )
+            if (
+                getattr(plain, "takes_reference", False)
+                and told["rewards/chosen"] < 0
+                and not self.warned
+            ):
                 self.warned = True
                 fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
                 self.run.incident("chosen", f"{fallen}: see docs/preference.md")
@@ -284,7 +326,9 @@ class Evaluation(_Watching):
             return {}
         batches = (batch for window in self._windows() for batch in window.batches)
         self.t.model.eval()
-        return survey(self.accelerator, self.t.model, batches, torch.zeros((), device=self.accelerator.device))[0]
+        return survey(
+            self.accelerator, self.t.model, batches, torch.zeros((), device=self.accelerator.device)
+        )[0]
 
 
 class Samples(_Watching):
@@ -297,7 +341,9 @@ class Samples(_Watching):
         self.t.enter("a sample")
         how = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=loop.seed)
         with self.t.timing.throughput.paused(), eager_code(self.t.model):
-            texts = sample(run.accelerator, self.t.model, run.rows.tokenizer, loop.sample_prompts, how)
+            texts = sample(
+                run.accelerator, self.t.model, run.rows.tokenizer, loop.sample_prompts, how
+            )
         for prompt, text in zip(loop.sample_prompts, texts, strict=True):
             run.folder.append("samples.jsonl", {"step": due.step, "prompt": prompt, "text": text})
 

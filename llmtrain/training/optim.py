@@ -33,7 +33,9 @@ def lr_at(step: int, config: OptimConfig) -> float:
             return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
 
 
-def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    accelerator: Accelerator, model: nn.Module, config: OptimConfig
+) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
 
     With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
@@ -41,16 +43,27 @@ def make_optimizer(accelerator: Accelerator, model: nn.Module, config: OptimConf
     """
     hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
     taken = {id(p) for p in hidden}
-    rest = [p for p in model.parameters() if p.requires_grad and not p.is_meta and id(p) not in taken]
+    rest = [
+        p for p in model.parameters() if p.requires_grad and not p.is_meta and id(p) not in taken
+    ]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True)
+    adamw = torch.optim.AdamW(
+        groups, config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True
+    )
     if not hidden:
         return adamw
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    muon = Muon(hidden, config.learning_rate, config.weight_decay, config.adam_beta1, dtype, _may_share(accelerator))
+    muon = Muon(
+        hidden,
+        config.learning_rate,
+        config.weight_decay,
+        config.adam_beta1,
+        dtype,
+        _may_share(accelerator),
+    )
     return MuonBesideAdamW(muon, adamw)
 
 
@@ -85,7 +98,9 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         muon.state = adamw.state = self.state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # how load_state_dict replaces groups and state
+    def __setstate__(
+        self, state: dict[str, Any]
+    ) -> None:  # how load_state_dict replaces groups and state
         super().__setstate__(state)
         self._share()
 

@@ -40,15 +40,29 @@ def with_reference(accelerator: Accelerator, seed: int, rows: Tokenized, built: 
     if not isinstance(model, TakesReference) or not model.takes_reference:
         return rows
     weights = (built.start or {}).get("weights")
-    first = {"weights": weights, "config": built.files.config, "seed": seed, "rows": rows.facts.data_sha256}
-    how = [accelerator.mixed_precision, accelerator.device.type, torch.get_num_threads(), rows.facts.shared]
+    first = {
+        "weights": weights,
+        "config": built.files.config,
+        "seed": seed,
+        "rows": rows.facts.data_sha256,
+    }
+    how = [
+        accelerator.mixed_precision,
+        accelerator.device.type,
+        torch.get_num_threads(),
+        rows.facts.shared,
+    ]
     key = digest({**first, "how": how})
     train = _with_column(accelerator, key, "train", rows.train, built)
-    held_out = None if rows.eval is None else _with_column(accelerator, key, "eval", rows.eval, built)
+    held_out = (
+        None if rows.eval is None else _with_column(accelerator, key, "eval", rows.eval, built)
+    )
     return replace(rows, train=train, eval=held_out)
 
 
-def _with_column(accelerator: Accelerator, key: str, name: str, rows: TokenRows, built: Built) -> TokenRows:
+def _with_column(
+    accelerator: Accelerator, key: str, name: str, rows: TokenRows, built: Built
+) -> TokenRows:
     import pyarrow
 
     assert isinstance(built.model, TakesReference)
@@ -60,33 +74,51 @@ def _with_column(accelerator: Accelerator, key: str, name: str, rows: TokenRows,
     say("reference", f"log-probabilities under the first weights, {name}: {found}{again}")
     for chunk in _computed(accelerator, rows, len(values), slots, built):
         finite = np.isfinite(chunk).all()
-        require(finite, "the first weights give log-probabilities that are not finite: they cannot be compared with.")
+        require(
+            finite,
+            "the first weights give log-probabilities that are not finite: they cannot be compared with.",
+        )
         team.main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
     kind = pyarrow.list_(pyarrow.float32(), slots)
     ends = np.cumsum([len(part) for part in rows.data.column(0).chunks])
-    parts = [pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=kind) for part in np.split(values, ends[:-1])]
+    parts = [
+        pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=kind)
+        for part in np.split(values, ends[:-1])
+    ]
     return TokenRows(rows.data.append_column("reference", pyarrow.chunked_array(parts, kind)))
 
 
 @torch.no_grad()
-def _computed(accelerator: Accelerator, rows: TokenRows, start: int, slots: int, built: Built) -> Iterator[np.ndarray]:
+def _computed(
+    accelerator: Accelerator, rows: TokenRows, start: int, slots: int, built: Built
+) -> Iterator[np.ndarray]:
     """Yield the numbers [rows, slots] of chunks of rows, from the row ``start`` on."""
     model, ranks, me = built.model, data_parallel_size(accelerator), data_parallel_rank(accelerator)
-    collate = Collate(_TOGETHER, prepare=model.prepare if isinstance(model, PreparesBatches) else None)
+    collate = Collate(
+        _TOGETHER, prepare=model.prepare if isinstance(model, PreparesBatches) else None
+    )
     table, training = SlotRows(rows), model.training
     model.eval()
     starts = range(start, len(rows), _CHUNK)
-    for first in tqdm(starts, desc="reference", leave=False, disable=not accelerator.is_main_process):
+    for first in tqdm(
+        starts, desc="reference", leave=False, disable=not accelerator.is_main_process
+    ):
         mine = []
-        for group in range(me, -(-_CHUNK // _TOGETHER // ranks) * ranks, ranks):  # as many on each rank
+        for group in range(
+            me, -(-_CHUNK // _TOGETHER // ranks) * ranks, ranks
+        ):  # as many on each rank
             places = range(first + group * _TOGETHER, first + (group + 1) * _TOGETHER)
             inside = group * _TOGETHER < _CHUNK
-            slots_of = [Slot(place, place if inside and place < len(rows) else None) for place in places]
+            slots_of = [
+                Slot(place, place if inside and place < len(rows) else None) for place in places
+            ]
             (batch,) = collate(table.__getitems__(slots_of)).to(accelerator.device).batches
             with accelerator.autocast():
                 mine.append(model(**batch, logps=True).float())
-        everyone = gather_rows(accelerator, torch.stack(mine))  # [ranks * groups of each, together, slots]
+        everyone = gather_rows(
+            accelerator, torch.stack(mine)
+        )  # [ranks * groups of each, together, slots]
         in_order = everyone.view(ranks, -1, _TOGETHER, slots).transpose(0, 1).reshape(-1, slots)
         yield in_order[: min(_CHUNK, len(rows) - first)].cpu().numpy()
     reshard(model)
@@ -99,8 +131,14 @@ def _read(path: Path, rows: int, slots: int) -> tuple[np.ndarray, bool]:
     stored = path.read_bytes() if path.exists() else b""
     while stored and not damaged:
         size = 4 * slots * min(_CHUNK, rows - sum(map(len, found)))
-        known, data, stored = stored[:_DIGEST], stored[_DIGEST : _DIGEST + size], stored[_DIGEST + size :]
-        damaged = not size or len(data) < size or known != _digest(path.name, sum(map(len, found)), data)
+        known, data, stored = (
+            stored[:_DIGEST],
+            stored[_DIGEST : _DIGEST + size],
+            stored[_DIGEST + size :],
+        )
+        damaged = (
+            not size or len(data) < size or known != _digest(path.name, sum(map(len, found)), data)
+        )
         found += [] if damaged else [np.frombuffer(data, np.float32).reshape(-1, slots)]
     whole = np.concatenate(found)
     if damaged:
@@ -113,7 +151,9 @@ def _read(path: Path, rows: int, slots: int) -> tuple[np.ndarray, bool]:
 def _append(path: Path, first: int, chunk: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = chunk.astype(np.float32).tobytes()
-    with path.open("ab") as file:  # torn, or written by two runs at once, it is found out by its digest
+    with path.open(
+        "ab"
+    ) as file:  # torn, or written by two runs at once, it is found out by its digest
         file.write(_digest(path.name, first, data) + data)
 
 

@@ -22,10 +22,23 @@ from llmtrain.errors import UserError, explained, first_line, require
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import Spread, data_parallel_size, fill, local_shard, of_all_stages, sharding_of
+from llmtrain.parallel.mesh import (
+    Spread,
+    data_parallel_size,
+    fill,
+    local_shard,
+    of_all_stages,
+    sharding_of,
+)
 from llmtrain.record import checkpoint
 from llmtrain.record.folder import RunFolder
-from llmtrain.record.provenance import check_same_everywhere, digest, run_record, versions, what_runs
+from llmtrain.record.provenance import (
+    check_same_everywhere,
+    digest,
+    run_record,
+    versions,
+    what_runs,
+)
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import Choice, choose_folder
 from llmtrain.record.saver import Saver
@@ -41,7 +54,14 @@ from llmtrain.training.settings import AnySettings
 from llmtrain.training.step import plain_of
 from llmtrain.training.summary import show_result
 
-_TOLD = ("git_sha", "code_sha256", "processes", "sharded", "device", "mixed_precision")  # to trackers, of a start
+_TOLD = (
+    "git_sha",
+    "code_sha256",
+    "processes",
+    "sharded",
+    "device",
+    "mixed_precision",
+)  # to trackers, of a start
 
 
 @dataclass
@@ -66,7 +86,10 @@ class Run:
     compiled: bool | None = None  # whether its blocks are; None: not chosen yet
     stop_reason: str = ""
     evaluated: tuple[int, Facts] | None = None  # step and results of the last evaluation
-    outcome: tuple[str, str] = ("failed", "ended without a word")  # state and reason, as status.json has them
+    outcome: tuple[str, str] = (
+        "failed",
+        "ended without a word",
+    )  # state and reason, as status.json has them
 
     @property
     def is_main(self) -> bool:
@@ -78,7 +101,9 @@ class Run:
 
     def log(self, reading: Facts) -> None:
         """Write one line of ``metrics.jsonl``, and tell the trackers."""
-        self.metrics.write({"step": self.step, "tokens": self.tokens, **reading, "time": round(time.time(), 3)})
+        self.metrics.write(
+            {"step": self.step, "tokens": self.tokens, **reading, "time": round(time.time(), 3)}
+        )
         if "eval/loss" in reading:
             self.evaluated = self.step, reading
 
@@ -106,7 +131,9 @@ class Run:
         def ready() -> None:
             self.saver.wait()
             if self.is_main and self.folder.taken_over():
-                raise UserError(f"{self.folder.path}: another run has taken over this folder; nothing was saved here.")
+                raise UserError(
+                    f"{self.folder.path}: another run has taken over this folder; nothing was saved here."
+                )
             if self.is_main:
                 self.folder.sync_ledgers()
 
@@ -114,7 +141,13 @@ class Run:
             state = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
             weights = of_all_stages(self.accelerator, plain, self.built.files.tensors(plain))
             done = functools.partial(self.folder.status, "running", self.step)
-            self.saver.save(self.step, weights, of_all_stages(self.accelerator, plain, state), self._state(), done)
+            self.saver.save(
+                self.step,
+                weights,
+                of_all_stages(self.accelerator, plain, state),
+                self._state(),
+                done,
+            )
 
         self._on_writers(ready)
         self._on_writers(write)
@@ -122,7 +155,11 @@ class Run:
 
     def _state(self) -> Facts:
         at_step, results = self.evaluated or (None, {})
-        loss, scaler, patience = results.get("eval/loss", math.inf), self.accelerator.scaler, self.patience
+        loss, scaler, patience = (
+            results.get("eval/loss", math.inf),
+            self.accelerator.scaler,
+            self.patience,
+        )
         return {
             **{name: getattr(self, name) for name in ("step", "tokens", "skipped", "compiled")},
             "eval_loss": loss if at_step == self.step and math.isfinite(loss) else None,
@@ -145,11 +182,15 @@ class Run:
         if path is None:
             return
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
-        state = handler_of(self.accelerator).exchange.keep(plain, self._from_main(path / "optimizer"))
+        state = handler_of(self.accelerator).exchange.keep(
+            plain, self._from_main(path / "optimizer")
+        )
         checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
         facts = Team.everyone().main(lambda: checkpoint.read_state(path))
         self.skipped, self.compiled = facts.get("skipped", 0), facts.get("compiled")
-        if "best" in facts and path.parent == self.folder.path / "checkpoints":  # else the best is not here
+        if (
+            "best" in facts and path.parent == self.folder.path / "checkpoints"
+        ):  # else the best is not here
             self.patience.restore(facts["best"])
         if self.accelerator.scaler is not None and facts["loss_scaler"]:
             self.accelerator.scaler.load_state_dict(facts["loss_scaler"])
@@ -162,14 +203,24 @@ class Run:
             self._on_writers(self.saver.wait)
             self._take_best(model)
             self._write_model(model)
-            self.outcome = "finished", self.patience.why if self.patience.over else "all updates were made"
+            self.outcome = (
+                "finished",
+                self.patience.why if self.patience.over else "all updates were made",
+            )
         else:
             self._on_writers(self.saver.wait)
             why = self.stop_reason or "asked to stop"
             self.outcome = "preempted", f"{why}; step {self.step} is saved"
             never = self.settings.run.resume_from_checkpoint == "never"
-            how = f" with --resume_from_checkpoint auto --output_dir {self.folder.path}" if never else ""
-            say("stopped", f"{why}: step {self.step} is saved in {self.folder.path}; the same command{how} goes on")
+            how = (
+                f" with --resume_from_checkpoint auto --output_dir {self.folder.path}"
+                if never
+                else ""
+            )
+            say(
+                "stopped",
+                f"{why}: step {self.step} is saved in {self.folder.path}; the same command{how} goes on",
+            )
 
     def _take_best(self, model: nn.Module) -> None:
         """Load the weights that early stopping has found the best, where the last ones are others."""
@@ -178,10 +229,16 @@ class Run:
             return
         path = checkpoint.path_of(self.folder.path / "checkpoints", best)
         if fault := Team.everyone().main(lambda: checkpoint.find_fault(path)):
-            self.incident("damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights")
+            self.incident(
+                "damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights"
+            )
             return
         fill(self.built.files.tensors(plain_of(model)), self._from_main(path / "model"))
-        say("best", f"model/ has the weights of step {best}" + (f": {self.patience.why}" if self.patience.over else ""))
+        say(
+            "best",
+            f"model/ has the weights of step {best}"
+            + (f": {self.patience.why}" if self.patience.over else ""),
+        )
 
     def show(self) -> None:
         """Show what a finished run has learned."""
@@ -202,7 +259,9 @@ class Run:
                 checkpoint.write_model(target, files, Spread(files.exported(plain)))
             else:
                 tensors = of_all_stages(self.accelerator, plain, files.tensors(plain))
-                checkpoint.write_model(target, files, tensors, self.saver.team, files.publishing(plain))
+                checkpoint.write_model(
+                    target, files, tensors, self.saver.team, files.publishing(plain)
+                )
 
         self._on_writers(write)
 
@@ -223,7 +282,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built) -> Iterator[Run]:
+def open_run(
+    accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built
+) -> Iterator[Run]:
     """Open the run's folder for the length of the block: a new one, or that of an unfinished run of the same identity.
 
     At the end of a block that did not fail the processes leave the group, and a finished model is published. A dry run
@@ -239,15 +300,32 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
     check_same_everywhere(team, what_runs(identity, resolved(s), accelerator.mixed_precision))
     choice = Choice(Path(s.run.output_dir))
     if not s.loop.dry_run:
-        choice = team.main(lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity))
+        choice = team.main(
+            lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity)
+        )
         say("run", f"{choice.folder} ({choice.why})")
     folder = RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process)
-    saver = Saver(folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save)
+    saver = Saver(
+        folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save
+    )
     saver.verified += [choice.checkpoint] if choice.checkpoint else []
     deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
     metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
     patience = Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model)
-    parts = accelerator, s, layout, rows, built, identity, folder, saver, metrics, deadline, patience, choice
+    parts = (
+        accelerator,
+        s,
+        layout,
+        rows,
+        built,
+        identity,
+        folder,
+        saver,
+        metrics,
+        deadline,
+        patience,
+        choice,
+    )
     run = Run(*parts, choice.step, choice.tokens)
     with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team):
         yield run
@@ -259,15 +337,25 @@ def open_run(accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: B
 @contextlib.contextmanager
 def _recorded(run: Run, team: Team) -> Iterator[None]:
     """Hold a run's folder and tell its trackers; whatever ends the block is said in ``status.json``."""
-    s, accelerator, folder, settings = run.settings, run.accelerator, run.folder, resolved(run.settings)
+    s, accelerator, folder, settings = (
+        run.settings,
+        run.accelerator,
+        run.folder,
+        resolved(run.settings),
+    )
     with contextlib.ExitStack() as held:
 
         def claim() -> Facts:
             held.enter_context(folder.claimed(run.step))
             sharded = sharding_of(accelerator).layout if is_sharded(accelerator) else None
             here: Facts = {"processes": accelerator.num_processes, "sharded": sharded}
-            here |= {"device": accelerator.device.type, "mixed_precision": accelerator.mixed_precision}
-            record = run_record(folder.path, run.identity, settings, asdict(run.rows.facts), run.choice, here)
+            here |= {
+                "device": accelerator.device.type,
+                "mixed_precision": accelerator.mixed_precision,
+            }
+            record = run_record(
+                folder.path, run.identity, settings, asdict(run.rows.facts), run.choice, here
+            )
             folder.write("run.json", record)
             return {key: record["starts"][-1][key] for key in _TOLD}
 
@@ -276,7 +364,9 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
             run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
         held.enter_context(stop_signals(run.ask_to_stop))
         try:
-            run.metrics.start(s.run.trackers, told, s.run.run_name or folder.path.name, run.choice.run_id)
+            run.metrics.start(
+                s.run.trackers, told, s.run.run_name or folder.path.name, run.choice.run_id
+            )
             yield
         except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
             run.failed("left at once")
@@ -295,10 +385,18 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
 
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
-    parameters, device = dict(model.named_parameters()), accelerator.device  # of those of other stages there is nothing
-    here = [torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()]
+    parameters, device = (
+        dict(model.named_parameters()),
+        accelerator.device,
+    )  # of those of other stages there is nothing
+    here = [
+        torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()
+    ]
     bad = torch.stack([(~torch.isfinite(values)).any().to(device) for values in here])
     if is_sharded(accelerator):  # each rank has seen its shard
         bad = accelerator.reduce(bad.int(), reduction="sum")
     for name, found in zip(parameters, bad.tolist(), strict=True):
-        require(not found, f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.")
+        require(
+            not found,
+            f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.",
+        )

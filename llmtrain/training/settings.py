@@ -20,14 +20,18 @@ class OptimConfig(Config):
     _argument_group_name: ClassVar[str] = "optimization"
     acts: ClassVar[str] = "update"
 
-    optim: Literal["adamw", "muon"] = flag("adamw", "muon: for the matrices of hidden layers, with AdamW for the rest")
+    optim: Literal["adamw", "muon"] = flag(
+        "adamw", "muon: for the matrices of hidden layers, with AdamW for the rest"
+    )
     max_steps: int = flag(400, "updates in the run")
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
         "cosine", "the learning rate after the warm-up; all but constant end at zero"
     )
     warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
-    weight_decay: float = flag(0.1, "decoupled weight decay of matrices; biases and norms have none")
+    weight_decay: float = flag(
+        0.1, "decoupled weight decay of matrices; biases and norms have none"
+    )
     adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's", hidden=True)
     adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", hidden=True)
     max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
@@ -36,7 +40,10 @@ class OptimConfig(Config):
         require_at_least(self, 1, "max_steps")
         require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
         for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, f"--{name} {getattr(self, name)} must be at least 0 and below 1.")
+            require(
+                0 <= getattr(self, name) < 1,
+                f"--{name} {getattr(self, name)} must be at least 0 and below 1.",
+            )
         require(self.max_grad_norm > 0, f"--max_grad_norm {self.max_grad_norm} must be above 0.")
 
 
@@ -46,7 +53,9 @@ class LoopConfig(Config):
 
     _argument_group_name: ClassVar[str] = "loop"
     retired: ClassVar[Mapping[str, Retired]] = {
-        "check_replicas_steps": Retired("replicas are compared every 100 updates, and before each checkpoint"),
+        "check_replicas_steps": Retired(
+            "replicas are compared every 100 updates, and before each checkpoint"
+        ),
         "sample_steps": Retired("the model goes on from --sample_prompts at every evaluation"),
         "debug": Retired("set LLMTRAIN_DEBUG=1 in the environment"),
     }
@@ -54,7 +63,8 @@ class LoopConfig(Config):
     seed: int = flag(0, "of weights, data order and dropout", acts="seed")
     logging_steps: int = flag(10, "updates between two readings of the training loss")
     eval_steps: int = flag(
-        100, "updates between two evaluations, beside one before the first update and one at the end; 0: never"
+        100,
+        "updates between two evaluations, beside one before the first update and one at the end; 0: never",
     )
     early_stopping_patience: int = flag(
         0,
@@ -67,10 +77,16 @@ class LoopConfig(Config):
         "what --early_stopping_patience looks at; higher is better, except for a loss, perplexity or bits",
         acts="update",
     )
-    sample_prompts: list[str] = flag([], "texts that the model goes on from, or answers, at every evaluation")
-    max_hours: float | None = flag(None, "save and stop before this time has passed since the start")
+    sample_prompts: list[str] = flag(
+        [], "texts that the model goes on from, or answers, at every evaluation"
+    )
+    max_hours: float | None = flag(
+        None, "save and stop before this time has passed since the start"
+    )
     bitwise: bool = flag(
-        False, "add gradients in one fixed order: 1, 2, 4, ... processes give the same bits, slower", acts="layout"
+        False,
+        "add gradients in one fixed order: 1, 2, 4, ... processes give the same bits, slower",
+        acts="layout",
     )
     torch_compile: Literal["auto", "always", "never"] | None = flag(
         None,
@@ -80,22 +96,44 @@ class LoopConfig(Config):
     )
     dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")
     skip_nonfinite: int = flag(
-        0, "updates with a gradient that is not finite, to skip before the run stops", acts="update", hidden=True
+        0,
+        "updates with a gradient that is not finite, to skip before the run stops",
+        acts="update",
+        hidden=True,
     )
-    xray_steps: str | None = flag(None, "A:B records the updates A to B, in the run's folder xray/", hidden=True)
+    xray_steps: str | None = flag(
+        None, "A:B records the updates A to B, in the run's folder xray/", hidden=True
+    )
     log_rows: bool = flag(False, "write the rows of every update to rows.jsonl", hidden=True)
-    replay_step: int | None = flag(None, "stop after this update and write its rows' losses: see replay", hidden=True)
+    replay_step: int | None = flag(
+        None, "stop after this update and write its rows' losses: see replay", hidden=True
+    )
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "logging_steps")
         require_at_least(self, 0, "eval_steps", "skip_nonfinite", "early_stopping_patience")
         stops = self.early_stopping_patience > 0
-        require(self.eval_steps > 0 or not stops, "--early_stopping_patience needs evaluations: --eval_steps above 0.")
+        require(
+            self.eval_steps > 0 or not stops,
+            "--early_stopping_patience needs evaluations: --eval_steps above 0.",
+        )
         told = stops or self.metric_for_best_model == "eval/loss"
-        require(told, "--metric_for_best_model is what --early_stopping_patience looks at; give that too.")
-        require(self.replay_step is None or self.replay_step > 0, f"--replay_step {self.replay_step} must be above 0.")
-        require(self.max_hours is None or self.max_hours > 0, f"--max_hours {self.max_hours} must be above 0.")
-        require(0 <= self.seed < 2**63, f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+        require(
+            told,
+            "--metric_for_best_model is what --early_stopping_patience looks at; give that too.",
+        )
+        require(
+            self.replay_step is None or self.replay_step > 0,
+            f"--replay_step {self.replay_step} must be above 0.",
+        )
+        require(
+            self.max_hours is None or self.max_hours > 0,
+            f"--max_hours {self.max_hours} must be above 0.",
+        )
+        require(
+            0 <= self.seed < 2**63,
+            f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.",
+        )
         _ = self.xray_range
 
     @property
@@ -105,7 +143,9 @@ class LoopConfig(Config):
             return None
         asked = re.fullmatch(r"([1-9]\d*):(\d+)", self.xray_steps)
         if asked is None or int(asked[1]) > int(asked[2]):
-            raise UserError(f"--xray_steps {self.xray_steps}: write two updates, such as 6:8; the first of a run is 1.")
+            raise UserError(
+                f"--xray_steps {self.xray_steps}: write two updates, such as 6:8; the first of a run is 1."
+            )
         return range(int(asked[1]), int(asked[2]) + 1)
 
 
@@ -118,15 +158,24 @@ class RunConfig(Config):
         "log_model": Retired("set WANDB_LOG_MODEL=end in the environment, as for transformers")
     }
 
-    output_dir: str = flag("runs/run", "the run's folder; where it is taken by another run, the next free name")
+    output_dir: str = flag(
+        "runs/run", "the run's folder; where it is taken by another run, the next free name"
+    )
     run_name: str | None = flag(None, "name shown by trackers; the folder's name where left out")
     save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
-    save_total_limit: int = flag(2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss")
-    async_save: bool = flag(False, "write checkpoints in the background, from a copy in the host's memory")
-    resume_from_checkpoint: str = flag(
-        "auto", "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder"
+    save_total_limit: int = flag(
+        2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss"
     )
-    push_to_hub: str | None = flag(None, "upload the finished model to this hub repository; a new one is private")
+    async_save: bool = flag(
+        False, "write checkpoints in the background, from a copy in the host's memory"
+    )
+    resume_from_checkpoint: str = flag(
+        "auto",
+        "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder",
+    )
+    push_to_hub: str | None = flag(
+        None, "upload the finished model to this hub repository; a new one is private"
+    )
     report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
 
     def __post_init__(self) -> None:
@@ -145,7 +194,9 @@ class RunConfig(Config):
         alone = not names or "none" not in self.report_to
         require(alone, f"--report_to none and {' '.join(names)} contradict each other.")
         if "tensorboard" in names and not any(map(find_spec, ("tensorboard", "tensorboardX"))):
-            raise UserError("--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'.")
+            raise UserError(
+                "--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'."
+            )
         return names
 
 
@@ -176,4 +227,6 @@ CONFIGS: tuple[type[Config], ...] = (
     *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig, PairConfig, PreferenceConfig),
     *(OptimConfig, PipelineConfig, LoopConfig, RunConfig),
 )
-RETIRED: dict[str, Retired] = {name: about for config in CONFIGS for name, about in config.retired.items()}
+RETIRED: dict[str, Retired] = {
+    name: about for config in CONFIGS for name, about in config.retired.items()
+}

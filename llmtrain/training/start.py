@@ -35,7 +35,10 @@ def start(s: AnySettings) -> Accelerator:
 
 
 def place(
-    accelerator: Accelerator, build: Callable[[S, Tokenized, str], Built | nn.Module], s: S, rows: Tokenized
+    accelerator: Accelerator,
+    build: Callable[[S, Tokenized, str], Built | nn.Module],
+    s: S,
+    rows: Tokenized,
 ) -> Built:
     """Build a recipe's model and bring it to where it is trained.
 
@@ -57,11 +60,16 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
     prepare = model.prepare if isinstance(model, PreparesBatches) else None
     pinned = run.accelerator.device.type == "cuda"
     windows = s.data.global_batch_size, run.layout.micro_batch, range(run.step, s.optim.max_steps)
-    seeds = None if rows.in_order else s.loop.seed, s.loop.seed if keyed else None  # of the order, of dropout
+    seeds = (
+        None if rows.in_order else s.loop.seed,
+        s.loop.seed if keyed else None,
+    )  # of the order, of dropout
     batches = train_loader(rows.train, *windows, *seeds, rows.mixture, prepare, pinned)
     if rows.eval is None and s.loop.eval_steps:
         say("held out", "no rows, so that nothing is evaluated")
     if rows.eval is None:
         return batches, None
     parts = [*rows.held_out_sources.values()]
-    return batches, eval_loader(rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned, parts)
+    return batches, eval_loader(
+        rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned, parts
+    )

@@ -47,7 +47,9 @@ def train_step(
     plain = plain_of(model)
     if isinstance(plain, MeasuresItself):
         plain.measured()  # passes that were tried before
-    nll = (forward_backward or Accumulation(accelerator, model))([batch | load for batch in batches], units)
+    nll = (forward_backward or Accumulation(accelerator, model))(
+        [batch | load for batch in batches], units
+    )
     enter("norm")
     norm = clip_grad_norm(accelerator, model, max_grad_norm)
     norm = agree(norm) if agree is not None else norm
@@ -55,20 +57,26 @@ def train_step(
     numbers = [one.to(tokens.device, wide) for one in (norm, tokens, stops, units)]
     grad_norm, counted, stopped, of = torch.stack(numbers).tolist()
     enter("optimizer")
-    if math.isfinite(grad_norm) or accelerator.scaler is not None:  # fp16's scaler skips, and lowers its scale
+    if (
+        math.isfinite(grad_norm) or accelerator.scaler is not None
+    ):  # fp16's scaler skips, and lowers its scale
         optimizer.step()
     optimizer.zero_grad()
     measured = plain.measured() if isinstance(plain, MeasuresItself) else None
     return Update(nll, int(counted), grad_norm, stopped > 0, found, int(of), measured)
 
 
-def count_tokens(accelerator: Accelerator, batches: Sequence[Batch], stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def count_tokens(
+    accelerator: Accelerator, batches: Sequence[Batch], stop: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the trained tokens of the global batch, after the shift; and, in the same all-reduce, the votes to stop.
 
     Both are int64 scalars on the device.
     """
     mine = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
-    tokens, stops = accelerator.reduce(torch.stack([mine, torch.full_like(mine, stop)]), reduction="sum")
+    tokens, stops = accelerator.reduce(
+        torch.stack([mine, torch.full_like(mine, stop)]), reduction="sum"
+    )
     return tokens // model_parallel_size(accelerator), stops
 
 
@@ -86,7 +94,9 @@ def count_units(
     if not isinstance(plain, MeasuresItself):
         return tokens
     mine = torch.stack([plain.units(batch) for batch in batches]).sum()
-    return cast(torch.Tensor, accelerator.reduce(mine, reduction="sum") // model_parallel_size(accelerator))
+    return cast(
+        torch.Tensor, accelerator.reduce(mine, reduction="sum") // model_parallel_size(accelerator)
+    )
 
 
 @torch.no_grad()
@@ -121,7 +131,10 @@ class Accumulation:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, reduce: Literal["once", "each", "never"] = "once"
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        reduce: Literal["once", "each", "never"] = "once",
     ) -> None:
         self.accelerator, self.model, self.reduce = accelerator, model, reduce
         self.replicas = data_parallel_size(accelerator)  # DDP and FSDP average over them: undo it

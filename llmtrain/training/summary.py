@@ -28,14 +28,18 @@ def show_result(folder: Path, question: list[int] | None) -> None:
 def _show(folder: Path, question: list[int] | None) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
     if gives_scores(read_object(folder / "model" / "config.json")):
-        print(f"model     {folder / 'model'}  (transformers: AutoModelForSequenceClassification.from_pretrained)")
+        print(
+            f"model     {folder / 'model'}  (transformers: AutoModelForSequenceClassification.from_pretrained)"
+        )
         return
     model = TextModel(str(folder / "model"))
     if question is not None:
         print("\n--- a question that it was not trained on " + "-" * 40)
         print(model.tokenizer.decode(question, skip_special_tokens=True))
     print(f"\n--- {'the answer' if question else 'a sample'} of {folder / 'model'} " + "-" * 40)
-    for piece in model.stream(question or "", Sampling(temperature=0.8 if question is None else 0.3)):
+    for piece in model.stream(
+        question or "", Sampling(temperature=0.8 if question is None else 0.3)
+    ):
         print(piece, end="", flush=True)
     print("\n" + "-" * 60)
     print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
@@ -46,4 +50,6 @@ def _show(folder: Path, question: list[int] | None) -> None:
 def _command() -> str:
     """Return how to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
     beside = Path(sys.executable).parent / "llmtrain"
-    return "llmtrain" if shutil.which("llmtrain") or not beside.exists() else os.path.relpath(beside)
+    return (
+        "llmtrain" if shutil.which("llmtrain") or not beside.exists() else os.path.relpath(beside)
+    )

@@ -9,7 +9,15 @@ from llmtrain.data.chat import Conversation
 from llmtrain.data.turns import Document, Renderer
 
 CONTROLS = [
-    *["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    *[
+        "<s>",
+        "</s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ],
     *["<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<▁fin▁>", "<▁fin▁>>"],
 ]
 
@@ -100,7 +108,10 @@ R1 = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|><think>\\n' -}}{%- endif -%}"""
 
-TEXT = ["The answer is yes, and the question is: what is the answer? user assistant model system\n\n" * 20]
+TEXT = [
+    "The answer is yes, and the question is: what is the answer? user assistant model system\n\n"
+    * 20
+]
 
 
 def unmarked(template: str) -> str:
@@ -123,7 +134,9 @@ def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizer
 def chat(*contents: str) -> Conversation:
     """User and assistant in turn, the user first."""
     roles = ("user", "assistant")
-    return Conversation([{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)], None)
+    return Conversation(
+        [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)], None
+    )
 
 
 def one(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
@@ -136,12 +149,20 @@ def said(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list
     """The trained text, a string for each unbroken run of tokens, of all documents."""
     texts = []
     for document in Renderer(tokenizer)(conversation).documents:
-        runs = itertools.groupby(range(len(document.ids)), key=lambda place, of=document: of.trained[place])
-        texts += [tokenizer.decode(document.ids[list(places)]) for trained, places in runs if trained]
+        runs = itertools.groupby(
+            range(len(document.ids)), key=lambda place, of=document: of.trained[place]
+        )
+        texts += [
+            tokenizer.decode(document.ids[list(places)]) for trained, places in runs if trained
+        ]
     return texts
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2, "b": [3]}},
+}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLING = [
     {"role": "user", "content": "2 + 3?"},

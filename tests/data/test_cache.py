@@ -56,7 +56,9 @@ def test_a_large_file_is_read_once(large: Path, reads: list[str]) -> None:
     assert reads == [str(large)]
 
 
-def test_a_changed_file_is_read_again_though_size_and_time_are_set_back(large: Path, reads: list[str]) -> None:
+def test_a_changed_file_is_read_again_though_size_and_time_are_set_back(
+    large: Path, reads: list[str]
+) -> None:
     before = large.stat()
     file_digest(large)
     write_later(large, "two")
@@ -80,7 +82,9 @@ def test_a_file_written_just_now_is_not_remembered(
     assert len(reads) == 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_remembered(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = cache._digest
 
     def digest(file: IO[bytes]) -> bytes:
@@ -93,13 +97,17 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(large: Path, mon
     assert not (cache_folder() / "digests").exists()
 
 
-def test_a_small_file_is_read_each_time(large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_is_read_each_time(
+    large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "_WORTH_REMEMBERING", 4)
     assert file_digest(large) == file_digest(large) == sha256("one")
     assert len(reads) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"state": 7, "sha256": "00"}', '{"sha256": "zz"}', "STATE"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "7", "{}", '{"state": 7, "sha256": "00"}', '{"sha256": "zz"}', "STATE"]
+)
 def test_a_damaged_memory_is_no_memory(large: Path, content: str) -> None:
     file_digest(large)
     (remembered,) = (cache_folder() / "digests").iterdir()
@@ -115,10 +123,16 @@ def test_a_cache_that_cannot_be_written_costs_only_time(large: Path) -> None:
 
 
 @pytest.mark.parametrize("set_to", ["LLMTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"])
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_to: str) -> None:
+def test_the_cache_is_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_to: str
+) -> None:
     for name in ("LLMTRAIN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv(set_to, str(tmp_path / "there"))
-    expected = {"LLMTRAIN_CACHE": "there", "XDG_CACHE_HOME": "there/llmtrain", "HOME": "there/.cache/llmtrain"}
+    expected = {
+        "LLMTRAIN_CACHE": "there",
+        "XDG_CACHE_HOME": "there/llmtrain",
+        "HOME": "there/.cache/llmtrain",
+    }
     assert cache_folder() == tmp_path / expected[set_to]

@@ -16,18 +16,30 @@ from llmtrain.data.turns import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked
 
 SAME = {
-    "messages": {"messages": [{"role": "user", "content": "2\n\n3"}, {"role": "assistant", "content": "five"}]},
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "2\n\n3"},
+            {"role": "assistant", "content": "five"},
+        ]
+    },
     "prompt_completion": {"prompt": "2\n\n3", "completion": "five"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "2\n\n3"}, {"from": "gpt", "value": "five"}]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "2\n\n3"}, {"from": "gpt", "value": "five"}]
+    },
     "alpaca": {"instruction": "2", "input": "3", "output": "five"},
 }
 
 
 def test_the_same_conversation_is_the_same_tokens_in_every_format():
     assert tuple(SAME) == FORMATS
-    assert {*get_args(get_type_hints(ChatConfig)["format"])} == {"auto", "text", *FORMATS}, "the choices of --format"
+    assert {*get_args(get_type_hints(ChatConfig)["format"])} == {"auto", "text", *FORMATS}, (
+        "the choices of --format"
+    )
     renderer = Renderer(make(unmarked(TEMPLATES["llama"])))
-    rendered = [renderer(conversation_of(record, recognise(record))).documents[0] for record in SAME.values()]
+    rendered = [
+        renderer(conversation_of(record, recognise(record))).documents[0]
+        for record in SAME.values()
+    ]
     for other in rendered:
         np.testing.assert_array_equal(other.ids, rendered[0].ids)
         np.testing.assert_array_equal(other.trained, rendered[0].trained)
@@ -55,15 +67,50 @@ def test_a_format_is_recognised_by_its_fields(fields, format):
 @pytest.mark.parametrize(
     ("record", "system"),
     [
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}, None),
-        ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, None),
-        ({"conversations": [{"from": "user", "value": "a"}, {"from": "model", "value": "b"}], "system": ""}, None),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "completion": [{"role": "assistant", "content": "b"}],
+            },
+            None,
+        ),
+        (
+            {
+                "conversations": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
+            None,
+        ),
+        (
+            {
+                "conversations": [{"from": "user", "value": "a"}, {"from": "model", "value": "b"}],
+                "system": "",
+            },
+            None,
+        ),
         ({"instruction": "a", "input": "", "output": "b"}, None),
         ({"instruction": "a", "input": None, "output": "b", "system": None}, None),
         ({"instruction": "", "input": "a", "output": "b"}, None),
-        ({"messages": [{"role": "human", "content": "a"}, {"role": "chatgpt", "content": "b"}], "tools": "[]"}, None),
+        (
+            {
+                "messages": [
+                    {"role": "human", "content": "a"},
+                    {"role": "chatgpt", "content": "b"},
+                ],
+                "tools": "[]",
+            },
+            None,
+        ),
         ({"prompt": "a", "completion": "b", "tools": ""}, None),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}, "s"),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+                "system": "s",
+            },
+            "s",
+        ),
         ({"instruction": "a", "output": "b", "system": "s"}, "s"),
     ],
 )
@@ -74,8 +121,15 @@ def test_other_spellings_of_a_format_are_read_too(record, system):
 
 @pytest.mark.parametrize("name", ["tool", "function", "observation"])
 def test_what_a_tool_answers_is_a_message_of_its_own(name):
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": name, "value": "c"}]
-    assert conversation_of({"conversations": turns}, "sharegpt").messages[2] == {"role": "tool", "content": "c"}
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+        {"from": name, "value": "c"},
+    ]
+    assert conversation_of({"conversations": turns}, "sharegpt").messages[2] == {
+        "role": "tool",
+        "content": "c",
+    }
 
 
 def test_content_in_parts_is_joined():
@@ -98,7 +152,12 @@ def test_tool_calls_are_read_in_openais_spelling_and_in_templates():
 @pytest.mark.parametrize("arguments", ["not JSON", "[1]", "3"])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments):
     call = {"name": "add", "arguments": arguments}
-    record = {"messages": [*chat("a").messages, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    record = {
+        "messages": [
+            *chat("a").messages,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+    }
     assert conversation_of(record, "messages").messages[1]["tool_calls"] == [call]
 
 
@@ -106,8 +165,18 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
     other = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
     records = [
         {"messages": [CALLING[0], {**CALLING[1], "content": None}, *CALLING[2:]], "tools": [TOOL]},
-        {"messages": [*chat("a").messages, {"role": "assistant", "content": "b", "tool_calls": [other]}]},
-        {"messages": [*chat("a").messages, {"role": "assistant", "content": "b", "tool_calls": []}]},
+        {
+            "messages": [
+                *chat("a").messages,
+                {"role": "assistant", "content": "b", "tool_calls": [other]},
+            ]
+        },
+        {
+            "messages": [
+                *chat("a").messages,
+                {"role": "assistant", "content": "b", "tool_calls": []},
+            ]
+        },
     ]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "chats.parquet")
     read = pq.read_table(tmp_path / "chats.parquet").to_pylist()
@@ -127,19 +196,47 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
         ({"messages": "hello"}, "messages", "field 'messages' is 'hello', not a list"),
         ({"other": 1}, "sharegpt", "field 'conversations' is None, not a list"),
         ({"messages": ["hello"]}, "messages", "message 1 is 'hello', not an object"),
-        ({"messages": [USER, {"role": "bot", "content": "b"}]}, "messages", "message 2 has the role 'bot'; known are"),
-        ({"messages": [USER, {"role": ["user"], "content": "b"}]}, "messages", "message 2 has the role"),
+        (
+            {"messages": [USER, {"role": "bot", "content": "b"}]},
+            "messages",
+            "message 2 has the role 'bot'; known are",
+        ),
+        (
+            {"messages": [USER, {"role": ["user"], "content": "b"}]},
+            "messages",
+            "message 2 has the role",
+        ),
         ({"messages": [USER, {"content": "b"}]}, "messages", "message 2 has the role None"),
-        ({"conversations": [{"from": "narrator", "value": "b"}]}, "sharegpt", "message 1 has the role 'narrator'"),
-        ({"messages": [{"role": "user"}, ASSISTANT]}, "messages", r"message 1 \(user\): its content is not text"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages", "message 2 .*content is not text"),
-        ({"messages": [{"role": "user", "content": 3}, ASSISTANT]}, "messages", "message 1 .*content is not text"),
+        (
+            {"conversations": [{"from": "narrator", "value": "b"}]},
+            "sharegpt",
+            "message 1 has the role 'narrator'",
+        ),
+        (
+            {"messages": [{"role": "user"}, ASSISTANT]},
+            "messages",
+            r"message 1 \(user\): its content is not text",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "messages",
+            "message 2 .*content is not text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}, ASSISTANT]},
+            "messages",
+            "message 1 .*content is not text",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
             "messages",
             "message 1 .*content is not text",
         ),
-        ({"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]}, "messages", "message 1 .*content is not text"),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]},
+            "messages",
+            "message 1 .*content is not text",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}, ASSISTANT]},
             "messages",
@@ -155,24 +252,57 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
             "messages",
             "tool_calls are 'add', not a list",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages", r"message 2 \(assistant\) is empty"),
-        ({"conversations": [{"from": "gpt", "value": " \n"}]}, "sharegpt", r"message 1 \(gpt\) is empty"),
         (
-            {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": "add"}]}]},
+            {"messages": [USER, {"role": "assistant", "content": ""}]},
+            "messages",
+            r"message 2 \(assistant\) is empty",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": " \n"}]},
+            "sharegpt",
+            r"message 1 \(gpt\) is empty",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": "", "tool_calls": [{"function": "add"}]},
+                ]
+            },
             "messages",
             r"message 2 \(assistant\): it calls a tool without a name",
         ),
-        ({"messages": [USER, {**ASSISTANT, "reasoning": {"a": 1}}]}, "messages", "its reasoning is not text"),
+        (
+            {"messages": [USER, {**ASSISTANT, "reasoning": {"a": 1}}]},
+            "messages",
+            "its reasoning is not text",
+        ),
         ({"messages": [USER]}, "messages", "the assistant has no turn"),
-        ({"messages": [USER, ASSISTANT], "tools": "add"}, "messages", "field 'tools' is 'add', not a list"),
-        ({"messages": [USER, ASSISTANT], "tools": {"a": 1}}, "messages", "field 'tools' is .*, not a list"),
-        ({"prompt": "a", "completion": None}, "prompt_completion", "field 'completion' is None, not text"),
+        (
+            {"messages": [USER, ASSISTANT], "tools": "add"},
+            "messages",
+            "field 'tools' is 'add', not a list",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": {"a": 1}},
+            "messages",
+            "field 'tools' is .*, not a list",
+        ),
+        (
+            {"prompt": "a", "completion": None},
+            "prompt_completion",
+            "field 'completion' is None, not text",
+        ),
         ({"prompt": 3, "completion": "b"}, "prompt_completion", "field 'prompt' is 3, not text"),
         ({"prompt": "a", "completion": " "}, "prompt_completion", "message 2 .*is empty"),
         ({"instruction": 3, "output": "b"}, "alpaca", "field 'instruction' is 3, not text"),
         ({"instruction": "a", "input": 0, "output": "b"}, "alpaca", "field 'input' is 0, not text"),
         ({"instruction": "a", "output": ["b"]}, "alpaca", r"field 'output' is \['b'\], not text"),
-        ({"instruction": "a", "output": "b", "system": 1}, "alpaca", "field 'system' is 1, not text"),
+        (
+            {"instruction": "a", "output": "b", "system": 1},
+            "alpaca",
+            "field 'system' is 1, not text",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_said_in_one_line(record, format, reason):
@@ -184,7 +314,10 @@ def test_what_is_no_conversation_is_said_in_one_line(record, format, reason):
 def test_reasoning_in_parts_is_joined_and_no_arguments_are_an_empty_object():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     call = {"function": {"name": "now", "arguments": ""}}
-    messages = [USER, {"role": "assistant", "content": "", "reasoning": parts, "tool_calls": [call]}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "reasoning": parts, "tool_calls": [call]},
+    ]
     read = conversation_of({"messages": messages}, "messages").messages[1]
     assert read["reasoning"] == "one two"
     assert read["tool_calls"] == [{"function": {"name": "now", "arguments": {}}}]

@@ -36,7 +36,12 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def chat(*contents: str) -> dict:
     """A record; the user and the assistant in turn."""
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(contents)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": said}
+            for i, said in enumerate(contents)
+        ]
+    }
 
 
 def chats(count: int, start: int = 0) -> list[dict]:
@@ -63,7 +68,8 @@ def write(path: Path, records: list[dict]) -> Path:
 
 def config(*paths: Path, **settings) -> DataConfig:
     return DataConfig(
-        **{"dataset": [str(path) for path in paths], "tokenizer": "byte", "eval_fraction": 0.0} | settings
+        **{"dataset": [str(path) for path in paths], "tokenizer": "byte", "eval_fraction": 0.0}
+        | settings
     )
 
 
@@ -73,16 +79,24 @@ FLAGS = set(ChatConfig.__dataclass_fields__)
 def arguments(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> tuple:
     """What :func:`tokenize` takes; a setting finds its way into the dataclass that has it."""
     flags = {name: settings.pop(name) for name in FLAGS & set(settings)}
-    return config(write(folder / "chats.jsonl", records), **settings), block_size, ChatConfig(**flags)
+    return (
+        config(write(folder / "chats.jsonl", records), **settings),
+        block_size,
+        ChatConfig(**flags),
+    )
 
 
-def tokenize_chats(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> Tokenized:
+def tokenize_chats(
+    folder: Path, records: list[dict], block_size: int = BLOCK, **settings
+) -> Tokenized:
     return tokenize(*arguments(folder, records, block_size, **settings))
 
 
 def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of each conversation in a row, without its padding."""
-    length = len([token for token in row["input_ids"] if token])  # where it stands alone, before padding
+    length = len(
+        [token for token in row["input_ids"] if token]
+    )  # where it stands alone, before padding
     positions = row.get("position_ids", [*range(length), *range(len(row["labels"]) - length)])
     starts = [i for i, position in enumerate(positions) if position == 0]
     ends = [*starts[1:], len(positions)]
@@ -101,7 +115,9 @@ def texts_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
 def answers_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
     """Of each conversation, what is trained."""
     found = [labels for row in rows or [] for _, labels in documents_of(row)]
-    return [made.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found]
+    return [
+        made.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found
+    ]
 
 
 def shown(record: dict) -> str:
@@ -134,7 +150,9 @@ SAID = [
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(tmp_path, tokenizer, packing):
+def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(
+    tmp_path, tokenizer, packing
+):
     made = tokenize_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
     by_text = dict(zip(texts_of(made.train, made), answers_of(made.train, made), strict=True))
     assert by_text == {shown(record): answers(record) for record in SAID}
@@ -161,10 +179,14 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
     trained.tokenizer.chat_template = None
     trained.tokenizer.save_pretrained(tmp_path / "silent")
     for name, template in [("chatty", None), ("chatty", "chatml"), ("silent", "chatml")]:
-        loaded = tokenize_chats(tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template)
+        loaded = tokenize_chats(
+            tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template
+        )
         assert loaded.facts.data_sha256 == trained.facts.data_sha256
         assert loaded.train.dataset[:] == trained.train.dataset[:]
-    assert "give --chat_template" in complaint(*arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent")))
+    assert "give --chat_template" in complaint(
+        *arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent"))
+    )
 
 
 # --- formats ---
@@ -172,7 +194,9 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
 FORMATS = {
     "messages": chat,
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
-    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "sharegpt": lambda q, a: {
+        "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+    },
     "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
 }
 TURNS = [("one", "1"), ("two ü", "2"), ("three", "drei")]
@@ -193,7 +217,11 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
 
 
 def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):
-    both = chat("from", "messages") | FORMATS["prompt_completion"]("from", "the completion") | {"text": "a text"}
+    both = (
+        chat("from", "messages")
+        | FORMATS["prompt_completion"]("from", "the completion")
+        | {"text": "a text"}
+    )
     found = {
         format: answers_of((p := tokenize_chats(tmp_path, [both], format=format)).train, p)
         for format in ("auto", "messages", "prompt_completion")
@@ -228,7 +256,9 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
 
 def test_text_and_conversations_are_not_mixed(tmp_path, cache):
     (tmp_path / "a.txt").write_text("some words")
-    said = complaint(config(tmp_path / "a.txt", write(tmp_path / "b.jsonl", chats(3))), BLOCK, ChatConfig())
+    said = complaint(
+        config(tmp_path / "a.txt", write(tmp_path / "b.jsonl", chats(3))), BLOCK, ChatConfig()
+    )
     assert f"({tmp_path / 'a.txt'} is text, {tmp_path / 'b.jsonl'} is messages)" in said
     assert left_behind(cache) == []
 
@@ -247,7 +277,15 @@ def printed(capsys: pytest.CaptureFixture, name: str) -> list[str]:
 
 
 LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
-MANY = [*chats(10), chat("u", "v", "w", "x"), LONG_ANSWER, LONG_QUESTION, CONTROLLED[0], UNANSWERED[0], CONTROLLED[0]]
+MANY = [
+    *chats(10),
+    chat("u", "v", "w", "x"),
+    LONG_ANSWER,
+    LONG_QUESTION,
+    CONTROLLED[0],
+    UNANSWERED[0],
+    CONTROLLED[0],
+]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
@@ -256,7 +294,9 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     usual, cut = MANY[:11], overlong == "truncate"
     tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
     answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
-    trained = answered + cut * (BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10))  # without both headers and the question
+    trained = answered + cut * (
+        BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10)
+    )  # without both headers and the question
     rows = 4 + cut
     assert made.facts.audit == {
         "conversations": 16,
@@ -290,13 +330,17 @@ def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
 # Marks the end of a turn, but not of the last one.
 ENDED_BEFORE = ENDED.replace(
     "{{ eos_token }}{% endg", "{% if not loop.last %}{{ eos_token }}{% endif %}{% endg"
-).replace("{% endif %}{% endfor %}", "{% if loop.last %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}")
+).replace(
+    "{% endif %}{% endfor %}", "{% if loop.last %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(("template", "ended"), [(ENDED, 3), (ENDED_BEFORE, 1)])
 def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, template, ended):
     (tmp_path / "t").write_text(template)
-    made = tokenize_chats(tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t"))
+    made = tokenize_chats(
+        tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t")
+    )
     audit = Audit(**made.facts.audit)
     assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
     assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns train their end")
@@ -305,21 +349,31 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
     assert audit_of(parts) == Audit(*range(101, 123, 2))
-    paths = [write(tmp_path / name, records) for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]]
+    paths = [
+        write(tmp_path / name, records)
+        for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
+    ]
     alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).facts.audit for path in paths)
     both = tokenize(config(*paths), BLOCK, ChatConfig()).facts.audit
     assert both == {name: alone[name] + beside[name] for name in alone}
 
 
-@pytest.mark.parametrize(("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 has")])
-def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(tmp_path, cache, room, said):
+@pytest.mark.parametrize(
+    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 has")]
+)
+def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
+    tmp_path, cache, room, said
+):
     records = [*chats(2), chat("12345678", "12345678"), *chats(2, 2)]
     given = arguments(tmp_path, records, block_size=35 + room, overlong="error")
     assert size_of(records[2]) == 36
     if said is None:
         assert tokenize(*given).facts.audit["kept"] == 5
     else:
-        assert f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong" in complaint(*given)
+        assert (
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong"
+            in complaint(*given)
+        )
         assert left_behind(cache) == []
 
 
@@ -337,7 +391,9 @@ def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behi
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tokenizer, on_bad_row):
-    given = arguments(tmp_path, [*chats(3), chat("a", "b\ud83d")], tokenizer=tokenizer, on_bad_row=on_bad_row)
+    given = arguments(
+        tmp_path, [*chats(3), chat("a", "b\ud83d")], tokenizer=tokenizer, on_bad_row=on_bad_row
+    )
     if on_bad_row == "error":
         assert "line 4: message 2 (assistant) holds half of a surrogate pair" in complaint(*given)
     else:
@@ -346,16 +402,32 @@ def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tok
 
 
 SENSELESS = {
-    "all of them overlong": ([LONG_ANSWER, LONG_QUESTION], {}, "none of 0 tokens in 2 conversations"),
-    "all questions overlong": ([LONG_QUESTION], {"overlong": "truncate"}, "none of 0 tokens in 1 conversations"),
+    "all of them overlong": (
+        [LONG_ANSWER, LONG_QUESTION],
+        {},
+        "none of 0 tokens in 2 conversations",
+    ),
+    "all questions overlong": (
+        [LONG_QUESTION],
+        {"overlong": "truncate"},
+        "none of 0 tokens in 1 conversations",
+    ),
     "all of them bad": (
         [CONTROLLED[0]],
         {"on_bad_row": "skip"},
         "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --block_size",
     ),
     "none to read": ([UNANSWERED[0]], {"on_bad_row": "skip"}, "holds no conversation"),
-    "no turn with its end": (chats(10), {"chat_template": ENDLESS}, "none of 10 turns trains the token that ends it"),
-    "no turn as prompted for": (chats(10), {"chat_template": COUNTED}, "10 turns shown otherwise than prompted for"),
+    "no turn with its end": (
+        chats(10),
+        {"chat_template": ENDLESS},
+        "none of 10 turns trains the token that ends it",
+    ),
+    "no turn as prompted for": (
+        chats(10),
+        {"chat_template": COUNTED},
+        "10 turns shown otherwise than prompted for",
+    ),
 }
 
 
@@ -405,7 +477,13 @@ def test_held_out_conversations_never_move_when_others_are_added_or_all_are_shuf
 
 def test_the_sides_are_the_same_whatever_tokenizer_and_rows_are_made(tmp_path):
     sides = set()
-    for variant in ({}, {"packing": False}, {"tokenizer": "bpe:300"}, {"block_size": 200}, {"overlong": "truncate"}):
+    for variant in (
+        {},
+        {"packing": False},
+        {"tokenizer": "bpe:300"},
+        {"block_size": 200},
+        {"overlong": "truncate"},
+    ):
         made = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
         sides.add(tuple(sorted(texts_of(made.eval, made))))
     assert len(sides) == 1
@@ -437,7 +515,13 @@ def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_diffe
 
 def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
     places = [i / 100 for i in range(100)]
-    assert [_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [0.0, 0.005, 0.1, 0.5, 0.9]
+    assert [_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
+        0.0,
+        0.005,
+        0.1,
+        0.5,
+        0.9,
+    ]
     assert _limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
     assert _limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
 
@@ -461,7 +545,9 @@ def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
     records = [chat("q", f"{i}.", "r", str(7 ** (i + 500))) for i in range(4)]
-    made = tokenize_chats(tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer)
+    made = tokenize_chats(
+        tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer
+    )
     for said in (held_out := answers_of(made.eval, made)):
         first, cut = said.split(END)
         assert first + END + cut in (answers(record)[: len(said)] for record in records)
@@ -474,7 +560,9 @@ def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
     data = arguments(tmp_path, records, eval_fraction=0.5)
     found = Conversations(open_source(data[0].dataset[0]), "messages", data[0], data[2])
     train = texts_of(made.train, made)
-    expected = [m["content"] for record in records if shown(record) in train for m in record["messages"]]
+    expected = [
+        m["content"] for record in records if shown(record) in train for m in record["messages"]
+    ]
     assert list(found.texts(held_out=False)) == expected
     assert list(found.texts()) == [m["content"] for record in records for m in record["messages"]]
 
@@ -484,14 +572,18 @@ def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
     question = made.unseen_question()
     held_out = texts_of(made.eval, made)
     asked = made.tokenizer.decode(question)
-    assert asked in [text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out]
+    assert asked in [
+        text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out
+    ]
     assert made.tokenizer.convert_tokens_to_ids(END) in made.ends
 
 
 # --- found again, or not ---
 
 
-def test_what_was_tokenised_is_found_again_without_reading_the_conversations(tmp_path, monkeypatch, capsys):
+def test_what_was_tokenised_is_found_again_without_reading_the_conversations(
+    tmp_path, monkeypatch, capsys
+):
     given = arguments(tmp_path, chats(20), eval_fraction=0.2)
     first = tokenize(*given)
     before = capsys.readouterr().out
@@ -546,7 +638,9 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
     for name, template in {"ended": ENDED, "endless": marked}.items():
         (tmp_path / name).write_text(template)
     usual, moved, mask, unpacked, wider, longer = (
-        tokenize_chats(tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant)
+        tokenize_chats(
+            tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant
+        )
         for variant in (
             {},
             {"overlong": "truncate", "on_bad_row": "skip"},
@@ -558,7 +652,9 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
     )
     assert mask.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
     assert mask.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
-    assert moved.facts.data_sha256 == usual.facts.data_sha256  # the flags are others, the rows are not
+    assert (
+        moved.facts.data_sha256 == usual.facts.data_sha256
+    )  # the flags are others, the rows are not
     assert len({p.facts.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
 
 
@@ -608,7 +704,9 @@ def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monke
 
 def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
     with pytest.raises(UserError, match="--tokenizer char knows no letters but the data's"):
-        tokenize(config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig())
+        tokenize(
+            config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig()
+        )
 
 
 def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
@@ -616,7 +714,9 @@ def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
         return _place_of(conversation_of(record, "messages"))
 
     shorts = chats(6)
-    long = next(r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts)))
+    long = next(
+        r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts))
+    )
     made = tokenize_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
     assert made.eval is None
     assert "held out  0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out

@@ -32,7 +32,9 @@ def rows() -> datasets.Dataset:
     table = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
     table[-1, 3:] = IGNORED
     column = datasets.Sequence(datasets.Value("int32"), length=BLOCK + 1)
-    return datasets.Dataset.from_dict({"input_ids": table.tolist()}, datasets.Features({"input_ids": column}))
+    return datasets.Dataset.from_dict(
+        {"input_ids": table.tolist()}, datasets.Features({"input_ids": column})
+    )
 
 
 def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[Slot]:
@@ -58,7 +60,11 @@ def test_positions_count_the_slots_of_the_whole_run(n, size):
 
 
 def test_epochs_and_seeds_have_different_orders():
-    drawn = {tuple(slot.row for slot in epoch_of(epoch, 24, 8, seed)) for epoch in range(4) for seed in range(4)}
+    drawn = {
+        tuple(slot.row for slot in epoch_of(epoch, 24, 8, seed))
+        for epoch in range(4)
+        for seed in range(4)
+    }
     assert len(drawn) == 16
 
 
@@ -93,7 +99,8 @@ def test_a_sampler_can_be_read_again():
 def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "llmtrain.data.loader.permute", lambda positions, n, key: asked.append(len(positions)) or positions
+        "llmtrain.data.loader.permute",
+        lambda positions, n, key: asked.append(len(positions)) or positions,
     )
     n, size, start = 10**12, 1024, 10**13
     batches = list(GlobalBatchSampler(n, size, range(start, start + 2), seed=0))
@@ -118,7 +125,9 @@ def test_the_slices_that_accelerate_cuts_are_the_global_batch(processes, n, size
 
 
 def of_process(loader: DataLoader, processes: int, rank: int) -> DataLoader:
-    shard = BatchSamplerShard(loader.batch_sampler, processes, rank, split_batches=True, even_batches=False)
+    shard = BatchSamplerShard(
+        loader.batch_sampler, processes, rank, split_batches=True, even_batches=False
+    )
     return DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
 
 
@@ -126,7 +135,9 @@ def of_process(loader: DataLoader, processes: int, rank: int) -> DataLoader:
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
     reference = list(train_loader(rows, 8, 8, range(9), seed=5, dropout_seed=6))
     loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6)
-    windows = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
+    windows = list(
+        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
+    )
     assert len(windows) == len(reference) == 9
     for parts, whole in zip(windows, reference, strict=True):
         for name in ("input_ids", "labels", "dropout_keys"):
@@ -147,18 +158,38 @@ def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
 @pytest.mark.parametrize(("processes", "micro"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
 def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, micro):
     loader = eval_loader(rows, processes, micro)
-    steps = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
-    assert all(batch["labels"].shape[0] <= micro for parts in steps for window in parts for batch in window.batches)
-    labels = torch.cat([batch["labels"] for parts in steps for window in parts for batch in window.batches])
+    steps = list(
+        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
+    )
+    assert all(
+        batch["labels"].shape[0] <= micro
+        for parts in steps
+        for window in parts
+        for batch in window.batches
+    )
+    labels = torch.cat(
+        [batch["labels"] for parts in steps for window in parts for batch in window.batches]
+    )
     assert labels[: len(rows)].tolist() == rows["input_ids"][:]
     assert (labels[len(rows) :] == IGNORED).all()
     assert len(labels) - len(rows) < processes * micro
 
 
 def test_evaluation_takes_smaller_batches_where_fewer_of_their_rows_are_empty(rows):
-    for micro, sizes in [(8, [8, 8, 8]), (10, [8, 8, 8]), (12, [12, 12]), (23, [23]), (1, [1] * 23)]:
+    for micro, sizes in [
+        (8, [8, 8, 8]),
+        (10, [8, 8, 8]),
+        (12, [12, 12]),
+        (23, [23]),
+        (1, [1] * 23),
+    ]:
         assert [len(window.rows) for window in eval_loader(rows, 1, micro)] == sizes
-    assert [len(window.rows) for window in eval_loader(rows, 1, 8, parts=[7, 14, 2])] == [7, 7, 7, 7]
+    assert [len(window.rows) for window in eval_loader(rows, 1, 8, parts=[7, 14, 2])] == [
+        7,
+        7,
+        7,
+        7,
+    ]
 
 
 def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
@@ -171,7 +202,9 @@ def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
         read = stored.__getitems__(slots)
         assert read.slots == slots
         for slot, labels in zip(slots, read.columns["labels"].tolist(), strict=True):
-            assert labels == ([IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"])
+            assert labels == (
+                [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
+            )
 
 
 def test_rows_are_found_in_tables_of_several_chunks(rows):
@@ -189,10 +222,15 @@ def read_of(count: int) -> Read:
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return Read([Slot(i, None if i == 1 else i) for i in range(count)], {"input_ids": tokens, "labels": tokens})
+    return Read(
+        [Slot(i, None if i == 1 else i) for i in range(count)],
+        {"input_ids": tokens, "labels": tokens},
+    )
 
 
-@pytest.mark.parametrize(("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])])
+@pytest.mark.parametrize(
+    ("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])]
+)
 def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
     window = Collate(micro, dropout_seed=1)(read_of(count))
     assert [len(batch["labels"]) for batch in window.batches] == sizes
@@ -220,7 +258,9 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
     tokens = np.zeros((len(positions), 5), np.int32)
-    read = Read([Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens})
+    read = Read(
+        [Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens}
+    )
     window = Collate(micro, dropout_seed=seed)(read)
     return torch.cat([batch["dropout_keys"] for batch in window.batches]).tolist()
 
@@ -246,7 +286,10 @@ def test_a_fingerprint_is_that_of_the_rows_in_any_order_and_of_no_others() -> No
     whole = fingerprint(rows)
     assert fingerprint(rows[::-1]) == fingerprint(rows[:2]) + fingerprint(rows[2:]) == whole
     exchanged = rows.copy()
-    exchanged[0, 3], exchanged[1, 3] = rows[1, 3], rows[0, 3]  # each place has the same tokens as before
+    exchanged[0, 3], exchanged[1, 3] = (
+        rows[1, 3],
+        rows[0, 3],
+    )  # each place has the same tokens as before
     assert exchanged[0, 3] != exchanged[1, 3]
     assert fingerprint(exchanged) != whole
     shifted = np.concatenate([rows[:, 1:], rows[:, :1]], axis=1)
@@ -262,5 +305,7 @@ def test_a_window_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stay
     sent = window.to(torch.device("meta"))
     for batch, same in zip(sent.batches, window.batches, strict=True):
         assert batch.keys() == same.keys() == {"input_ids", "labels", "dropout_keys", "odd"}
-        assert all(column.is_meta and column.shape == same[name].shape for name, column in batch.items())
+        assert all(
+            column.is_meta and column.shape == same[name].shape for name, column in batch.items()
+        )
     assert not any(one.is_meta for one in (sent.rows, sent.targets, sent.content))

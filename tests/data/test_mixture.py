@@ -17,7 +17,13 @@ from tests.data.test_loader import of_process
 WEIGHTS = [
     *([1], [1, 1], [7, 3], [1, 99], [0.999, 0.001], [39, 40]),
     *([1, 1, 1], [5, 3, 2], [1, 16, 16], [16, 1, 10], [0.5, 0.25, 0.25]),
-    *([1, 1, 1, 1, 1], [1, 1, 1, 6, 6], [5, 5, 5, 5, 6], [224, 1, 1, 143, 21], [500, 250, 125, 100, 25]),
+    *(
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 6, 6],
+        [5, 5, 5, 5, 6],
+        [224, 1, 1, 143, 21],
+        [500, 250, 125, 100, 25],
+    ),
 ]
 
 
@@ -106,13 +112,17 @@ def test_thirds_take_turns():
     assert dealt(mixed([1, 1, 1]), 0, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("weights", [[1, 2**0.5], [1 / 3, 2 / 3], [0.12345, 0.6, 0.27655], [1, 998.5], [3, 1001]])
+@pytest.mark.parametrize(
+    "weights", [[1, 2**0.5], [1 / 3, 2 / 3], [0.12345, 0.6, 0.27655], [1, 998.5], [3, 1001]]
+)
 def test_odd_proportions_are_met_to_a_thousandth(weights):
     counts = np.bincount(dealt(mixed(weights), 0, 1000), minlength=len(weights))
     np.testing.assert_allclose(counts / 1000, np.array(weights) / sum(weights), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [1, 1000], [1000, 1], [0.5, 0.4993, 0.0007], [1e-9, 1]])
+@pytest.mark.parametrize(
+    "weights", [[0.9999, 0.0001], [1, 1000], [1000, 1], [0.5, 0.4993, 0.0007], [1e-9, 1]]
+)
 def test_a_share_finer_than_a_thousandth_is_an_error(weights):
     with pytest.raises(UserError) as caught:
         mixed(weights)
@@ -129,7 +139,9 @@ def test_a_position_has_its_row_whatever_it_is_asked_with(positions, seed):
     mixture = Mixture(SIZES, SHARES)
     together = mixture.rows_at(np.array(positions, np.int64), seed)
     assert together.dtype == np.int64
-    assert [mixture.rows_at(np.array([position]), seed).item() for position in positions] == together.tolist()
+    assert [
+        mixture.rows_at(np.array([position]), seed).item() for position in positions
+    ] == together.tolist()
     backwards = Mixture(SIZES, SHARES).rows_at(np.array(positions[::-1], np.int64), seed)
     assert backwards.tolist() == together[::-1].tolist()
 
@@ -144,7 +156,9 @@ def epochs_of(mixture: Mixture, seed: int, places: int = 400) -> list[np.ndarray
     return found
 
 
-@pytest.mark.parametrize(("sizes", "weights"), [([5, 1, 23], [0.5, 0.2, 0.3]), ([20, 65], [1, 4]), ([40], [1])])
+@pytest.mark.parametrize(
+    ("sizes", "weights"), [([5, 1, 23], [0.5, 0.2, 0.3]), ([20, 65], [1, 4]), ([40], [1])]
+)
 def test_every_row_comes_once_in_each_epoch_of_its_source(sizes, weights):
     for size, epochs in zip(sizes, epochs_of(Mixture(sizes, weights), seed=1), strict=True):
         assert len(epochs) >= 3
@@ -160,7 +174,8 @@ def test_epochs_and_seeds_and_sources_have_orders_of_their_own():
 def test_what_a_source_shows_does_not_depend_on_the_others():
     """Its rows come in the same order, whatever is beside it and in whatever proportion."""
     few, many = (
-        epochs_of(Mixture([24, *sizes], weights), 0)[0] for sizes, weights in [([9], [1, 1]), ([3, 4], SHARES)]
+        epochs_of(Mixture([24, *sizes], weights), 0)[0]
+        for sizes, weights in [([9], [1, 1]), ([3, 4], SHARES)]
     )
     assert few[:8].tolist() == many[:8].tolist()
 
@@ -186,7 +201,9 @@ def test_the_rows_of_a_mixture_are_known_forever():
 @pytest.fixture(scope="module")
 def rows() -> datasets.Dataset:
     """Row i holds i*10 to i*10 + 4."""
-    return datasets.Dataset.from_dict({"input_ids": (np.arange(23)[:, None] * 10 + np.arange(5)).tolist()})
+    return datasets.Dataset.from_dict(
+        {"input_ids": (np.arange(23)[:, None] * 10 + np.arange(5)).tolist()}
+    )
 
 
 MIXTURE = Mixture([4, 10, 9], [2, 1, 1])
@@ -195,7 +212,9 @@ MIXTURE = Mixture([4, 10, 9], [2, 1, 1])
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)])
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
     loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6, mixture=MIXTURE)
-    windows = list(zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True))
+    windows = list(
+        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
+    )
     assert len(windows) == 9
     for step, parts in enumerate(windows):
         assert all(len(batch["labels"]) <= micro for window in parts for batch in window.batches)
@@ -204,7 +223,9 @@ def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, m
         for name in ("input_ids", "labels"):
             got = torch.cat([batch[name] for window in parts for batch in window.batches])
             assert got.tolist() == rows[expected]["input_ids"]
-        assert torch.cat([window.targets for window in parts]).tolist() == [4] * 8  # no slot is empty
+        assert (
+            torch.cat([window.targets for window in parts]).tolist() == [4] * 8
+        )  # no slot is empty
 
 
 def test_dropout_keys_do_not_know_that_there_is_a_mixture(rows):
@@ -218,7 +239,9 @@ def test_dropout_keys_do_not_know_that_there_is_a_mixture(rows):
 @pytest.mark.parametrize("start", [0, 1, 7, 9])
 def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows, start):
     unbroken = list(train_loader(rows, 8, 2, range(10), seed=5, dropout_seed=5, mixture=MIXTURE))
-    resumed = list(train_loader(rows, 8, 2, range(start, 10), seed=5, dropout_seed=5, mixture=MIXTURE))
+    resumed = list(
+        train_loader(rows, 8, 2, range(start, 10), seed=5, dropout_seed=5, mixture=MIXTURE)
+    )
     assert len(resumed) == 10 - start
     for window, again in zip(unbroken[start:], resumed, strict=True):
         assert window.rows.tolist() == again.rows.tolist()
@@ -229,7 +252,11 @@ def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows, s
 
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_the_global_batch_decides_where_a_step_ends_and_nothing_else(size):
-    slots = [slot for batch in GlobalBatchSampler(23, size, range(56 // size), 5, MIXTURE) for slot in batch]
+    slots = [
+        slot
+        for batch in GlobalBatchSampler(23, size, range(56 // size), 5, MIXTURE)
+        for slot in batch
+    ]
     assert [slot.position for slot in slots] == list(range(56))
     assert [slot.row for slot in slots] == MIXTURE.rows_at(np.arange(56), 5).tolist()
     assert all(type(slot.row) is int for slot in slots_of(3, 23, size, 5, MIXTURE))

@@ -62,7 +62,9 @@ def test_every_row_of_a_small_epoch_comes_exactly_once():
         assert np.array_equal(np.sort(permute(np.arange(n), n, key_of(5, n))), np.arange(n)), n
 
 
-@pytest.mark.parametrize("n", [1023, 1024, 1025, 4095, 4096, 4097, 16383, 16384, 16385, 65536, 65537, 99_991, 100_000])
+@pytest.mark.parametrize(
+    "n", [1023, 1024, 1025, 4095, 4096, 4097, 16383, 16384, 16385, 65536, 65537, 99_991, 100_000]
+)
 def test_every_row_of_an_epoch_comes_exactly_once(n):
     rows = permute(np.arange(n), n, key_of(0, n))
     assert (rows.min(), rows.max()) == (0, n - 1)
@@ -111,7 +113,9 @@ def ours(n: int, keys: int) -> np.ndarray:
 
 
 def torchs(n: int, keys: int) -> np.ndarray:
-    return np.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)).numpy() for i in range(keys)])
+    return np.stack(
+        [torch.randperm(n, generator=torch.Generator().manual_seed(i)).numpy() for i in range(keys)]
+    )
 
 
 def surprise(counts: np.ndarray, freedom: int) -> float:
@@ -126,14 +130,19 @@ def surprises(orders: np.ndarray) -> dict[str, float]:
     n = orders.shape[1]
     landing = np.bincount(np.argmax(orders == 0, axis=1), minlength=n)
     table = np.stack([np.bincount(orders[:, position], minlength=n) for position in range(n)])
-    found = {"where row 0 lands": surprise(landing, n - 1), "where any row lands": surprise(table, (n - 1) ** 2)}
+    found = {
+        "where row 0 lands": surprise(landing, n - 1),
+        "where any row lands": surprise(table, (n - 1) ** 2),
+    }
     if n == 4:
         seen = Counter(map(tuple, orders.tolist()))
         counts = np.array([*seen.values(), *[0] * (24 - len(seen))])
         found["which of all orders"] = surprise(counts, 23)
     if n == 5:
         pairs = np.bincount(orders[:, 0] * 5 + orders[:, 1], minlength=25)
-        found["which two come first"] = surprise(pairs[[a * 5 + b for a in range(5) for b in range(5) if a != b]], 19)
+        found["which two come first"] = surprise(
+            pairs[[a * 5 + b for a in range(5) for b in range(5) if a != b]], 19
+        )
     return found
 
 
@@ -178,7 +187,9 @@ def test_the_check_of_neighbours_catches_a_rotation_and_a_network_of_one_round(m
 
 @pytest.mark.parametrize("n", [1000, 10_000])
 def test_epochs_and_seeds_have_orders_that_know_nothing_of_each_other(n):
-    orders = [permute(np.arange(n), n, key_of(seed, epoch)) for seed in range(3) for epoch in range(3)]
+    orders = [
+        permute(np.arange(n), n, key_of(seed, epoch)) for seed in range(3) for epoch in range(3)
+    ]
     for i, first in enumerate(orders):
         assert abs(correlation(first, np.arange(n))) < 4 / n**0.5
         for second in orders[:i]:

@@ -23,13 +23,24 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
     text = "ü and 漢字"
     (ids,) = TOKENIZER([text])["input_ids"]
     width = len(ids) + 1
-    train = dataset(input_ids=[[0] * width] * 3, labels=[[7] * width, [7] + [IGNORED] * len(ids), [IGNORED] * width])
+    train = dataset(
+        input_ids=[[0] * width] * 3,
+        labels=[[7] * width, [7] + [IGNORED] * len(ids), [IGNORED] * width],
+    )
     rows = Tokenized.of(train, TOKENIZER, dataset(input_ids=[[0, *ids]]))
     facts = rows.facts
     assert (facts.task, facts.block_size, facts.vocabulary) == ("text", len(ids), 257)
     assert rows.vocabulary == 257
-    assert (facts.train_rows, facts.eval_rows, facts.documents, facts.eval_documents) == (3, 1, 4, 1)
-    assert (facts.train_tokens, facts.eval_tokens) == (len(ids), len(ids))  # a first label is never a target
+    assert (facts.train_rows, facts.eval_rows, facts.documents, facts.eval_documents) == (
+        3,
+        1,
+        4,
+        1,
+    )
+    assert (facts.train_tokens, facts.eval_tokens) == (
+        len(ids),
+        len(ids),
+    )  # a first label is never a target
     assert facts.eval_bytes == len(text.encode())
     assert (facts.tokenizer_sha256, facts.source_rows) == (tok.digest(TOKENIZER), [3])
     assert (rows.packed, rows.ends, rows.in_order, rows.new_tokens) == (False, (), False, [])
@@ -49,8 +60,15 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
     plain = dataset(input_ids=IDS, labels=LABELS)
     column = datasets.Sequence(datasets.Value("int32"), length=4)
     features = datasets.Features(input_ids=column, labels=column)
-    parts = datasets.concatenate_datasets([plain.select([0]).flatten_indices(), plain.select([1, 2]).flatten_indices()])
-    for same in (plain.cast(features), parts, plain.with_format("numpy"), dataset(input_ids=IDS, labels=LABELS, n=IDS)):
+    parts = datasets.concatenate_datasets(
+        [plain.select([0]).flatten_indices(), plain.select([1, 2]).flatten_indices()]
+    )
+    for same in (
+        plain.cast(features),
+        parts,
+        plain.with_format("numpy"),
+        dataset(input_ids=IDS, labels=LABELS, n=IDS),
+    ):
         assert sha256(same) == sha256(plain)
     others = [
         plain.select([1, 0, 2]),
@@ -64,7 +82,9 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
 
 
 def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() -> None:
-    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True)
+    rows = Tokenized.of(
+        dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True
+    )
     (window,) = train_loader(rows.train, 2, 2, range(1), None if rows.in_order else 0)
     assert window.rows.tolist() == [0, 1]
     assert window.batches[0]["input_ids"].tolist() == [IDS[2], IDS[0]]
@@ -75,7 +95,15 @@ def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() ->
 def test_tokenised_rows_are_rows_too(tmp_path) -> None:
     made = tokenize(config(write(tmp_path / "a.jsonl", TEXTS * 9), eval_fraction=0.3), 8)
     rows = Tokenized.of(made.train, made.tokenizer, made.eval)
-    for name in ("block_size", "train_rows", "eval_rows", "train_tokens", "eval_tokens", "eval_bytes", "vocabulary"):
+    for name in (
+        "block_size",
+        "train_rows",
+        "eval_rows",
+        "train_tokens",
+        "eval_tokens",
+        "eval_bytes",
+        "vocabulary",
+    ):
         assert getattr(rows.facts, name) == getattr(made.facts, name)
     assert np.array_equal(rows.train[0]["input_ids"], made.train[0]["input_ids"])
 

@@ -12,7 +12,12 @@ from llmtrain.data import table
 from llmtrain.data.loader import IGNORED, train_loader
 from llmtrain.data.table import TokenStore, best_fit
 
-RANDOM = [(capacity, count, seed) for capacity in (1, 7, 64, 1000) for count in (1, 40, 400) for seed in range(3)]
+RANDOM = [
+    (capacity, count, seed)
+    for capacity in (1, 7, 64, 1000)
+    for count in (1, 40, 400)
+    for seed in range(3)
+]
 
 
 def packed(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -21,7 +26,12 @@ def packed(lengths: list[int], capacity: int) -> list[list[int]]:
 
 def some_lengths(capacity: int, count: int, seed: int) -> list[int]:
     """Many short ones and a few long ones, as conversations are."""
-    return np.ceil(capacity * np.random.default_rng(seed).random(count) ** 2).clip(1).astype(int).tolist()
+    return (
+        np.ceil(capacity * np.random.default_rng(seed).random(count) ** 2)
+        .clip(1)
+        .astype(int)
+        .tolist()
+    )
 
 
 @st.composite
@@ -76,7 +86,9 @@ def test_no_document_is_cut_or_lost_and_no_row_is_too_long(given_bins):
 @given(bins())
 def test_each_document_goes_where_the_least_room_is_left(given_bins):
     lengths, capacity = given_bins
-    assert rooms_of(packed(lengths, capacity), lengths, capacity) == greedy(lengths, capacity, best=True)
+    assert rooms_of(packed(lengths, capacity), lengths, capacity) == greedy(
+        lengths, capacity, best=True
+    )
 
 
 @pytest.mark.parametrize(("capacity", "count", "seed"), RANDOM)
@@ -90,7 +102,9 @@ def test_random_documents_fill_no_more_rows_than_where_they_first_fit(capacity, 
 # Among shorter documents there are some, rare ones, of which first fit makes fewer rows (Johnson et al. 1974).
 @settings(deadline=None)
 @given(bins(smallest=1 / 6))
-def test_no_documents_of_a_sixth_of_a_row_or_more_fill_more_rows_than_where_they_first_fit(given_bins):
+def test_no_documents_of_a_sixth_of_a_row_or_more_fill_more_rows_than_where_they_first_fit(
+    given_bins,
+):
     assert len(packed(*given_bins)) <= len(greedy(*given_bins, best=False))
 
 
@@ -148,13 +162,17 @@ def segments(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
     starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
     ends = [*starts[1:], WIDTH]
     assert starts[0] == 0
-    assert row["position_ids"] == [i for a, b in zip(starts, ends, strict=True) for i in range(b - a)]
+    assert row["position_ids"] == [
+        i for a, b in zip(starts, ends, strict=True) for i in range(b - a)
+    ]
     return [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 3, 1024])
 @pytest.mark.parametrize("packed", [True, False])
-def test_rows_hold_every_document_once_with_its_labels_and_positions(tmp_path, monkeypatch, packed, rows_per_batch):
+def test_rows_hold_every_document_once_with_its_labels_and_positions(
+    tmp_path, monkeypatch, packed, rows_per_batch
+):
     monkeypatch.setattr(table, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
     found, padding = {}, 0
     for row in rows_of(tmp_path, packing=packed):
@@ -168,9 +186,14 @@ def test_rows_hold_every_document_once_with_its_labels_and_positions(tmp_path, m
         for ids, labels in whole:
             assert ids[0] not in found
             found[ids[0]] = ids, labels
-    assert [found[number * 100 + 1][0] for number in range(len(LENGTHS))] == [ids.tolist() for ids, _ in DOCUMENTS]
+    assert [found[number * 100 + 1][0] for number in range(len(LENGTHS))] == [
+        ids.tolist() for ids, _ in DOCUMENTS
+    ]
     for number, (ids, trained) in enumerate(DOCUMENTS):
-        expected = [int(token) if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
+        expected = [
+            int(token) if is_trained else IGNORED
+            for token, is_trained in zip(ids, trained, strict=True)
+        ]
         assert found[number * 100 + 1][1] == [IGNORED, *expected[1:]]
     assert len(found) == len(LENGTHS)
     rows = 6 if packed else len(LENGTHS)  # 90 tokens do not go into 5 rows
@@ -199,7 +222,9 @@ def test_nothing_is_left_beside_the_rows(tmp_path):
 def test_columns_are_int32_of_one_width_whether_there_are_rows_or_not(tmp_path, documents):
     rows = rows_of(tmp_path, documents)
     column = datasets.Sequence(datasets.Value("int32"), length=WIDTH)
-    assert rows.features == datasets.Features(dict.fromkeys(["input_ids", "labels", "position_ids"], column))
+    assert rows.features == datasets.Features(
+        dict.fromkeys(["input_ids", "labels", "position_ids"], column)
+    )
     assert len(rows) == (6 if documents else 0)
 
 
@@ -209,7 +234,9 @@ def test_two_stores_side_by_side_do_not_mix(tmp_path):
         stores[number % 2].add(ids, trained)
     for side, store in enumerate(stores):
         store.write_rows(tmp_path / "rows.arrow", WIDTH, packing=True)
-        ids = itertools.chain(*datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))["input_ids"])
+        ids = itertools.chain(
+            *datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))["input_ids"]
+        )
         expected = sorted(token for ids, _ in DOCUMENTS[side::2] for token in ids.tolist())
         assert sorted(token for token in ids if token) == expected
 
@@ -221,7 +248,9 @@ def test_a_batch_has_the_columns_of_its_rows(tmp_path):
     assert sorted(window.rows.tolist()) == [-1, -1, *range(6)]
     for place, row in enumerate(window.rows.tolist()):
         for name in ("input_ids", "labels", "position_ids"):
-            expected = rows[max(row, 0)][name] if row >= 0 or name != "labels" else [IGNORED] * WIDTH
+            expected = (
+                rows[max(row, 0)][name] if row >= 0 or name != "labels" else [IGNORED] * WIDTH
+            )
             assert batch[name][place].tolist() == expected
         labels = rows[row]["labels"] if row >= 0 else []
         assert window.targets[place] == sum(label != IGNORED for label in labels)

@@ -66,7 +66,9 @@ def arguments(
     return given, block_size, flags
 
 
-def tokenize_pairs(folder: Path, records: list[Fields], block_size: int = BLOCK, **settings: Any) -> Tokenized:
+def tokenize_pairs(
+    folder: Path, records: list[Fields], block_size: int = BLOCK, **settings: Any
+) -> Tokenized:
     alone = settings.pop("alone", False)
     data, block_size, flags = arguments(folder, records, block_size, **settings)
     return tokenize(data, block_size, flags, judged_alone=alone)
@@ -121,13 +123,17 @@ def found_in(rows: TokenRows | None) -> list[Found]:
             for which in (0, 1):
                 here = np.flatnonzero((codes >> 2 == number) & (codes & 1 == which) & (codes >= 0))
                 assert here.tolist() == [*range(here[0], here[-1] + 1)], "an answer in two pieces"
-                assert labels[here[0]] == IGNORED, "the label of a token that another answer comes before"
+                assert labels[here[0]] == IGNORED, (
+                    "the label of a token that another answer comes before"
+                )
                 start = 0 if positions is None else int(positions[here[0]])
                 if positions is not None:
                     assert positions[here].tolist() == [*range(start, start + len(here))]
                 desirable.add(bool(codes[here[0]] & 2 == 0))
                 judged = labels[here]
-                answers.append(Answer(ids[here].tolist(), start, judged[judged != IGNORED].tolist()))
+                answers.append(
+                    Answer(ids[here].tolist(), start, judged[judged != IGNORED].tolist())
+                )
             assert len(desirable) == 1
             found.append(Found(answers[0], answers[1], desirable.pop()))
     return found
@@ -158,7 +164,10 @@ def told(rows: TokenRows | None, made: Tokenized) -> list[Told]:
 
 def asked(*messages: Fields) -> str:
     """The prompt by ChatML."""
-    return "".join(f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in messages) + "<|im_start|>assistant\n"
+    return (
+        "".join(f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in messages)
+        + "<|im_start|>assistant\n"
+    )
 
 
 def expected(prompt: str, first: str, second: str, desirable: bool = True) -> Told:
@@ -171,7 +180,8 @@ def expected_of(records: list[Fields]) -> list[Told]:
     if "chosen" in records[0]:
         return [expected(r["prompt"], r["chosen"], r["rejected"]) for r in records]
     return [
-        expected(r["prompt"], r["completion"], records[i - 1]["completion"], r["label"]) for i, r in enumerate(records)
+        expected(r["prompt"], r["completion"], records[i - 1]["completion"], r["label"])
+        for i, r in enumerate(records)
     ]
 
 
@@ -180,16 +190,28 @@ def expected_of(records: list[Fields]) -> list[Told]:
 LONE = "a\ud83d"
 DEEP = json.loads("[" * 50 + "]" * 50)
 BAD_PAIRS: dict[str, tuple[Fields, str]] = {
-    "no prompt beside texts": ({"chosen": "a", "rejected": "b"}, "it has no prompt, without which chosen and rejected"),
+    "no prompt beside texts": (
+        {"chosen": "a", "rejected": "b"},
+        "it has no prompt, without which chosen and rejected",
+    ),
     "no chosen answer": ({"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text"),
     "no rejected answer": ({"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text"),
     "no field at all": ({}, "field 'completion' is None, not text"),
     "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "it has no prompt"),
     "a null answer": (pair("q", "a", "b") | {"rejected": None}, "field 'rejected' is None"),
     "a number for a prompt": (pair("q", "a", "b") | {"prompt": 3}, "field 'prompt' is 3, not text"),
-    "a number for an answer": (pair("q", "a", "b") | {"chosen": 3.5}, "field 'chosen' is 3.5, not text"),
-    "NaN for an answer": (pair("q", "a", "b") | {"chosen": float("nan")}, "field 'chosen' is nan, not text"),
-    "an object for an answer": (pair("q", "a", "b") | {"chosen": {"text": "a"}}, "field 'chosen' is {'text': 'a'}"),
+    "a number for an answer": (
+        pair("q", "a", "b") | {"chosen": 3.5},
+        "field 'chosen' is 3.5, not text",
+    ),
+    "NaN for an answer": (
+        pair("q", "a", "b") | {"chosen": float("nan")},
+        "field 'chosen' is nan, not text",
+    ),
+    "an object for an answer": (
+        pair("q", "a", "b") | {"chosen": {"text": "a"}},
+        "field 'chosen' is {'text': 'a'}",
+    ),
     "an empty answer": (pair("q", "", "b"), "chosen: message 1 (assistant) is empty"),
     "an answer of white space": (pair("q", "a", " \n"), "rejected: message 1 (assistant) is empty"),
     "identical answers": (pair("q", "a", "a"), "chosen and rejected are the same"),
@@ -197,11 +219,23 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", "a", "a") | {"rejected": [said("assistant", "a")]},
         "chosen and rejected are the same",
     ),
-    "an empty list": (pair("q", "a", "b") | {"chosen": []}, "chosen does not go on from the prompt"),
-    "an empty prompt": (pair("q", "a", "b") | {"prompt": []}, "chosen and rejected share no prompt"),
-    "lists in lists": (pair("q", "a", "b") | {"chosen": [[said("assistant", "a")]]}, "chosen: message 1 is [{'role'"),
+    "an empty list": (
+        pair("q", "a", "b") | {"chosen": []},
+        "chosen does not go on from the prompt",
+    ),
+    "an empty prompt": (
+        pair("q", "a", "b") | {"prompt": []},
+        "chosen and rejected share no prompt",
+    ),
+    "lists in lists": (
+        pair("q", "a", "b") | {"chosen": [[said("assistant", "a")]]},
+        "chosen: message 1 is [{'role'",
+    ),
     "very nested lists": (pair("q", "a", "b") | {"chosen": DEEP}, "chosen: message 1 is [[[[[["),
-    "a text in a list": (pair("q", "a", "b") | {"prompt": ["q"]}, "prompt: message 1 is 'q', not an object"),
+    "a text in a list": (
+        pair("q", "a", "b") | {"prompt": ["q"]},
+        "prompt: message 1 is 'q', not an object",
+    ),
     "a message without a role": (
         pair("q", "a", "b") | {"chosen": [{"content": "a"}]},
         "chosen: message 1 has the role None; known are system",
@@ -210,7 +244,10 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", "a", "b") | {"prompt": [said("narrator", "q")]},
         "prompt: message 1 has the role 'narrator'",
     ),
-    "a role that is a number": (pair("q", "a", "b") | {"prompt": [said(3, "q")]}, "message 1 has the role 3"),  # type: ignore[arg-type]
+    "a role that is a number": (
+        pair("q", "a", "b") | {"prompt": [said(3, "q")]},
+        "message 1 has the role 3",
+    ),  # type: ignore[arg-type]
     "a message without content": (
         pair("q", "a", "b") | {"prompt": [{"role": "user"}]},
         "prompt: message 1 (user): its content is not text",
@@ -244,20 +281,44 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         "chosen and rejected are the same",
     ),
     "conversations whose last speakers differ": (
-        {"chosen": chat("q", "a")["messages"], "rejected": [*chat("q")["messages"], said("user", "a")]},
+        {
+            "chosen": chat("q", "a")["messages"],
+            "rejected": [*chat("q")["messages"], said("user", "a")],
+        },
         "rejected does not go on from the prompt with what the assistant says",
     ),
     "two turns in a row": (
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
         "message 3 (assistant) follows a turn of the assistant's that has ended",
     ),
-    "a control token in the prompt": (pair(f"q{END}", "a", "b"), f"message 1 (user) holds the control token {END}"),
-    "a control token in an answer": (pair("q", "a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"),
-    "half a surrogate in the prompt": (pair(LONE, "a", "b"), "message 1 (user) holds half of a surrogate pair"),
-    "half a surrogate in an answer": (pair("q", LONE, "b"), "message 2 (assistant) holds half of a surrogate pair"),
-    "tools that are no list": (pair("q", "a", "b") | {"tools": 3}, "field 'tools' is 3, not a list"),
-    "tools that are no tools": (pair("q", "a", "b") | {"tools": ["x"]}, "the chat template refuses it: Tools should"),
-    "an answer alone": (example("q", "a"), "it has one answer and its label, and this loss compares two"),
+    "a control token in the prompt": (
+        pair(f"q{END}", "a", "b"),
+        f"message 1 (user) holds the control token {END}",
+    ),
+    "a control token in an answer": (
+        pair("q", "a", f"b{END}"),
+        f"message 2 (assistant) holds the control token {END}",
+    ),
+    "half a surrogate in the prompt": (
+        pair(LONE, "a", "b"),
+        "message 1 (user) holds half of a surrogate pair",
+    ),
+    "half a surrogate in an answer": (
+        pair("q", LONE, "b"),
+        "message 2 (assistant) holds half of a surrogate pair",
+    ),
+    "tools that are no list": (
+        pair("q", "a", "b") | {"tools": 3},
+        "field 'tools' is 3, not a list",
+    ),
+    "tools that are no tools": (
+        pair("q", "a", "b") | {"tools": ["x"]},
+        "the chat template refuses it: Tools should",
+    ),
+    "an answer alone": (
+        example("q", "a"),
+        "it has one answer and its label, and this loss compares two",
+    ),
 }
 BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
     "no label": ({"prompt": "q", "completion": "a"}, "field 'label' is None, not true or false"),
@@ -269,9 +330,18 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
     "no answer": ({"prompt": "q", "label": True}, "field 'completion' is None, not text"),
     "an empty completion": (example("q", ""), "completion: message 1 (assistant) is empty"),
     "no question": ({"completion": "a", "label": True}, "it has no prompt"),
-    "messages and no question": ({"completion": [said("assistant", "a")], "label": True}, "it has no prompt"),
-    "a control token": (example("q", f"a{END}"), f"message 2 (assistant) holds the control token {END}"),
-    "half a surrogate": (example("q", LONE), "message 2 (assistant) holds half of a surrogate pair"),
+    "messages and no question": (
+        {"completion": [said("assistant", "a")], "label": True},
+        "it has no prompt",
+    ),
+    "a control token": (
+        example("q", f"a{END}"),
+        f"message 2 (assistant) holds the control token {END}",
+    ),
+    "half a surrogate": (
+        example("q", LONE),
+        "message 2 (assistant) holds half of a surrogate pair",
+    ),
 }
 EVERY_BAD_ROW = [
     pytest.param(bad, what, alone, id=f"{kind}: {name}")
@@ -285,7 +355,10 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
     tmp_path: Path, cache: Path, bad: Fields, what: str, alone: bool
 ) -> None:
     good = examples(4) if alone else pairs(4)
-    for at in (2, 4):  # in the midst, and last, where its answer would have been the first one's other
+    for at in (
+        2,
+        4,
+    ):  # in the midst, and last, where its answer would have been the first one's other
         records = [*good[:at], bad, *good[at:]]
         said = complain(tmp_path, records, alone=alone, eval_fraction=0.3)
         assert said.startswith(f"{tmp_path / 'judged.jsonl'}, line {at + 1}: ")
@@ -298,7 +371,9 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
     assert Counter(told(made.train, made)) == Counter(expected_of(good))
 
 
-@pytest.mark.parametrize("name", ["identical answers", "a null answer", "a control token in an answer"])
+@pytest.mark.parametrize(
+    "name", ["identical answers", "a null answer", "a control token in an answer"]
+)
 @pytest.mark.parametrize(("suffix", "place"), [("parquet", "row 2"), ("csv", "line 4")])
 def test_a_bad_row_of_a_table_is_told_with_its_place(
     tmp_path: Path, cache: Path, name: str, suffix: str, place: str
@@ -314,15 +389,45 @@ def test_a_bad_row_of_a_table_is_told_with_its_place(
 GOOD = "".join(json.dumps(record) + "\n" for record in pairs(3)).encode()
 BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "a broken line": ("a.jsonl", GOOD + b'{"prompt": "q",\n', {}, "a.jsonl, line 4: not JSON"),
-    "a line that is no object": ("a.jsonl", GOOD + b'["q", "a", "b"]\n', {}, 'a.jsonl, line 4: \'["q"'),
-    "bytes that are no UTF-8": ("a.jsonl", GOOD + b'{"prompt": "\xff"}\n', {}, "a.jsonl, line 4: byte 0xff"),
+    "a line that is no object": (
+        "a.jsonl",
+        GOOD + b'["q", "a", "b"]\n',
+        {},
+        'a.jsonl, line 4: \'["q"',
+    ),
+    "bytes that are no UTF-8": (
+        "a.jsonl",
+        GOOD + b'{"prompt": "\xff"}\n',
+        {},
+        "a.jsonl, line 4: byte 0xff",
+    ),
     "brackets without end": ("a.jsonl", GOOD + b"[" * 99_999, {}, "a.jsonl, line 4: not JSON"),
-    "an empty file": ("a.jsonl", b"", {}, "a.jsonl: a record has nothing; preferences have prompt, chosen"),
+    "an empty file": (
+        "a.jsonl",
+        b"",
+        {},
+        "a.jsonl: a record has nothing; preferences have prompt, chosen",
+    ),
     "an empty table": ("a.csv", b"prompt,chosen,rejected\n", {}, "a.csv: a record has nothing"),
     "no parquet": ("a.parquet", GOOD, {}, "a.parquet is not a parquet file"),
-    "too many columns": ("a.csv", b"prompt,chosen,rejected\nq,a,b,c\n", {}, "a.csv, line 2: more fields than the"),
-    "columns without answers": ("a.csv", b"prompt,text\nq,a\n", {}, "a.csv: a record has prompt, text; preferences"),
-    "columns without the rejected": ("a.csv", b"prompt,chosen\nq,a\n", {}, "a.csv: a record has prompt, chosen; pref"),
+    "too many columns": (
+        "a.csv",
+        b"prompt,chosen,rejected\nq,a,b,c\n",
+        {},
+        "a.csv, line 2: more fields than the",
+    ),
+    "columns without answers": (
+        "a.csv",
+        b"prompt,text\nq,a\n",
+        {},
+        "a.csv: a record has prompt, text; preferences",
+    ),
+    "columns without the rejected": (
+        "a.csv",
+        b"prompt,chosen\nq,a\n",
+        {},
+        "a.csv: a record has prompt, chosen; pref",
+    ),
     "text": ("a.txt", b"some words", {}, "a.txt: a record has text; preferences have"),
     "conversations that nobody judged": (
         "a.jsonl",
@@ -366,8 +471,18 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         {"overlong": "truncate"},
         "a.jsonl: none of 1 records can be compared (1 are overlong, 0 bad, 1 without a difference)",
     ),
-    "letters for tokens": ("a.jsonl", GOOD, {"tokenizer": "char"}, "--tokenizer char knows no letters but the data's"),
-    "no such template": ("a.jsonl", GOOD, {"chat_template": "absent"}, "--chat_template absent: not chatml"),
+    "letters for tokens": (
+        "a.jsonl",
+        GOOD,
+        {"tokenizer": "char"},
+        "--tokenizer char knows no letters but the data's",
+    ),
+    "no such template": (
+        "a.jsonl",
+        GOOD,
+        {"chat_template": "absent"},
+        "--chat_template absent: not chatml",
+    ),
 }
 
 
@@ -389,9 +504,14 @@ def test_an_answer_that_the_template_shows_otherwise_than_it_prompts_for_is_a_ba
     tmp_path: Path, cache: Path
 ) -> None:
     template = tmp_path / "counted"
-    template.write_text("{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}")
+    template.write_text(
+        "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
+    )
     said = complain(tmp_path, pairs(2), chat_template=str(template))
-    assert "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; mend" in said
+    assert (
+        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; mend"
+        in said
+    )
     assert left_behind(cache) == []
 
 
@@ -409,7 +529,10 @@ def messages_of(question: str, chosen: str, rejected: str) -> Fields:
 
 
 def conversations_of(question: str, chosen: str, rejected: str) -> Fields:
-    return {"chosen": chat(question, chosen)["messages"], "rejected": chat(question, rejected)["messages"]}
+    return {
+        "chosen": chat(question, chosen)["messages"],
+        "rejected": chat(question, rejected)["messages"],
+    }
 
 
 def repeated_of(question: str, chosen: str, rejected: str) -> Fields:
@@ -423,7 +546,13 @@ def sharegpt_of(question: str, chosen: str, rejected: str) -> Fields:
 
 
 def with_more_of(question: str, chosen: str, rejected: str) -> Fields:
-    return {"id": 7, **pair(question, chosen, rejected), "label": "unread", "tools": None, "score": 0.5}
+    return {
+        "id": 7,
+        **pair(question, chosen, rejected),
+        "label": "unread",
+        "tools": None,
+        "score": 0.5,
+    }
 
 
 FORMATS = {
@@ -441,7 +570,9 @@ FORMATS = {
     ("format", "suffix"),
     [*itertools.product(FORMATS, ("jsonl", "parquet")), ("texts", "csv"), ("other columns", "csv")],
 )
-def test_every_format_of_pairs_gives_the_same_rows(tmp_path: Path, capsys: Capture, format: str, suffix: str) -> None:
+def test_every_format_of_pairs_gives_the_same_rows(
+    tmp_path: Path, capsys: Capture, format: str, suffix: str
+) -> None:
     reference = tokenize_pairs(tmp_path, [pair(*line) for line in LINES])
     assert sorted(told(reference.train, reference)) == sorted(expected(*line) for line in LINES)
     path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*line) for line in LINES])
@@ -454,7 +585,10 @@ def test_every_format_of_pairs_gives_the_same_rows(tmp_path: Path, capsys: Captu
 
 @pytest.mark.parametrize(
     ("suffix", "kind", "whole"),
-    [*itertools.product(("jsonl", "parquet"), (bool, int, float), (False, True)), ("csv", bool, False)],
+    [
+        *itertools.product(("jsonl", "parquet"), (bool, int, float), (False, True)),
+        ("csv", bool, False),
+    ],
 )
 def test_every_format_of_examples_gives_the_same_rows(
     tmp_path: Path, capsys: Capture, suffix: str, whole: bool, kind: type
@@ -465,7 +599,10 @@ def test_every_format_of_examples_gives_the_same_rows(
     for record in records if whole else ():
         record["prompt"] = [said("user", record["prompt"])]
         record["completion"] = [said("assistant", record["completion"])]
-    path = write(tmp_path / f"other.{suffix}", [record | {"label": kind(record["label"])} for record in records])
+    path = write(
+        tmp_path / f"other.{suffix}",
+        [record | {"label": kind(record["label"])} for record in records],
+    )
     made = tokenize(config(path), BLOCK, PairConfig(), judged_alone=True)
     assert all_of(made.train) == all_of(reference.train)
     assert made.facts.data_sha256 == reference.facts.data_sha256
@@ -480,8 +617,12 @@ COMMON = pair("q", "begins alike, ends so", "begins alike, ends otherwise")
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-@pytest.mark.parametrize(("share", "packing"), [(True, True), (False, True), (True, False), (False, False)], ids=str)
-def test_what_is_judged_is_each_answer_with_its_end(tmp_path: Path, tokenizer: str, share: bool, packing: bool) -> None:
+@pytest.mark.parametrize(
+    ("share", "packing"), [(True, True), (False, True), (True, False), (False, False)], ids=str
+)
+def test_what_is_judged_is_each_answer_with_its_end(
+    tmp_path: Path, tokenizer: str, share: bool, packing: bool
+) -> None:
     records = [*pairs(6), COMMON, LONG_TALK]
     settings = {"tokenizer": tokenizer, "share_prompts": share, "packing": packing}
     made = tokenize_pairs(tmp_path, records, 150, **settings)
@@ -500,9 +641,14 @@ def test_what_is_judged_is_each_answer_with_its_end(tmp_path: Path, tokenizer: s
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_both_answers_share_a_prompt_but_for_its_last_token_with_which_each_begins(tmp_path: Path, alone: bool) -> None:
+def test_both_answers_share_a_prompt_but_for_its_last_token_with_which_each_begins(
+    tmp_path: Path, alone: bool
+) -> None:
     records = examples(5) if alone else [*pairs(4), COMMON]
-    made, apart = (tokenize_pairs(tmp_path, records, alone=alone, share_prompts=share) for share in (True, False))
+    made, apart = (
+        tokenize_pairs(tmp_path, records, alone=alone, share_prompts=share)
+        for share in (True, False)
+    )
     encode = made.tokenizer.backend_tokenizer.encode
     prompts = {tuple(encode(asked(said("user", record["prompt"]))).ids) for record in records}
     for found in found_in(made.train):
@@ -524,17 +670,26 @@ def test_an_answer_of_several_turns_is_judged_but_not_what_others_say_in_it(tmp_
     assert f"user\ngo on{END}" in found.texts[0]
 
 
-def test_of_what_generation_marks_in_a_template_that_alone_is_judged_and_the_data_hash_tells(tmp_path: Path) -> None:
+def test_of_what_generation_marks_in_a_template_that_alone_is_judged_and_the_data_hash_tells(
+    tmp_path: Path,
+) -> None:
     hashes = set()
     for name, template, judged in [
         ("whole", ENDED, ("a<|endoftext|>", "b<|endoftext|>")),
-        ("ends", ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"), None),
+        (
+            "ends",
+            ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
+            None,
+        ),
     ]:
         (tmp_path / name).write_text(template)
         made = tokenize_pairs(tmp_path, [pair("q", "a", "b")], chat_template=str(tmp_path / name))
         (found,) = told(made.train, made)
         assert found.judged == (judged or ("<|endoftext|>", "<|endoftext|>"))
-        assert [text[-len("a<|endoftext|>") :] for text in found.texts] == ["a<|endoftext|>", "b<|endoftext|>"]
+        assert [text[-len("a<|endoftext|>") :] for text in found.texts] == [
+            "a<|endoftext|>",
+            "b<|endoftext|>",
+        ]
         hashes.add(made.facts.data_sha256)
     assert len(hashes) == 2
 
@@ -556,7 +711,10 @@ def test_an_answer_alone_stands_beside_that_of_the_record_before(tmp_path: Path)
     assert Counter(told(made.train, made)) == Counter(
         [
             expected("0?", "0 ü.", "36 ü.", False),
-            *(expected(f"{i}?", f"{i * i} ü.", f"{(i - 1) ** 2} ü.", i % 3 > 0) for i in range(1, 7)),
+            *(
+                expected(f"{i}?", f"{i * i} ü.", f"{(i - 1) ** 2} ü.", i % 3 > 0)
+                for i in range(1, 7)
+            ),
         ]
     )
 
@@ -566,7 +724,10 @@ def test_pairs_for_a_loss_of_single_answers_are_two_examples_each(tmp_path: Path
     wanted = []
     for i in range(3):
         other = f"{(i - 1) % 3 * ((i - 1) % 3)} ü."
-        wanted += [expected(f"{i}?", f"{i * i} ü.", other), expected(f"{i}?", f"no {i}", other, False)]
+        wanted += [
+            expected(f"{i}?", f"{i * i} ü.", other),
+            expected(f"{i}?", f"no {i}", other, False),
+        ]
     assert Counter(told(made.train, made)) == Counter(wanted)
     audit = audit_of(made)
     assert [audit[name] for name in ("records", "pairs", "kept", "desirable")] == [3, 6, 6, 3]
@@ -578,7 +739,11 @@ def test_an_answer_alone_and_the_other_are_on_one_side(tmp_path: Path) -> None:
     sides = [told(made.train, made), told(made.eval, made)]
     for side in sides:
         texts = {found.texts[0] for found in side}
-        kept = [record for record in records if expected(record["prompt"], record["completion"], "").texts[0] in texts]
+        kept = [
+            record
+            for record in records
+            if expected(record["prompt"], record["completion"], "").texts[0] in texts
+        ]
         assert Counter(side) == Counter(expected_of(kept))
     assert sum(map(len, sides)) == 30
 
@@ -599,7 +764,9 @@ def test_only_the_answer_that_is_judged_is_overlong_and_the_other_is_cut(tmp_pat
 def tokens_of(text: str) -> list[int | str]:
     """What the tokenizer ``byte`` makes of it."""
     pieces = re.split(r"(<\|im_start\|>|<\|im_end\|>)", text)
-    return [token for i, piece in enumerate(pieces) for token in ([piece] if i % 2 else piece.encode())]
+    return [
+        token for i, piece in enumerate(pieces) for token in ([piece] if i % 2 else piece.encode())
+    ]
 
 
 ROOM = len(tokens_of(asked(said("user", "q")))) + len("x" * 20) + 1
@@ -627,8 +794,13 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM:
         first, second = wanted.pop(next(judged for judged in wanted if "xx" in "".join(judged)))
         if overlong == "truncate":
-            first, second = (text.removesuffix(END) if "xx" in text else text for text in (first, second))
-            wanted[first.partition("assistant\n")[2], second.partition("assistant\n")[2]] = first, second
+            first, second = (
+                text.removesuffix(END) if "xx" in text else text for text in (first, second)
+            )
+            wanted[first.partition("assistant\n")[2], second.partition("assistant\n")[2]] = (
+                first,
+                second,
+            )
     assert by_judged == wanted
     assert audit_of(made)["overlong"] == (room < ROOM)
 
@@ -640,12 +812,17 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
 def test_no_prompt_is_on_both_sides(tmp_path: Path, alone: bool, fraction: float) -> None:
     makes = example if alone else pair
-    records = [makes(f"{i}?", f"{i} {k}", *([k != 1] if alone else [f"-{i} {k}"])) for k in range(3) for i in range(40)]
+    records = [
+        makes(f"{i}?", f"{i} {k}", *([k != 1] if alone else [f"-{i} {k}"]))
+        for k in range(3)
+        for i in range(40)
+    ]
     for record in records[40:80]:
         record["prompt"] = [said("user", record["prompt"])]  # the same in another form
     made = tokenize_pairs(tmp_path, records, alone=alone, eval_fraction=fraction)
     train, held_out = (
-        Counter(found.texts[0].partition(END)[0] for found in told(rows, made)) for rows in (made.train, made.eval)
+        Counter(found.texts[0].partition(END)[0] for found in told(rows, made))
+        for rows in (made.train, made.eval)
     )
     assert not set(train) & set(held_out)
     assert {*train.values()} == {*held_out.values()} == {3}
@@ -654,7 +831,9 @@ def test_no_prompt_is_on_both_sides(tmp_path: Path, alone: bool, fraction: float
     assert (made.facts.documents, made.facts.eval_documents) == (120, 3 * len(held_out))
 
 
-def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_there_is(tmp_path: Path) -> None:
+def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_there_is(
+    tmp_path: Path,
+) -> None:
     def side(records: list[Fields], **settings: Any) -> set[str]:
         made = tokenize_pairs(tmp_path, records, eval_fraction=0.2, **settings)
         return {found.texts[0] for found in told(made.eval, made)}
@@ -667,7 +846,9 @@ def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_ther
     assert side(pairs(80)) > usual
 
 
-def test_bytes_held_out_are_those_of_the_answers_and_a_question_is_one_of_them(tmp_path: Path) -> None:
+def test_bytes_held_out_are_those_of_the_answers_and_a_question_is_one_of_them(
+    tmp_path: Path,
+) -> None:
     made = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.3)
     held_out = told(made.eval, made)
     said = "".join(itertools.chain(*(found.judged for found in held_out)))
@@ -689,18 +870,35 @@ def some_records(alone: bool) -> list[Fields]:
 
     if alone:
         found = [example(text(), text(), draw.random() < 0.6) for _ in range(40)]
-        found += [example("q", "x" * draw.randint(10, 99)) for _ in range(6)] + [example("x" * 99, "a")]
-        found += [example("q", f"a{END}"), example("q", LONE), example("q", "", False), example("q", "a", "yes")]
+        found += [example("q", "x" * draw.randint(10, 99)) for _ in range(6)] + [
+            example("x" * 99, "a")
+        ]
+        found += [
+            example("q", f"a{END}"),
+            example("q", LONE),
+            example("q", "", False),
+            example("q", "a", "yes"),
+        ]
     else:
         found = [pair(text(), text(), text() + "-") for _ in range(40)]
         found += [pair("q", "x" * draw.randint(10, 99), text()) for _ in range(6)]
-        found += [pair("q", "x" * 99 + "1", "x" * 99 + "2"), pair("x" * 99, "a", "b")]  # have no difference when cut
-        found += [pair(f"q{END}", "a", "b"), pair("q", "a", LONE), pair("q", "a", "a"), pair("q", "", "b")]
+        found += [
+            pair("q", "x" * 99 + "1", "x" * 99 + "2"),
+            pair("x" * 99, "a", "b"),
+        ]  # have no difference when cut
+        found += [
+            pair(f"q{END}", "a", "b"),
+            pair("q", "a", LONE),
+            pair("q", "a", "a"),
+            pair("q", "", "b"),
+        ]
     draw.shuffle(found)
     return found
 
 
-def by_brute_force(records: list[Fields], overlong: str, alone: bool, shares: bool) -> dict[str, int]:
+def by_brute_force(
+    records: list[Fields], overlong: str, alone: bool, shares: bool
+) -> dict[str, int]:
     """The counts, from the texts of the records."""
     count: Counter[str] = Counter(records=len(records))
     good = []
@@ -709,7 +907,13 @@ def by_brute_force(records: list[Fields], overlong: str, alone: bool, shares: bo
         values += [] if alone else [record["rejected"]]
         texts = "".join(values)
         same = not alone and values[1] == values[2]
-        bad = END in texts or LONE in texts or "" in values[1:] or same or record.get("label") == "yes"
+        bad = (
+            END in texts
+            or LONE in texts
+            or "" in values[1:]
+            or same
+            or record.get("label") == "yes"
+        )
         count["bad"] += bad
         good += [] if bad else [record]
     for wanted in expected_of(good):
@@ -740,7 +944,12 @@ def test_the_audit_is_what_brute_force_counts(
     tmp_path: Path, overlong: str, alone: bool, share: bool, packing: bool
 ) -> None:
     records = some_records(alone)
-    settings: dict[str, Any] = {"overlong": overlong, "alone": alone, "share_prompts": share, "packing": packing}
+    settings: dict[str, Any] = {
+        "overlong": overlong,
+        "alone": alone,
+        "share_prompts": share,
+        "packing": packing,
+    }
     made = tokenize_pairs(tmp_path, records, on_bad_row="skip", **settings)
     facts, wanted = made.facts, by_brute_force(records, overlong, alone, share and packing)
     rows = {"rows": len(made.train), "places": len(made.train) * 2 * BLOCK}
@@ -757,7 +966,9 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     tmp_path: Path, capsys: Capture, overlong: str
 ) -> None:
     records = [*pairs(30), *(pair(f"{i}?", "x" * 99, "y") for i in range(30)), pair("q", "a", "a")]
-    made = tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong)
+    made = tokenize_pairs(
+        tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong
+    )
     train, held_out = audit_of(made), made.facts.eval_audit or {}
     assert train["records"] + held_out["records"] == 61
     assert (train["bad"], held_out["bad"]) == (1, 0)
@@ -781,8 +992,12 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.jsonl", pairs(3)), write(tmp_path / "b.parquet", pairs(5, 50))]
-    one, other, both = (tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths))
-    assert audit_of(both) == {name: count + audit_of(other)[name] for name, count in audit_of(one).items()}
+    one, other, both = (
+        tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths)
+    )
+    assert audit_of(both) == {
+        name: count + audit_of(other)[name] for name, count in audit_of(one).items()
+    }
     assert both.facts.source_rows == [one.facts.train_rows, other.facts.train_rows]
 
 
@@ -838,7 +1053,10 @@ def test_the_data_hash_is_of_the_tokens_and_what_is_judged_and_the_rows(tmp_path
         digest: str = tokenize_pairs(tmp_path, records, **variant).facts.data_sha256
         return digest
 
-    usual, swapped = pairs(8), [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in pairs(8)]
+    usual, swapped = (
+        pairs(8),
+        [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in pairs(8)],
+    )
     same = [
         hash_of(usual),
         hash_of(usual, overlong="truncate", on_bad_row="skip"),

@@ -43,7 +43,10 @@ SPECIAL = re.compile(
     r"<\|?[\w▁\"-]*\|>|<\|[\w\"-]+\|?>|<\uff5c[^\uff5c]*\uff5c>|<(?:start|end)_of_turn>|<sop>|\[gMASK\]|<[a-z_]+\|>"
 )
 
-PLACE, DAYS = {"type": "string", "description": "where"}, {"type": "array", "items": {"type": "integer"}}
+PLACE, DAYS = (
+    {"type": "string", "description": "where"},
+    {"type": "array", "items": {"type": "integer"}},
+)
 PARAMETERS = {"type": "object", "properties": {"place": PLACE, "days": DAYS}, "required": ["place"]}
 WEATHER = {"name": "weather", "description": "Say how it is there.", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": WEATHER}]
@@ -64,7 +67,11 @@ def answer(text: str, thought: str | None = None, *places: str) -> dict[str, Any
         for place in places
     ]
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+    return (
+        message
+        | ({"reasoning_content": thought} if thought else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
 
 
 def result(text: str, place: str) -> dict[str, Any]:
@@ -75,11 +82,29 @@ def result(text: str, place: str) -> dict[str, Any]:
 # Each answer, thought and place is there once.
 KINDS = {
     "one turn": [user("q1"), answer("Ans-1")],
-    "several": [user("q1"), answer("Ans-1"), user("q2"), answer("Ans-2"), user("q3"), answer("Ans-3")],
-    "system": [{"role": "system", "content": "Be brief."}, user("q1"), answer("Ans-1"), user("q2"), answer("Ans-2")],
+    "several": [
+        user("q1"),
+        answer("Ans-1"),
+        user("q2"),
+        answer("Ans-2"),
+        user("q3"),
+        answer("Ans-3"),
+    ],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        user("q1"),
+        answer("Ans-1"),
+        user("q2"),
+        answer("Ans-2"),
+    ],
     "greeting": [answer("Hello"), user("q1"), answer("Ans-1")],
     "reasoning": [user("q1"), answer("Ans-1", "Why-1")],
-    "reasoning, several": [user("q1"), answer("Ans-1", "Why-1"), user("q2"), answer("Ans-2", "Why-2")],
+    "reasoning, several": [
+        user("q1"),
+        answer("Ans-1", "Why-1"),
+        user("q2"),
+        answer("Ans-2", "Why-2"),
+    ],
     "reasoning, then none": [user("q1"), answer("Ans-1", "Why-1"), user("q2"), answer("Ans-2")],
     "in its content": [
         user("q1"),
@@ -89,7 +114,12 @@ KINDS = {
     ],
     "a call": [user("q1"), answer("", None, "Oslo"), result("rain", "Oslo"), answer("Ans-1")],
     "two at once": [
-        *(user("q1"), answer("", None, "Oslo", "Bonn"), result("rain", "Oslo"), result("sun", "Bonn")),
+        *(
+            user("q1"),
+            answer("", None, "Oslo", "Bonn"),
+            result("rain", "Oslo"),
+            result("sun", "Bonn"),
+        ),
         *(answer("Ans-1"), user("q2"), answer("Ans-2")),
     ],
     "one by one, reasoning": [
@@ -97,7 +127,12 @@ KINDS = {
         *(answer("", "Why-2", "Bonn"), result("sun", "Bonn"), answer("Ans-1", "Why-3")),
     ],
     "the same, several": [
-        *(user("q1"), answer("", "Why-1", "Oslo"), result("rain", "Oslo"), answer("Ans-1", "Why-2")),
+        *(
+            user("q1"),
+            answer("", "Why-1", "Oslo"),
+            result("rain", "Oslo"),
+            answer("Ans-1", "Why-2"),
+        ),
         *(user("q2"), answer("", "Why-3", "Bonn"), result("sun", "Bonn"), answer("Ans-2", "Why-4")),
     ],
 }

@@ -49,10 +49,14 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
 
 
 def config(path: Path, **settings) -> DataConfig:
-    return DataConfig(**{"dataset": [str(path)], "tokenizer": "byte", "eval_fraction": 0.0} | settings)
+    return DataConfig(
+        **{"dataset": [str(path)], "tokenizer": "byte", "eval_fraction": 0.0} | settings
+    )
 
 
-def tokenize_texts(folder: Path, texts: list[str], block_size: int = BLOCK, **settings) -> Tokenized:
+def tokenize_texts(
+    folder: Path, texts: list[str], block_size: int = BLOCK, **settings
+) -> Tokenized:
     return tokenize(config(write(folder / "corpus.jsonl", texts), **settings), block_size)
 
 
@@ -127,7 +131,9 @@ def test_byte_tokens_are_the_bytes(tmp_path):
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 5, 1024])
 @pytest.mark.parametrize("block_size", [1, 3, 8])
-def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, rows_per_batch, block_size):
+def test_rows_are_the_same_however_the_stream_arrives(
+    tmp_path, monkeypatch, rows_per_batch, block_size
+):
     monkeypatch.setattr(plain_text, "TOKENS_PER_BATCH", rows_per_batch * block_size)
     random_numbers = random.Random(0)
     for length in [*range(0, 20), 24, 25, 26, 200]:
@@ -150,8 +156,37 @@ def test_rows_are_the_same_however_the_stream_arrives(tmp_path, monkeypatch, row
 @pytest.fixture(scope="module")
 def long_text() -> str:
     random_numbers = random.Random(1)
-    words = ["word", "it's", "n't", "x", "漢字", "ünï", "🙂", "12", "...", "!?", "<|endoftext|>", "e\u0301", "a_b"]
-    gaps = [" ", " ", " ", "  ", "\n", "\r\n", "\n\n  ", "\t", "", "\u3000", "\u00a0", "\x85", "\u2028", "\u200b"]
+    words = [
+        "word",
+        "it's",
+        "n't",
+        "x",
+        "漢字",
+        "ünï",
+        "🙂",
+        "12",
+        "...",
+        "!?",
+        "<|endoftext|>",
+        "e\u0301",
+        "a_b",
+    ]
+    gaps = [
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\n\n  ",
+        "\t",
+        "",
+        "\u3000",
+        "\u00a0",
+        "\x85",
+        "\u2028",
+        "\u200b",
+    ]
     return "".join(random_numbers.choice(words) + random_numbers.choice(gaps) for _ in range(1500))
 
 
@@ -173,7 +208,9 @@ def test_a_document_cut_into_pieces_gives_the_tokens_of_the_uncut_one(
 
 
 @pytest.mark.parametrize("separator", ["\x1c", "\x1d", "\x1e", "\x1f"])
-def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_to_cut(monkeypatch, tmp_path, separator):
+def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_to_cut(
+    monkeypatch, tmp_path, separator
+):
     texts = [f"ab! {f'!{separator}' * 20}\n" * 20]
     cut_every(monkeypatch, 7, 1000)
     made = tokenize_texts(tmp_path, texts, tokenizer="bpe:300")
@@ -181,7 +218,9 @@ def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_t
 
 
 def test_the_test_of_cutting_can_fail(monkeypatch, tmp_path, long_text):
-    monkeypatch.setattr(plain_text, "_segments", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)])
+    monkeypatch.setattr(
+        plain_text, "_segments", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)]
+    )
     made = tokenize_texts(tmp_path, [long_text], tokenizer="bpe:400")
     assert stream(made.train) != uncut([long_text], made)
 
@@ -239,7 +278,9 @@ def test_a_document_and_its_copy_are_on_the_same_side(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
-def test_where_no_document_falls_under_the_fraction_the_last_part_of_the_longest_is_held_out(tmp_path, count):
+def test_where_no_document_falls_under_the_fraction_the_last_part_of_the_longest_is_held_out(
+    tmp_path, count
+):
     longest = "the longest document of all: " + "words and words " * 10
     texts = [*some_documents(count - 1), longest]
     train, (held_out,) = split_of(tmp_path, texts, 1e-3)
@@ -267,13 +308,20 @@ def test_of_a_single_document_the_last_part_is_held_out(tmp_path, fraction):
     assert held_out[0]
 
 
-@pytest.mark.parametrize("texts", [["one document of some words"], some_documents(20)], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "texts", [["one document of some words"], some_documents(20)], ids=["one", "many"]
+)
 def test_without_a_fraction_nothing_is_held_out(tmp_path, texts):
     made = tokenize_texts(tmp_path, texts)
     assert made.eval is None
     assert documents_of(made.train, made) == texts
     facts = made.facts
-    assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (0, 0, 0, 0)
+    assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_held_out_characters_are_in_the_alphabet(tmp_path):
@@ -290,17 +338,25 @@ def test_facts_tell_what_was_tokenised(tmp_path):
     assert (facts.tokenizer, facts.vocabulary, facts.block_size) == ("bpe:300", 300, BLOCK)
     assert facts.tokenizer_sha256 == tok.digest(made.tokenizer)
     assert (facts.train_rows, facts.eval_rows) == (len(made.train), len(made.eval))
-    assert (facts.train_tokens, facts.eval_tokens) == (len(stream(made.train)) - 1, len(stream(made.eval)) - 1)
+    assert (facts.train_tokens, facts.eval_tokens) == (
+        len(stream(made.train)) - 1,
+        len(stream(made.eval)) - 1,
+    )
     assert all(len(digest) == 64 for digest in (facts.tokenizer_sha256, facts.data_sha256))
 
 
 def test_the_data_hash_is_of_the_tokens_and_their_split(tmp_path):
     texts = some_documents(50)
     before = tokenize_texts(tmp_path, texts, eval_fraction=0.2).facts.data_sha256
-    assert tokenize_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
+    assert (
+        tokenize_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
+    )
     assert tokenize_texts(tmp_path, texts, eval_fraction=0.5).facts.data_sha256 != before
     assert tokenize_texts(tmp_path, texts[::-1], eval_fraction=0.2).facts.data_sha256 != before
-    assert tokenize_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256 != before
+    assert (
+        tokenize_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256
+        != before
+    )
 
 
 def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path, long_text):
@@ -364,7 +420,9 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
     usual = some_documents(20)
 
     def said(texts: list[str] = usual, block_size: int = BLOCK, **settings) -> str:
-        path.write_text("".join(json.dumps({"text": text, "body": text + " body"}) + "\n" for text in texts))
+        path.write_text(
+            "".join(json.dumps({"text": text, "body": text + " body"}) + "\n" for text in texts)
+        )
         made = tokenize(config(path, **{"eval_fraction": 0.5} | settings), block_size)
         suffix = " body" if settings.get("text_field") == "body" else ""
         found = documents_of(made.train, made) + documents_of(made.eval, made)
@@ -415,7 +473,9 @@ def test_another_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
         tok.as_pretrained(trained, 8).save_pretrained(folder)
         tokenize_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder))
         assert capsys.readouterr().out.endswith("; tokenised\n")
-    tokenize_texts(tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved")))
+    tokenize_texts(
+        tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved"))
+    )
     assert capsys.readouterr().out.endswith("found in the cache\n")
 
 
@@ -445,10 +505,22 @@ BAD = {
     "no documents": ("a.jsonl", b"", {}, 8, "holds no text"),
     "empty documents": ("a.jsonl", b'{"text": ""}\n' * 3, {}, 8, "holds no text"),
     "empty file": ("a.txt", b"", {}, 8, "holds no text"),
-    "a broken line": ("a.jsonl", b'{"text": "' + b"words " * 9 + b'"}\noops\n', {}, 8, "a.jsonl, line 2"),
+    "a broken line": (
+        "a.jsonl",
+        b'{"text": "' + b"words " * 9 + b'"}\noops\n',
+        {},
+        8,
+        "a.jsonl, line 2",
+    ),
     "not utf-8": ("a.txt", b"words\n" * 9 + b"\xff", {}, 8, "a.txt, line 10"),
     "half a surrogate": ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, 8, "a.jsonl, line 1"),
-    "no such field": ("a.csv", b"id,text\n1,words\n", {"text_field": "body"}, 8, "a.csv, line 2: no field 'body'"),
+    "no such field": (
+        "a.csv",
+        b"id,text\n1,words\n",
+        {"text_field": "body"},
+        8,
+        "a.csv, line 2: no field 'body'",
+    ),
     "no parquet": ("a.parquet", b"words", {}, 8, "a.parquet"),
     "a block too large": ("a.txt", b"words", {}, 100, "--block_size 100 is larger"),
     "everything held out": (
@@ -462,7 +534,13 @@ BAD = {
     "a size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe:256"}, 8, "257"),
     "no size of bpe": ("a.txt", b"words" * 9, {"tokenizer": "bpe"}, 8, "bpe:N"),
     "a size of char": ("a.txt", b"words" * 9, {"tokenizer": "char:8"}, 8, "takes no size"),
-    "no such tokenizer": ("a.txt", b"words" * 9, {"tokenizer": "./absent"}, 8, "./absent: no tokenizer can be loaded"),
+    "no such tokenizer": (
+        "a.txt",
+        b"words" * 9,
+        {"tokenizer": "./absent"},
+        8,
+        "./absent: no tokenizer can be loaded",
+    ),
 }
 
 
@@ -475,7 +553,9 @@ def test_a_failed_tokenising_is_one_line_and_leaves_nothing_behind(tmp_path, cac
     assert left_behind(cache) == []
 
 
-def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(tmp_path, cache, monkeypatch):
+def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(
+    tmp_path, cache, monkeypatch
+):
     write_rows, calls = plain_text._write_rows, []
 
     def full_disk(*arguments):
@@ -524,7 +604,9 @@ def test_a_tokenizer_that_begins_every_text_with_bos_has_it_before_every_documen
     words = tok.as_pretrained(tok.train_tokenizer("byte", TEXTS, lambda: iter(TEXTS)), BLOCK)
     words.add_special_tokens({"bos_token": "<s>"})
     begin, end = words.bos_token_id, words.eos_token_id
-    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
     words.save_pretrained(tmp_path / "words")
     made = tokenize_texts(tmp_path, ["ab", "<s> is text"], tokenizer=str(tmp_path / "words"))
     tokens = stream(made.train)

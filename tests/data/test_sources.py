@@ -33,7 +33,9 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
-    return write(path, "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
+    return write(
+        path, "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts))
+    )
 
 
 def write_csv(path: Path, texts: list[str], field: str = "text") -> Path:
@@ -42,7 +44,9 @@ def write_csv(path: Path, texts: list[str], field: str = "text") -> Path:
 
 
 def write_parquet(path: Path, texts: list[str], field: str = "text") -> Path:
-    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(texts))), field: texts}), path, row_group_size=2)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": list(range(len(texts))), field: texts}), path, row_group_size=2
+    )
     return path
 
 
@@ -128,14 +132,22 @@ def test_a_glob_that_reaches_a_file_twice_reads_it_once(folder):
 def test_paths_are_seen_from_the_working_folder_and_from_home(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert read("texts/b.txt") == read("./texts/b.txt") == read("~/texts/b.txt") == read("~/texts/b*") == ["b"]
+    assert (
+        read("texts/b.txt")
+        == read("./texts/b.txt")
+        == read("~/texts/b.txt")
+        == read("~/texts/b*")
+        == ["b"]
+    )
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
     assert read(write(tmp_path / "a[1].txt", "bracket")) == ["bracket"]
 
 
-@pytest.mark.parametrize("name", ["absent.txt", "absent/", "*.parquet", "./absent", "empty", "~/absent.md"])
+@pytest.mark.parametrize(
+    "name", ["absent.txt", "absent/", "*.parquet", "./absent", "empty", "~/absent.md"]
+)
 def test_a_path_without_text_is_an_error_that_says_what_was_looked_for(tmp_path, monkeypatch, name):
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -166,7 +178,9 @@ def test_a_missing_field_is_an_error_that_names_the_fields_there_are(tmp_path, s
 
 
 def test_a_field_that_goes_missing_is_an_error_that_names_the_line(tmp_path):
-    assert "a.jsonl, line 3:" in complaint(write(tmp_path / "a.jsonl", '{"text": "a"}\n\n{"txt": "b"}\n'))
+    assert "a.jsonl, line 3:" in complaint(
+        write(tmp_path / "a.jsonl", '{"text": "a"}\n\n{"txt": "b"}\n')
+    )
 
 
 BOM = b"\xef\xbb\xbf"
@@ -181,7 +195,9 @@ NOT_UTF8 = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "line"), [case[1:] for case in NOT_UTF8], ids=[case[0] for case in NOT_UTF8])
+@pytest.mark.parametrize(
+    ("raw", "line"), [case[1:] for case in NOT_UTF8], ids=[case[0] for case in NOT_UTF8]
+)
 @pytest.mark.parametrize("suffix", [".txt", ".md"])
 def test_a_byte_that_is_not_utf8_is_an_error_that_names_its_line(tmp_path, suffix, raw, line):
     message = complaint(write(tmp_path / f"a{suffix}", raw))
@@ -219,7 +235,9 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), [case[1:] for case in BAD_LINES], ids=[case[0] for case in BAD_LINES])
+@pytest.mark.parametrize(
+    ("line", "said"), [case[1:] for case in BAD_LINES], ids=[case[0] for case in BAD_LINES]
+)
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_line_that_holds_no_text_is_an_error_that_names_it(tmp_path, before, line, said):
     path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * before + line + '\n{"text": "c"}\n')
@@ -268,7 +286,9 @@ def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "column", [["a", None], [[], ["a"]], [1, 2], [b"a", b"b"]], ids=["null", "list", "number", "bytes"]
+    "column",
+    [["a", None], [[], ["a"]], [1, 2], [b"a", b"b"]],
+    ids=["null", "list", "number", "bytes"],
 )
 def test_a_parquet_value_that_is_no_text_is_an_error_that_names_its_row(tmp_path, column):
     path = tmp_path / "a.parquet"
@@ -278,7 +298,9 @@ def test_a_parquet_value_that_is_no_text_is_an_error_that_names_its_row(tmp_path
 
 def test_a_parquet_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_path):
     offsets = pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1]
-    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"a\xff\xfe")])
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"a\xff\xfe")]
+    )
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     assert "a.parquet" in complaint(tmp_path / "a.parquet")
 
@@ -366,7 +388,9 @@ def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
         list(documents(_hub(str(hub_folder)), "body"))
 
 
-@pytest.mark.parametrize("error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")]
+)
 def test_whatever_the_hub_answers_the_user_reads_one_line(monkeypatch, error):
     def refuse(*_, **__):
         raise error
@@ -413,8 +437,22 @@ def test_a_builtin_corpus_is_parsed_only_as_far_as_it_is_read_and_once(name, mon
     assert len(parsed) == len(set(parsed))
 
 
-def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_installed(tmp_path, monkeypatch):
-    for name in ("b.py", "a/c.py", "a.py", "test/d.py", "a/tests/e.py", "site-packages/f.py", "a/notes.txt"):
+def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_installed(
+    tmp_path, monkeypatch
+):
+    for name in (
+        "b.py",
+        "a/c.py",
+        "a.py",
+        "test/d.py",
+        "a/tests/e.py",
+        "site-packages/f.py",
+        "a/notes.txt",
+    ):
         write(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(builtin, "_root", lambda: tmp_path)
-    assert [str(path.relative_to(tmp_path)) for path in builtin._files()] == ["a/c.py", "a.py", "b.py"]
+    assert [str(path.relative_to(tmp_path)) for path in builtin._files()] == [
+        "a/c.py",
+        "a.py",
+        "b.py",
+    ]

@@ -11,11 +11,27 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat import Conversation
 from llmtrain.data.template import ChatTemplate, set_template
 from llmtrain.errors import UserError
-from tests.data.chats import CALL, CALLING, END, TEMPLATES, TEXT, TOOL, USER, chat, make, marked, one, said, unmarked
+from tests.data.chats import (
+    CALL,
+    CALLING,
+    END,
+    TEMPLATES,
+    TEXT,
+    TOOL,
+    USER,
+    chat,
+    make,
+    marked,
+    one,
+    said,
+    unmarked,
+)
 
 
 def test_chatml_adds_its_tokens_once():
-    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT)), block_size=32)
+    tokenizer = tok.as_pretrained(
+        tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT)), block_size=32
+    )
     size = len(tokenizer)
     assert len(set_template(tokenizer, "chatml")) == 2
     assert len(tokenizer) == size + 2
@@ -116,7 +132,9 @@ def test_what_ends_a_turn_is_learnt_from_the_template(name):
     assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).ends)) == {"</s>", END[name]}
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "\n<|im_end|>", " .<|im_end|></s>", "<▁fin▁>>", "<▁fin▁>"])
+@pytest.mark.parametrize(
+    "end", ["<|im_end|>", "\n<|im_end|>", " .<|im_end|></s>", "<▁fin▁>>", "<▁fin▁>"]
+)
 def test_the_end_of_a_turn_is_the_special_token_behind_the_words_or_the_last_of_several(end):
     tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", end.replace("\n", "\\n")))
     tokenizer.add_tokens(["\n", " "])

@@ -28,8 +28,12 @@ TEXTS = [
 SPECS = ["char", "byte", "bpe:257", "bpe:300"]
 
 
-def make(spec: str, train: list[str] = TEXTS, everything: list[str] | None = None) -> PreTrainedTokenizerFast:
-    trained = tok.train_tokenizer(spec, iter(train), lambda: iter(everything if everything is not None else train))
+def make(
+    spec: str, train: list[str] = TEXTS, everything: list[str] | None = None
+) -> PreTrainedTokenizerFast:
+    trained = tok.train_tokenizer(
+        spec, iter(train), lambda: iter(everything if everything is not None else train)
+    )
     return tok.as_pretrained(trained, block_size=32)
 
 
@@ -112,7 +116,9 @@ def test_the_alphabet_of_char_covers_held_out_characters():
 
 def test_bpe_learns_nothing_from_held_out_text():
     alone = make("bpe:300", ["one two three " * 50])
-    beside = make("bpe:300", ["one two three " * 50], everything=["one two three " * 50, "zzzz qqqq " * 500])
+    beside = make(
+        "bpe:300", ["one two three " * 50], everything=["one two three " * 50, "zzzz qqqq " * 500]
+    )
     assert tok.digest(alone) == tok.digest(beside)
     assert tok.digest(alone) != tok.digest(make("bpe:300", ["zzzz qqqq " * 500]))
 
@@ -122,7 +128,9 @@ def test_the_same_text_makes_the_same_tokenizer(spec):
     assert tok.digest(make(spec)) == tok.digest(make(spec))
 
 
-@pytest.mark.parametrize("size", ["", "0", "1", "256", "-300", "many", "300.0", "3e2", " ", "4096x", "0x200"])
+@pytest.mark.parametrize(
+    "size", ["", "0", "1", "256", "-300", "many", "300.0", "3e2", " ", "4096x", "0x200"]
+)
 def test_a_size_that_a_bpe_cannot_have_is_an_error_that_names_the_least(size):
     with pytest.raises(UserError, match=r"--tokenizer bpe:.*257"):
         tok.vocabulary_size(f"bpe:{size}")

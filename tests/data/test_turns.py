@@ -40,15 +40,26 @@ from tests.data.chats import (
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_what_the_assistant_says_and_the_end_of_its_turn_is_trained(name, spec, mark):
     tokenizer = make(mark(TEMPLATES[name]), spec)
-    conversation = chat("What is the answer?", "The answer", "The answer?", "yes, the answer", "and?")
+    conversation = chat(
+        "What is the answer?", "The answer", "The answer?", "yes, the answer", "and?"
+    )
     conversation = Conversation(conversation.messages[: 4 if name == "mistral" else 5], None)
     space = " " if name == "mistral" else ""
-    assert said(tokenizer, conversation) == [space + text + END[name] for text in ("The answer", "yes, the answer")]
+    assert said(tokenizer, conversation) == [
+        space + text + END[name] for text in ("The answer", "yes, the answer")
+    ]
     documents = Renderer(tokenizer)(conversation).documents
-    assert sum(document.turns for document in documents) == sum(document.ended for document in documents) == 2
+    assert (
+        sum(document.turns for document in documents)
+        == sum(document.ended for document in documents)
+        == 2
+    )
     trained_bytes = sum(document.trained_bytes for document in documents)
     assert trained_bytes == len("The answer" + "yes, the answer") + 2 * len(space)
-    assert all((document.ids.dtype, document.trained.dtype) == (np.int32, np.bool_) for document in documents)
+    assert all(
+        (document.ids.dtype, document.trained.dtype) == (np.int32, np.bool_)
+        for document in documents
+    )
 
 
 CONVERSATIONS = [
@@ -65,7 +76,9 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("spec", ["byte", "bpe:320"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_spans_are_the_same_with_and_without_generation_blocks(name, spec, conversation):
-    both = [Renderer(make(mark(TEMPLATES[name]), spec))(conversation) for mark in (marked, unmarked)]
+    both = [
+        Renderer(make(mark(TEMPLATES[name]), spec))(conversation) for mark in (marked, unmarked)
+    ]
     for first, second in zip(*(rendered.documents for rendered in both), strict=True):
         np.testing.assert_array_equal(first.ids, second.ids)
         np.testing.assert_array_equal(first.trained, second.trained)
@@ -80,7 +93,9 @@ def test_the_tokens_are_those_that_the_template_gives_to_a_serving_model(name):
     served = tokenizer.apply_chat_template(conversation.messages, return_dict=False)
     ids = one(tokenizer, conversation).ids.tolist()
     assert ids == served[: len(ids)]
-    assert tokenizer.decode(served[len(ids) :]).strip() == ""  # what a turn ends with is all that is needed
+    assert (
+        tokenizer.decode(served[len(ids) :]).strip() == ""
+    )  # what a turn ends with is all that is needed
     assert ids.count(tokenizer.bos_token_id) == (1 if "bos_token" in TEMPLATES[name] else 0)
 
 
@@ -89,7 +104,8 @@ def test_a_conversation_has_one_bos_whatever_the_tokenizer_does_with_texts(adds_
     tokenizer = make(unmarked(TEMPLATES["llama"]))
     if adds_bos:
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            "<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+            "<s> $A </s>",
+            special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
         )
     ids = one(tokenizer, chat("a", "b")).ids.tolist()
     assert ids[0] == tokenizer.bos_token_id
@@ -123,7 +139,11 @@ def test_a_turn_is_trained_as_it_would_be_generated_where_later_prompts_show_it_
 
 
 def test_calls_since_the_last_question_share_a_document():
-    tokenizer = make(QWEN3.replace("m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split"))
+    tokenizer = make(
+        QWEN3.replace(
+            "m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split"
+        )
+    )
     calling = [{**message, "reasoning_content": f"r{i}"} for i, message in enumerate(CALLING)]
     again = [{**calling[0], "content": "And 4 + 3?"}, *calling[1:]]
     conversation = Conversation([*calling, *again], [TOOL])
@@ -134,11 +154,15 @@ def test_calls_since_the_last_question_share_a_document():
     assert (rendered.left_answers, rendered.left_calls, rendered.unshown) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("answers", [["b", "d"], ["<b>b</b>", "<think"], ["<think>\nhm\n</think>b", "d"]])
+@pytest.mark.parametrize(
+    "answers", [["b", "d"], ["<b>b</b>", "<think"], ["<think>\nhm\n</think>b", "d"]]
+)
 def test_a_prompt_that_begins_the_reasoning_is_followed_by_the_rest_of_it(answers):
     tokenizer = make(R1)
     texts = ["\n</think>\n\n" + answer + "</s>" for answer in answers]
-    texts = [text.replace("\n</think>\n\n<think>\nhm\n</think>", "hm\n</think>\n\n") for text in texts]
+    texts = [
+        text.replace("\n</think>\n\n<think>\nhm\n</think>", "hm\n</think>\n\n") for text in texts
+    ]
     assert said(tokenizer, chat("a", answers[0], "c", answers[1])) == texts
 
 
@@ -166,7 +190,10 @@ def test_a_turn_without_reasoning_is_prompted_for_without_it():
 def test_reasoning_that_a_template_does_not_show_is_counted(field):
     plain, shown = make(unmarked(TEMPLATES["chatml"])), make(SWITCHED)
     messages = [USER, {**ASSISTANT, field: "hm"}]
-    for tokenizer, count, text in ((plain, 1, "b<|im_end|>"), (shown, 0, "<think>hm</think>b<|im_end|>")):
+    for tokenizer, count, text in (
+        (plain, 1, "b<|im_end|>"),
+        (shown, 0, "<think>hm</think>b<|im_end|>"),
+    ):
         assert Renderer(tokenizer)(Conversation(messages, None)).unshown == count
         assert said(tokenizer, Conversation(messages, None)) == [text]
 
@@ -193,7 +220,11 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
 
 
 def test_a_models_own_stops_end_a_turn():
-    tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("m.content +", "m.content.replace('.', '<|eot_id|>') +"))
+    tokenizer = make(
+        unmarked(TEMPLATES["chatml"]).replace(
+            "m.content +", "m.content.replace('.', '<|eot_id|>') +"
+        )
+    )
     stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert said(tokenizer, chat("a", "b.c")) == ["b<|eot_id|>c<|im_end|>"]
     (document,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).documents
@@ -202,7 +233,9 @@ def test_a_models_own_stops_end_a_turn():
 
 def test_a_turn_that_only_calls_a_tool_is_trained_without_generation_blocks_too():
     call = "{{- m.content or m.tool_calls[0].function | tojson -}}{{- '<|im_end|>' -}}"
-    tokenizer = make(unmarked(TEMPLATES["chatml"].replace("{{- m.content + '<|im_end|>' -}}", call)))
+    tokenizer = make(
+        unmarked(TEMPLATES["chatml"].replace("{{- m.content + '<|im_end|>' -}}", call))
+    )
     turns = ['{"name": "add", "arguments": {"a": 2, "b": [3]}}<|im_end|>', "Five.<|im_end|>"]
     assert said(tokenizer, Conversation(CALLING, [TOOL])) == turns
 
@@ -212,19 +245,26 @@ def test_tools_have_the_template_that_the_tokenizer_keeps_for_them():
     tokenizer = make()
     tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools[0].function.name }}" + plain}
     for tools, start in (([TOOL], "add<|im_start|>user"), (None, "<|im_start|>user")):
-        assert tokenizer.decode(one(tokenizer, Conversation([USER, ASSISTANT], tools)).ids).startswith(start)
+        assert tokenizer.decode(
+            one(tokenizer, Conversation([USER, ASSISTANT], tools)).ids
+        ).startswith(start)
 
 
 @pytest.mark.parametrize("mark", [marked, unmarked])
 def test_a_turn_ends_where_its_generation_would(mark):
-    template = TEMPLATES["chatml"].rpartition("{%- endif -%}")[0] + "{%- else -%}«{{- eos_token -}}»{%- endif -%}"
+    template = (
+        TEMPLATES["chatml"].rpartition("{%- endif -%}")[0]
+        + "{%- else -%}«{{- eos_token -}}»{%- endif -%}"
+    )
     rendered = one(make(mark(template)), chat("a", "b", "c", "d"))
     assert said(make(mark(template)), chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
     assert (rendered.turns, rendered.ended) == (2, 2)
 
 
 def test_a_turn_may_be_marked_in_parts():
-    template = TEMPLATES["chatml"].replace("m.content + '<|im_end|>' -}}»", "m.content -}}»«{{- '<|im_end|>\\n' -}}»")
+    template = TEMPLATES["chatml"].replace(
+        "m.content + '<|im_end|>' -}}»", "m.content -}}»«{{- '<|im_end|>\\n' -}}»"
+    )
     tokenizer = make(marked(template))
     rendered = one(tokenizer, chat("a", "b", "c", "d"))
     assert said(tokenizer, chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
@@ -232,7 +272,9 @@ def test_a_turn_may_be_marked_in_parts():
 
 
 def test_two_ends_side_by_side_are_both_trained():
-    tokenizer = make(unmarked(TEMPLATES["chatml"].replace("<|im_end|>' -}}»", "<|im_end|></s>' -}}»")))
+    tokenizer = make(
+        unmarked(TEMPLATES["chatml"].replace("<|im_end|>' -}}»", "<|im_end|></s>' -}}»"))
+    )
     assert said(tokenizer, chat("a", "b", "c", "d")) == ["b<|im_end|></s>", "d<|im_end|></s>"]
 
 
@@ -248,7 +290,10 @@ def test_an_answer_that_nothing_comes_before_is_read_and_not_trained():
     conversation = Conversation([ASSISTANT, USER, {**ASSISTANT, "content": "c"}], None)
     for mark in (marked, unmarked):
         assert said(make(mark(TEMPLATES["chatml"])), conversation) == ["c<|im_end|>"]
-        assert Renderer(make(mark(TEMPLATES["chatml"])))(Conversation([ASSISTANT], None)).documents == []
+        assert (
+            Renderer(make(mark(TEMPLATES["chatml"])))(Conversation([ASSISTANT], None)).documents
+            == []
+        )
 
 
 # A turn of the assistant's goes on in the next message.
@@ -266,7 +311,10 @@ def test_answers_in_a_row_are_one_turn_where_the_template_shows_them_so():
     assert said(make(JOINED), conversation) == ["bb<|im_end|>", "b<|im_end|>"]
     unended = JOINED.replace("not (loop.previtem and loop.previtem.role == m.role)", "true")
     for template in (marked(TEMPLATES["chatml"]), unmarked(TEMPLATES["chatml"]), unended):
-        with pytest.raises(BadRow, match=r"message 3 \(assistant\) follows a turn of the assistant's that has ended"):
+        with pytest.raises(
+            BadRow,
+            match=r"message 3 \(assistant\) follows a turn of the assistant's that has ended",
+        ):
             Renderer(make(template))(conversation)
 
 
@@ -306,13 +354,22 @@ def test_a_turn_whose_block_leaves_out_its_end_is_counted():
 
 def sentencepiece() -> PreTrainedTokenizerFast:
     """Characters that it lacks are bytes, and every text begins with a space."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz<|>_\n:", "▁b"]
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz<|>_\n:",
+        "▁b",
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>", byte_fallback=True))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>", byte_fallback=True)
+    )
     backend.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
     tokenizer = tok.as_pretrained(backend, block_size=32)
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
@@ -320,7 +377,9 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("make_tokenizer", [lambda: make(unmarked(TEMPLATES["chatml"])), sentencepiece])
+@pytest.mark.parametrize(
+    "make_tokenizer", [lambda: make(unmarked(TEMPLATES["chatml"])), sentencepiece]
+)
 @pytest.mark.parametrize("text", ["🙂", "🙂b🙂", "é", "e\u0301", "👩‍👩‍👧‍👦", "漢字", "b 🙂 b"])
 def test_a_character_of_many_tokens_is_trained_whole(make_tokenizer, text):
     tokenizer = make_tokenizer()
@@ -330,10 +389,14 @@ def test_a_character_of_many_tokens_is_trained_whole(make_tokenizer, text):
 
 
 @pytest.mark.parametrize("mark", [marked, unmarked])
-@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize(
+    "strips", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}]
+)
 def test_an_end_of_turn_that_takes_in_the_white_space_beside_it_is_trained(mark, strips):
     backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
-    backend.add_special_tokens(["<|im_start|>", tokenizers.AddedToken("<|im_end|>", special=True, **strips)])
+    backend.add_special_tokens(
+        ["<|im_start|>", tokenizers.AddedToken("<|im_end|>", special=True, **strips)]
+    )
     tokenizer = tok.as_pretrained(backend, block_size=32)
     tokenizer.chat_template = mark(TEMPLATES["chatml"])
     rendered = one(tokenizer, chat("a", "b", "c", "d"))
@@ -381,7 +444,10 @@ def test_a_control_token_in_the_tools_is_refused():
     tokenizer = make()
     set_template(tokenizer, "chatml")
     with pytest.raises(BadRow, match=r"field 'tools' holds the control token </s>"):
-        one(tokenizer, Conversation(chat("a", "b").messages, [{"name": "close", "description": "says </s>"}]))
+        one(
+            tokenizer,
+            Conversation(chat("a", "b").messages, [{"name": "close", "description": "says </s>"}]),
+        )
 
 
 @pytest.mark.parametrize(
@@ -401,7 +467,9 @@ def test_a_control_token_in_reasoning_or_a_call_is_refused(hidden):
 def test_an_added_token_that_is_not_special_may_be_said():
     tokenizer = make(QWEN3)
     tokenizer.add_tokens(["<think>", "</think>"])
-    assert said(tokenizer, chat("<think>", "<think>b")) == ["<think>\n\n</think>\n\n<think>b<|im_end|>"]
+    assert said(tokenizer, chat("<think>", "<think>b")) == [
+        "<think>\n\n</think>\n\n<think>b<|im_end|>"
+    ]
 
 
 def test_a_message_may_have_other_fields_of_any_kind():
@@ -425,12 +493,15 @@ def test_what_a_template_refuses_is_said_in_its_own_words_and_one_line():
 @pytest.mark.parametrize("mark", [marked, unmarked])
 @pytest.mark.parametrize("name", ["chatml", "llama"])
 def test_a_call_that_the_template_does_not_show_is_not_trained_as_silence(name, mark):
-    with pytest.raises(BadRow, match=r"message 2 \(assistant\) calls a tool, and the chat template shows no calls"):
+    with pytest.raises(
+        BadRow, match=r"message 2 \(assistant\) calls a tool, and the chat template shows no calls"
+    ):
         Renderer(make(mark(TEMPLATES[name])))(Conversation(CALLING, [TOOL]))
 
 
 @pytest.mark.parametrize(
-    "said_by_bots", ["«{%- if m.role == 'bot' -%}x{%- endif -%}»", "{%- if false -%}«x»{%- endif -%}"]
+    "said_by_bots",
+    ["«{%- if m.role == 'bot' -%}x{%- endif -%}»", "{%- if false -%}«x»{%- endif -%}"],
 )
 def test_a_template_that_marks_nothing_of_a_conversation_is_refused(said_by_bots):
     template = "{%- for m in messages -%}" + said_by_bots + "{{- m.content -}}{%- endfor -%}"
@@ -457,10 +528,16 @@ CALL_WITHOUT_END = """
 def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
     """The prompt is what a chat sends, whatever the template makes of it once there is an answer."""
     several = chat("a", "b", "c", "d").messages
-    for template, messages in ((COUNTS, several), (ENDED_ONCE, several), (CALL_WITHOUT_END, CALLING)):
+    for template, messages in (
+        (COUNTS, several),
+        (ENDED_ONCE, several),
+        (CALL_WITHOUT_END, CALLING),
+    ):
         tokenizer = make(unmarked(template))
         rendered = Renderer(tokenizer)(Conversation(messages, None))
-        prompts = [tokenizer.decode(document.ids[~document.trained]) for document in rendered.documents]
+        prompts = [
+            tokenizer.decode(document.ids[~document.trained]) for document in rendered.documents
+        ]
         expected = [
             tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
             for i, message in enumerate(messages)
@@ -486,10 +563,18 @@ def test_blocks_that_mark_what_is_never_generated_are_passed_over_and_counted():
 
 
 def is_said(text: str) -> bool:
-    return bool(text.strip()) and not any(control in text for control in (*CONTROLS, tok.END_OF_TEXT))
+    return bool(text.strip()) and not any(
+        control in text for control in (*CONTROLS, tok.END_OF_TEXT)
+    )
 
 
-@given(st.lists(st.tuples(st.text(), st.text()).filter(lambda turn: all(map(is_said, turn))), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.text(), st.text()).filter(lambda turn: all(map(is_said, turn))),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_what_is_trained_reads_as_the_assistants_words_and_the_ends_of_its_turns(turns):
     answers = [answer for _, answer in turns]
     for mark in (marked, unmarked):
@@ -506,7 +591,9 @@ RENDERERS = {mark: Renderer(make(mark(TEMPLATES["chatml"]))) for mark in (marked
 
 @pytest.mark.parametrize("template", [unmarked(TEMPLATES["chatml"]), QWEN3])
 def test_the_last_turns_alone_are_those_since_the_last_question(template):
-    calling = template.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+    calling = template.replace(
+        "m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)"
+    )
     renderer = Renderer(make(calling), last=True)
     again = [{**CALLING[0], "content": "And 4 + 3?"}, *CALLING[1:]]
     documents = renderer(Conversation([*CALLING, *again], [TOOL])).documents
@@ -522,7 +609,9 @@ def test_the_rest_of_a_thought_that_the_prompt_has_begun_is_one():
 
 def test_a_thought_in_a_field_and_in_the_content_is_trained_once():
     messages = [USER, {**ASSISTANT, "content": "<think>hm</think>b", "reasoning_content": "hm"}]
-    assert said(make(QWEN3), Conversation(messages, None)) == ["<think>\nhm\n</think>\n\nb<|im_end|>"]
+    assert said(make(QWEN3), Conversation(messages, None)) == [
+        "<think>\nhm\n</think>\n\nb<|im_end|>"
+    ]
 
 
 def test_words_beside_a_call_that_the_template_does_not_show_are_counted():
@@ -540,4 +629,6 @@ def test_dates_in_arguments_are_text_where_a_template_takes_text():
     )
     call = {"function": {"name": "add", "arguments": {"day": datetime.date(2024, 5, 1)}}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert said(make(template), Conversation(messages, [TOOL])) == ['{"day": "2024-05-01"}<|im_end|>']
+    assert said(make(template), Conversation(messages, [TOOL])) == [
+        '{"day": "2024-05-01"}<|im_end|>'
+    ]

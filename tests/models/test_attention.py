@@ -23,7 +23,9 @@ def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """Query, key and value as views of one projection, as a model has them; [B, H, T, D]."""
-    drawn = torch.randn(2, length, 3, 3, 8, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    drawn = torch.randn(
+        2, length, 3, 3, 8, generator=torch.Generator().manual_seed(length), dtype=torch.float64
+    )
     return [part.transpose(1, 2) for part in (2 * drawn).to(dtype).unbind(2)]
 
 
@@ -48,7 +50,9 @@ def blockwise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_and_gradients_are_those_of_pytorch(length: int) -> None:
-    for found, expected in zip(outcome(blockwise, inputs(length)), outcome(theirs, inputs(length)), strict=True):
+    for found, expected in zip(
+        outcome(blockwise, inputs(length)), outcome(theirs, inputs(length)), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -59,7 +63,9 @@ def test_it_is_as_near_to_the_truth_as_pytorch(dtype: torch.dtype) -> None:
 
     def errors(function: Attention) -> list[float]:
         found = outcome(function, rounded)
-        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+        return [
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
+        ]
 
     for ours, pytorchs in zip(errors(blockwise), errors(theirs), strict=True):
         assert ours < 1.5 * pytorchs + torch.finfo(dtype).eps / 4
@@ -93,7 +99,9 @@ def test_autocast_does_not_round_the_scores() -> None:
         (torch.bfloat16, attention.LONGEST + 1, False),
     ],
 )
-def test_whole_rows_go_in_blocks_where_that_is_faster(dtype: torch.dtype, length: int, expected: bool) -> None:
+def test_whole_rows_go_in_blocks_where_that_is_faster(
+    dtype: torch.dtype, length: int, expected: bool
+) -> None:
     leaves = [part.requires_grad_() for part in inputs(length, dtype)]
     assert in_blocks(causal_attention(*leaves)) == expected
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,7 +143,10 @@ def test_transformers_models_compute_what_they_computed(
     theirs_and_ours, positions: torch.Tensor | None, heads: int, rows: int
 ) -> None:
     length = 130 if positions is None else positions.shape[-1]
-    module, documents = Module(), Documents() if positions is None else Documents.of(positions[:rows])
+    module, documents = (
+        Module(),
+        Documents() if positions is None else Documents.of(positions[:rows]),
+    )
     module.num_key_value_groups = 3 // heads
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -156,7 +167,9 @@ def test_transformers_models_compute_what_they_computed(
 
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
-def test_flex_attention_computes_the_same(heads: int) -> None:  # its reference: a CPU has no backward
+def test_flex_attention_computes_the_same(
+    heads: int,
+) -> None:  # its reference: a CPU has no backward
     q, k, v = (part[:, : heads if i else 3] for i, part in enumerate(inputs(200, torch.float32)))
     documents = Documents.of(PACKED["many"])
     documents = replace(documents, flex=attention._flex_blocks(documents.starts))
@@ -169,9 +182,18 @@ def test_flex_attention_computes_the_same(heads: int) -> None:  # its reference:
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
     blocks = Documents.of(positions_of(200, 60, 128, 140)).blocks
     assert blocks[0][:3] == (slice(0, 2), slice(0, 64), slice(0, 64))  # alike in both rows
-    seen = {(row, queries.start): keys for rows, queries, keys, _ in blocks for row in range(rows.start, rows.stop)}
+    seen = {
+        (row, queries.start): keys
+        for rows, queries, keys, _ in blocks
+        for row in range(rows.start, rows.stop)
+    }
     assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
-    assert [seen[1, start].start for start in (0, 64, 128, 192)] == [0, 0, 64, 128]  # documents begin 5 later
+    assert [seen[1, start].start for start in (0, 64, 128, 192)] == [
+        0,
+        0,
+        64,
+        128,
+    ]  # documents begin 5 later
     assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]
 
 
@@ -187,7 +209,10 @@ def test_borders_have_shapes_that_recur_on_a_gpu() -> None:
 def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
     q, k, v = (part.requires_grad_() for part in inputs(20))
     packed = Documents.of(positions_of(20, 7))
-    for more in ({"dropout": 0.1}, {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)}):
+    for more in (
+        {"dropout": 0.1},
+        {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)},
+    ):
         torch.manual_seed(0)
         one = theirs_and_ours[0](Module(), q, k, v, packed.mask(), **more)[0]
         torch.manual_seed(0)
@@ -199,13 +224,17 @@ def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
     assert torch.equal(*(function(Module(), last, k, v, None)[0] for function in theirs_and_ours))
 
 
-def many_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, *_: Any, **how: Any) -> Any:
+def many_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, *_: Any, **how: Any
+) -> Any:
     """What torch's kernel does on a GPU; [B * T, H, D]."""
     places = torch.arange(len(q))
     documents = torch.searchsorted(borders.long(), places, right=True)
     mask = (documents[:, None] == documents) & (places <= places[:, None])
     parts = (part.transpose(0, 1)[None] for part in (q, k, v))
-    out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=how["scale"], enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        *parts, attn_mask=mask, scale=how["scale"], enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 
@@ -218,14 +247,20 @@ def of_an_older_torch(*given: Any, is_causal: bool) -> Any:
 
 
 @pytest.mark.parametrize("kernel", [many_lengths, as_one_document, of_an_older_torch])
-def test_a_kernel_for_many_lengths_is_tried_first(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+def test_a_kernel_for_many_lengths_is_tried_first(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any
+) -> None:
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     for dtype in (torch.float16, torch.bfloat16):
-        assert attention._keeps_documents_apart(torch.device("cpu"), dtype) == (kernel is many_lengths)
+        assert attention._keeps_documents_apart(torch.device("cpu"), dtype) == (
+            kernel is many_lengths
+        )
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_kernel_that_fails_its_trial_is_not_used(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
+def test_a_kernel_that_fails_its_trial_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(attention, "_keeps_documents_apart", lambda device, dtype: right)
     takes = attention._takes_many_lengths.__wrapped__  # without what it has kept of this process

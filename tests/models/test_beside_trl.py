@@ -27,7 +27,11 @@ from tests.launching import long_form
 
 pytestmark = long_form
 
-BLOCK, END, COUNT = 48, 0, 6  # tokens of an answer with its prompt; the tokenizer's end of text; pairs
+BLOCK, END, COUNT = (
+    48,
+    0,
+    6,
+)  # tokens of an answer with its prompt; the tokenizer's end of text; pairs
 DEFAULT, CPO, ORPO = "trl", "trl.experimental.cpo", "trl.experimental.orpo"
 TRAINERS = {  # of each loss: where it is, and the flags that both sides have
     "sigmoid": (DEFAULT, "DPO", {"beta": 0.3}),
@@ -56,10 +60,14 @@ def ragged(loss: str) -> list[Pair]:
     def tokens(least: int, most: int) -> list[int]:
         return draw.integers(1, 250, draw.integers(least, most)).tolist()
 
-    pairs = [Pair(tokens(2, 20), [*tokens(1, 24), END], [*tokens(1, 24), END]) for _ in range(COUNT)]
+    pairs = [
+        Pair(tokens(2, 20), [*tokens(1, 24), END], [*tokens(1, 24), END]) for _ in range(COUNT)
+    ]
     if loss != "kto":
         return pairs
-    return [Pair(one.prompt, one.first, pairs[i - 1].first, i % 3 > 0) for i, one in enumerate(pairs)]
+    return [
+        Pair(one.prompt, one.first, pairs[i - 1].first, i % 3 > 0) for i, one in enumerate(pairs)
+    ]
 
 
 class Ours:
@@ -72,25 +80,37 @@ class Ours:
         for prompt, first, second, desirable in self.pairs:
             shared = len(prompt) - 1
             ids = np.array(prompt + first + (prompt + second)[shared:], np.int32)
-            judged = np.array([False] * len(prompt) + [True] * len(first) + [False] + [True] * len(second))
+            judged = np.array(
+                [False] * len(prompt) + [True] * len(first) + [False] + [True] * len(second)
+            )
             store.add(ids, judged, Second(len(prompt + first), shared, desirable))
         store.write_rows(folder / "rows.arrow", 2 * BLOCK, True)
         rows = TokenRows.open([folder / "rows.arrow"])
         assert 1 < len(rows) < COUNT, "several rows, and several pairs in one of them"
         facts = SimpleNamespace(dataset="pairs", pairs=store.pairs, shared=True)
-        stand_in: Any = SimpleNamespace(tokenizer=words, ends=(), new_tokens=[], facts=facts, packed=True)
+        stand_in: Any = SimpleNamespace(
+            tokenizer=words, ends=(), new_tokens=[], facts=facts, packed=True
+        )
         config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, block_size=BLOCK)
-        built = place(accelerator, load_model(config, None, stand_in, 3, "no", preference=preference))
+        built = place(
+            accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
+        )
         self.model: Any = built.model.train()
         slots = [Slot(i, i) for i in range(len(rows))]
-        (batch,) = Collate(len(rows), prepare=self.model.prepare)(SlotRows(rows).__getitems__(slots)).batches
+        (batch,) = Collate(len(rows), prepare=self.model.prepare)(
+            SlotRows(rows).__getitems__(slots)
+        ).batches
         self.first = self.theirs()
         self.batch: Batch = batch | {"reference": self.model(**batch, logps=True).detach()}
         torch.manual_seed(0)
-        likelier = gradients(self.model, self.model(**batch, logps=True).sum())  # a baseline above zero, for kto
+        likelier = gradients(
+            self.model, self.model(**batch, logps=True).sum()
+        )  # a baseline above zero, for kto
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter) + 2e-4 * likelier[name])
+                parameter.add_(
+                    0.2 * parameter.std() * torch.randn_like(parameter) + 2e-4 * likelier[name]
+                )
 
     def theirs(self) -> Any:
         """Transformers' own model with the weights of now."""
@@ -112,14 +132,17 @@ class Ours:
 class Theirs:
     """A trainer of TRL's with transformers' own model, and the pairs as its own collator makes a batch of them."""
 
-    def __init__(self, loss: str, ours: Ours, words: Any, folder: Path, pad: str = "!", **flags: Any) -> None:
+    def __init__(
+        self, loss: str, ours: Ours, words: Any, folder: Path, pad: str = "!", **flags: Any
+    ) -> None:
         datasets = importlib.import_module("datasets")
         home, name, _ = TRAINERS[loss]
         package, self.words = importlib.import_module(home), copy.deepcopy(words)
         self.words.pad_token = pad
-        more: dict[str, Any] = {"DPO": {"loss_type": [loss]}, "CPO": {"loss_type": loss, "cpo_alpha": 0.0}}.get(
-            name, {}
-        )
+        more: dict[str, Any] = {
+            "DPO": {"loss_type": [loss]},
+            "CPO": {"loss_type": loss, "cpo_alpha": 0.0},
+        }.get(name, {})
         settings = getattr(package, f"{name}Config")(
             output_dir=str(folder),
             per_device_train_batch_size=COUNT,
@@ -169,7 +192,9 @@ class Theirs:
         return found
 
     def loss(self, batch: Any = None) -> Tensor:
-        found: Tensor = self.trainer.compute_loss(self.model, dict(self.batch if batch is None else batch))
+        found: Tensor = self.trainer.compute_loss(
+            self.model, dict(self.batch if batch is None else batch)
+        )
         return found
 
 
@@ -200,8 +225,12 @@ def assert_same(ours: Ours, our_loss: Tensor, theirs: Theirs, their_loss: Tensor
     """One loss, and one gradient of every parameter; returns how far they are apart."""
     mine, other = gradients(ours.model, our_loss), gradients(theirs.model, their_loss)
     assert mine.keys() == other.keys()
-    assert all(gradient.abs().max() > 0 for gradient in other.values()), "there is something to compare in each"
-    flat, wanted = (torch.cat([one.flatten() for one in each.values()]).double() for each in (mine, other))
+    assert all(gradient.abs().max() > 0 for gradient in other.values()), (
+        "there is something to compare in each"
+    )
+    flat, wanted = (
+        torch.cat([one.flatten() for one in each.values()]).double() for each in (mine, other)
+    )
     loss = abs(our_loss.item() / their_loss.item() - 1)
     norm = abs(float(flat.norm() / wanted.norm()) - 1)
     apart = float((flat - wanted).norm() / wanted.norm())
@@ -216,7 +245,9 @@ def assert_same(ours: Ours, our_loss: Tensor, theirs: Theirs, their_loss: Tensor
 
 def mean_nll(batch: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
     """Of the chosen answers: the mean nll of all their tokens, prompts too; and of each the mean of its own."""
-    ids, mask, labels = (batch[f"chosen_{name}"] for name in ("input_ids", "attention_mask", "labels"))
+    ids, mask, labels = (
+        batch[f"chosen_{name}"] for name in ("input_ids", "attention_mask", "labels")
+    )
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
     real, judged = mask[:, 1:], labels[:, 1:] >= 0
@@ -230,7 +261,9 @@ def test_a_loss_and_its_gradients_are_those_of_trls_trainer(loss: str, sides, sc
     score(f"preferences: {loss} beside TRL's: {said}")
 
 
-def test_orpo_has_trls_odds_and_the_nll_of_the_answer_where_trl_has_that_of_all_tokens(sides, score) -> None:
+def test_orpo_has_trls_odds_and_the_nll_of_the_answer_where_trl_has_that_of_all_tokens(
+    sides, score
+) -> None:
     ours, theirs = sides("orpo")
     whole, answers = mean_nll(theirs.batch, theirs.model)
     their_nll = theirs.trainer.concatenated_forward(theirs.model, theirs.batch)[4].detach()
@@ -241,21 +274,29 @@ def test_orpo_has_trls_odds_and_the_nll_of_the_answer_where_trl_has_that_of_all_
     score(f"preferences: orpo beside TRL's, with another nll: {said}")
 
 
-def test_smoothed_sigmoid_counts_some_pairs_the_other_way_round_and_trl_ignores_the_flag(sides) -> None:
+def test_smoothed_sigmoid_counts_some_pairs_the_other_way_round_and_trl_ignores_the_flag(
+    sides,
+) -> None:
     ours, theirs = sides("sigmoid", label_smoothing=0.2)
     plain = theirs.loss()
     theirs.trainer.label_smoothing = 0.0
     assert torch.equal(plain, theirs.loss())
     assert float(ours.loss()) != pytest.approx(float(plain), abs=1e-3)
-    turned = theirs.loss(theirs.batch_of([Pair(one.prompt, one.second, one.first) for one in ours.pairs]))
+    turned = theirs.loss(
+        theirs.batch_of([Pair(one.prompt, one.second, one.first) for one in ours.pairs])
+    )
     assert_same(ours, ours.loss(), theirs, 0.8 * plain + 0.2 * turned)
 
 
-def test_a_score_is_read_at_the_end_token_which_trl_passes_over_where_it_pads_with_that(sides) -> None:
+def test_a_score_is_read_at_the_end_token_which_trl_passes_over_where_it_pads_with_that(
+    sides,
+) -> None:
     ours, theirs = sides("reward", pad="<|endoftext|>")
     assert float(theirs.loss()) != pytest.approx(float(ours.loss()), rel=1e-4)
     mask = theirs.batch["attention_mask"]
-    hidden = theirs.model.model(input_ids=theirs.batch["input_ids"], attention_mask=mask).last_hidden_state
+    hidden = theirs.model.model(
+        input_ids=theirs.batch["input_ids"], attention_mask=mask
+    ).last_hidden_state
     scores = theirs.model.score(hidden)[..., 0]
     for back, loss in ((1, ours.loss()), (2, theirs.loss())):
         first, second = scores.gather(1, mask.sum(1, keepdim=True) - back)[:, 0].chunk(2)

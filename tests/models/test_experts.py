@@ -36,7 +36,9 @@ def load(words: PreTrainedTokenizerFast, accelerator: Accelerator) -> Callable[.
 
     def load(family: str, more: str = "", **settings: object) -> SummedLoss:
         torch.manual_seed(0)
-        config = ModelConfig(from_config=family, config_overrides=OVERRIDES + more, block_size=64, **settings)
+        config = ModelConfig(
+            from_config=family, config_overrides=OVERRIDES + more, block_size=64, **settings
+        )
         built = place(accelerator, load_model(config, None, SomeRows(words, False), 3, "no"))
         built.check()
         model = built.model.double()
@@ -57,11 +59,16 @@ def rows() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def gradients(model: SummedLoss, accelerator: Accelerator, micro_batch: int, whole: bool = True) -> Gradients:
+def gradients(
+    model: SummedLoss, accelerator: Accelerator, micro_batch: int, whole: bool = True
+) -> Gradients:
     """Of the mean loss of a batch in micro-batches; ``whole`` counts over all of them, as it should be."""
     batch = rows()
     model.zero_grad()
-    parts = [{name: one[i : i + micro_batch] for name, one in batch.items()} for i in range(0, 8, micro_batch)]
+    parts = [
+        {name: one[i : i + micro_batch] for name, one in batch.items()}
+        for i in range(0, 8, micro_batch)
+    ]
     tokens, _ = count_tokens(accelerator, parts, False)
     groups = [parts] if whole else [[part] for part in parts]
     loads = [survey(accelerator, model, group, tokens)[0] for group in groups]
@@ -72,18 +79,27 @@ def gradients(model: SummedLoss, accelerator: Accelerator, micro_batch: int, who
 
 def apart(some: Gradients, others: Gradients) -> float:
     assert some.keys() == others.keys()
-    return max(float((one - others[name]).norm() / others[name].norm()) for name, one in some.items())
+    return max(
+        float((one - others[name]).norm() / others[name].norm()) for name, one in some.items()
+    )
 
 
 @pytest.mark.parametrize("family", WITH_LOSS)
-def test_on_one_micro_batch_it_is_transformers_own(family: str, load: Callable, accelerator: Accelerator) -> None:
+def test_on_one_micro_batch_it_is_transformers_own(
+    family: str, load: Callable, accelerator: Accelerator
+) -> None:
     model, batch = load(family), rows()
     ours = gradients(model, accelerator, 8)
     _, balance = survey(accelerator, model, [batch], torch.tensor(176))
     model.zero_grad()
     tokens = (batch["labels"][:, 1:] != IGNORED).sum()
     counted = counted_positions(batch["labels"][:, 1:]).view(8, -1).long()
-    out = model(batch["input_ids"][:, :-1], attention_mask=counted, use_cache=False, output_router_logits=True)
+    out = model(
+        batch["input_ids"][:, :-1],
+        attention_mask=counted,
+        use_cache=False,
+        output_router_logits=True,
+    )
     assert balance is not None
     assert float(balance) == pytest.approx(float(out.aux_loss), rel=1e-6)
     assert model.balance > 0
@@ -94,7 +110,9 @@ def test_on_one_micro_batch_it_is_transformers_own(family: str, load: Callable, 
     assert apart(gradients(model, accelerator, 8), theirs) > 1e-4, "it makes a difference"
 
 
-def test_a_head_that_does_more_than_multiply_has_it_too(load: Callable, accelerator: Accelerator) -> None:
+def test_a_head_that_does_more_than_multiply_has_it_too(
+    load: Callable, accelerator: Accelerator
+) -> None:
     model = load("granitemoe", ",logits_scaling=6.0")
     assert not model.head_is_linear
     whole = gradients(model, accelerator, 8)
@@ -134,9 +152,13 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(
     whole = gradients(model, accelerator, 8)
     for micro_batch in (4, 2, 1):
         found = apart(gradients(model, accelerator, micro_batch), whole)
-        score(f"balancing loss: {family}: {8 // micro_batch} micro-batches of {micro_batch} rows differ by {found:.1e}")
+        score(
+            f"balancing loss: {family}: {8 // micro_batch} micro-batches of {micro_batch} rows differ by {found:.1e}"
+        )
         assert found < 1e-12
-        assert apart(gradients(model, accelerator, micro_batch, whole=False), whole) > 1e-6, "else nothing is shown"
+        assert apart(gradients(model, accelerator, micro_batch, whole=False), whole) > 1e-6, (
+            "else nothing is shown"
+        )
 
 
 def test_the_loss_that_is_told_is_the_nll_alone(load: Callable, accelerator: Accelerator) -> None:
@@ -154,10 +176,21 @@ def test_padding_and_rows_without_targets_do_not_count() -> None:
 
 def test_a_run_tells_of_it(tmp_path) -> None:
     flags = ["--from_config", "qwen3_moe", "--config_overrides", OVERRIDES, "--dataset"]
-    flags += [str(write_chats(tmp_path / "chats.jsonl")), "--block_size", "64", "--tokenizer", "byte", *TINY[10:]]
-    ended = run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
+    flags += [
+        str(write_chats(tmp_path / "chats.jsonl")),
+        "--block_size",
+        "64",
+        "--tokenizer",
+        "byte",
+        *TINY[10:],
+    ]
+    ended = run_forked(
+        [*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]
+    ).assert_ok()
     assert "the routers' balancing loss, times 0.001, is of the global batch" in ended.out
     losses = series(tmp_path / "run", "train/balance_loss")
     assert len(losses) == 6
-    assert all(1.9 < loss < 4 for loss in losses.values()), "2 where each of 4 experts is chosen as often"
+    assert all(1.9 < loss < 4 for loss in losses.values()), (
+        "2 where each of 4 experts is chosen as often"
+    )
     assert read_json(tmp_path / "run" / "model" / "config.json")["output_router_logits"] is False

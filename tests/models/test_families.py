@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
@@ -69,7 +75,9 @@ def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Built]:
         if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
             overrides = {}
         config = ModelConfig(**{"from_config": family, "block_size": 64} | overrides | settings)
-        return place(accelerator, load_model(config, None, SomeRows(tokenizer or words, packed), 3, "no"))
+        return place(
+            accelerator, load_model(config, None, SomeRows(tokenizer or words, packed), 3, "no")
+        )
 
     return load
 
@@ -83,7 +91,9 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 def mean_loss_of_transformers(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """From the logits of the class's own forward, as its own loss has it but for the float32 in which that is taken."""
     own = type(model).__mro__[2]
-    logits = own.forward(model, input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    logits = own.forward(
+        model, input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+    ).logits
     assert logits.dtype == torch.float64
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
 
@@ -104,17 +114,25 @@ def test_loss_and_gradients_are_those_of_transformers_at_any_accumulation(load, 
             total += part.item()
         assert total == pytest.approx(float(expected), abs=1e-12)
         apart = max(apart, abs(total - float(expected)))
-        for (name, parameter), gradient in zip(model.named_parameters(), expected_gradients, strict=True):
-            limit = 1e-6 * float(gradient.abs().max())  # their norms compute in float32, whatever the model is in
+        for (name, parameter), gradient in zip(
+            model.named_parameters(), expected_gradients, strict=True
+        ):
+            limit = 1e-6 * float(
+                gradient.abs().max()
+            )  # their norms compute in float32, whatever the model is in
             torch.testing.assert_close(parameter.grad, gradient, atol=limit, rtol=0, msg=name)
-    score(f"families: {family}: loss beside transformers' own in float64, at accumulation 1 and 4: {apart:.1e}")
+    score(
+        f"families: {family}: loss beside transformers' own in float64, at accumulation 1 and 4: {apart:.1e}"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
 def test_the_reported_loss_of_the_class_itself_is_the_same_in_float32(load, family):
     model, batch = load(family).model.eval(), Batch.make()
     own = type(model).__mro__[2].forward(model, **vars(batch), use_cache=False).loss
-    assert float(model(**vars(batch)) / (batch.labels[:, 1:] != IGNORED).sum()) == pytest.approx(float(own), rel=1e-5)
+    assert float(model(**vars(batch)) / (batch.labels[:, 1:] != IGNORED).sum()) == pytest.approx(
+        float(own), rel=1e-5
+    )
 
 
 def test_a_head_that_does_more_than_multiply_is_noticed_and_its_logits_taken_whole(load):
@@ -126,10 +144,14 @@ def test_a_head_that_does_more_than_multiply_is_noticed_and_its_logits_taken_who
     tokens = (batch.labels[:, 1:] != IGNORED).sum()
     assert float(model(**vars(batch)) / tokens) == pytest.approx(float(expected), abs=1e-12)
     model.head_is_linear = True
-    assert float(model(**vars(batch)) / tokens) != pytest.approx(float(expected), abs=1e-5), "it would have been wrong"
+    assert float(model(**vars(batch)) / tokens) != pytest.approx(float(expected), abs=1e-5), (
+        "it would have been wrong"
+    )
 
 
-def second_document(model: torch.nn.Module, first: torch.Tensor, restart: bool = True) -> torch.Tensor:
+def second_document(
+    model: torch.nn.Module, first: torch.Tensor, restart: bool = True
+) -> torch.Tensor:
     """Logits of a packed row's second document, after another first one."""
     batch = Batch.make()
     ids = batch.input_ids.clone()
@@ -144,13 +166,19 @@ WITH_THEIRS = {"gemma2"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_changes(load, family, score):
+def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_changes(
+    load, family, score
+):
     model = load(family, packed=True).model.eval()
     first, other = torch.randint(1, 250, (2, 8, 12), generator=torch.Generator().manual_seed(2))
     assert torch.equal(second_document(model, first), second_document(model, other))
     assert (model.config._attn_implementation == NAME) == (family not in WITH_THEIRS)
-    score(f"families: {family}: logits of a document that move with its neighbour: 0 bits; without restarts they do")
-    moved = second_document(model, first, restart=False) - second_document(model, other, restart=False)
+    score(
+        f"families: {family}: logits of a document that move with its neighbour: 0 bits; without restarts they do"
+    )
+    moved = second_document(model, first, restart=False) - second_document(
+        model, other, restart=False
+    )
     assert moved.abs().max() > 1e-4, "without restarts it must leak, or nothing was tested"
 
 
@@ -169,7 +197,11 @@ def test_flash_attention_gets_rows_laid_end_to_end(load, monkeypatch):
         return torch.cat(outs, 2).transpose(1, 2), None
 
     model, batch = load("llama", packed=True).model.double().eval(), Batch.make()
-    columns = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+    columns = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "position_ids": batch.position_ids,
+    }
     with torch.no_grad():
         expected = model(**columns)
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
@@ -185,7 +217,12 @@ def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monk
     own = type(model).__mro__[2].forward
 
     def forward(self, input_ids, documents=None, **others):
-        return own(self, input_ids=input_ids, documents=Documents() if len(input_ids) > 1 else documents, **others)
+        return own(
+            self,
+            input_ids=input_ids,
+            documents=Documents() if len(input_ids) > 1 else documents,
+            **others,
+        )
 
     monkeypatch.setattr(type(model).__mro__[2], "forward", forward)
     assert leaks(model)
@@ -199,17 +236,25 @@ def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
     config = ModelConfig(from_config=family, block_size=64)
     leaking = family == "bloom"
     try:
-        with pytest.raises(UserError, match="see each other") if leaking else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match="see each other")
+            if leaking
+            else contextlib.nullcontext()
+        ):
             place(accelerator, load_model(config, None, SomeRows(words, packed=True), 0, precision))
         for dtype in (torch.float32, torch.bfloat16):  # as a frozen base may be
-            model = place(accelerator, load_model(config, None, SomeRows(words), 0, precision)).model.to(dtype)
+            model = place(
+                accelerator, load_model(config, None, SomeRows(words), 0, precision)
+            ).model.to(dtype)
             assert leaks(model) == leaking
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_softcap_by_another_name_is_noticed(load):
-    model = load("recurrent_gemma", config_overrides="num_hidden_layers=3,hidden_size=64,lru_width=64").model
+    model = load(
+        "recurrent_gemma", config_overrides="num_hidden_layers=3,hidden_size=64,lru_width=64"
+    ).model
     assert not model.head_is_linear
 
 
@@ -232,20 +277,26 @@ def test_a_class_that_leaks_is_refused(load, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_transformers_loads_and_generates_from(load, family, words, tmp_path):
+def test_what_is_written_is_what_transformers_loads_and_generates_from(
+    load, family, words, tmp_path
+):
     built = load(family)
     model, files = built.model, built.files
     model.eval()
     for name, tensors in (("checkpoint", files.tensors(model)), ("model", files.exported(model))):
         write_model(tmp_path / name, files, Spread(tensors))
-        loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, output_loading_info=True
+        )
         assert not found["missing_keys"]
         assert not found["mismatched_keys"]
         assert type(loaded).__name__ == type(model).__mro__[2].__name__
         ids = Batch.make().input_ids[:2]
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model(ids, use_cache=False).logits)
-    text = AutoTokenizer.from_pretrained(tmp_path / "model")("a", return_tensors="pt", return_token_type_ids=False)
+    text = AutoTokenizer.from_pretrained(tmp_path / "model")(
+        "a", return_tensors="pt", return_token_type_ids=False
+    )
     assert loaded.generate(**text, max_new_tokens=3, do_sample=False).shape[1] > 1
 
 
@@ -259,7 +310,9 @@ def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
             parameter.zero_()
     fill(files.tensors(model), kept.items())
     assert all(torch.equal(tensor, kept[name]) for name, tensor in files.tensors(model).items())
-    assert any(parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters())
+    assert any(
+        parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters()
+    )
 
 
 def saved(load: Callable[..., Built], folder: Path, family: str = "llama", **settings) -> Path:
@@ -269,12 +322,16 @@ def saved(load: Callable[..., Built], folder: Path, family: str = "llama", **set
     return folder
 
 
-def reference(base: str, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def reference(
+    base: str, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
     """The model as transformers and peft build it at once, with the weights of a folder, or of seed 3."""
     if Path(base).exists():
         model = AutoModelForCausalLM.from_pretrained(base)
     else:
-        config = configuration_of(ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer)
+        config = configuration_of(
+            ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer
+        )
         model = AutoModelForCausalLM.from_config(config)
         fill(dict(model.named_parameters()), drawn(model, 3))
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -298,7 +355,11 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
     base = str(saved(load, tmp_path / "base", family)) if start == "folder" else family
     if grown:
         set_template(tokenizer, "chatml")
-    named = {"model_name_or_path": base} if start == "folder" else {"from_config": base, "config_overrides": OVERRIDES}
+    named = (
+        {"model_name_or_path": base}
+        if start == "folder"
+        else {"from_config": base, "config_overrides": OVERRIDES}
+    )
     rows = SomeRows(tokenizer, new_tokens=[257, 258] if grown else [])
     built = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
     assert all(p.is_meta or lora or grown for p in built.model.parameters())
@@ -306,7 +367,11 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
     for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
         ours, theirs = (getattr(each, f"named_{kind}")() for each in (model, expected))
         for (name, one), (other_name, other) in zip(ours, theirs, strict=True):
-            assert (name, one.dtype, one.requires_grad) == (other_name, other.dtype, other.requires_grad)
+            assert (name, one.dtype, one.requires_grad) == (
+                other_name,
+                other.dtype,
+                other.requires_grad,
+            )
             assert torch.equal(one, other), name
     assert [*model.state_dict()] == [*expected.state_dict()]
     assert model.training == expected.training
@@ -320,15 +385,21 @@ def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
     tensors = files.exported(model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_model(tmp_path / "base", files, Spread(tensors))
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 are\)"):
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 are\)"
+    ):
         load(model_name_or_path=str(tmp_path / "base"))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
     base = saved(load, tmp_path / "base")
-    words = tok.as_pretrained(tok.train_tokenizer("bpe:300", ["some words to merge, " * 50], lambda: iter(())), 64)
+    words = tok.as_pretrained(
+        tok.train_tokenizer("bpe:300", ["some words to merge, " * 50], lambda: iter(())), 64
+    )
     words.add_tokens([f"<{i}>" for i in range(40)])
-    with pytest.raises(UserError, match=r"tokens and .* a vocabulary of 257; use the model's own tokenizer"):
+    with pytest.raises(
+        UserError, match=r"tokens and .* a vocabulary of 257; use the model's own tokenizer"
+    ):
         load(model_name_or_path=str(base), tokenizer=words)
 
 
@@ -366,9 +437,15 @@ def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
             {"from_config": "gpt2", "config_overrides": "n_positions=32"},
             r"--block_size 64 is more than .* 32 positions",
         ),
-        ({"from_config": "llama", "freeze": "nothing"}, r"matches no parameter; their names are like model\."),
+        (
+            {"from_config": "llama", "freeze": "nothing"},
+            r"matches no parameter; their names are like model\.",
+        ),
         ({"from_config": "llama", "freeze": "."}, r"matches every parameter"),
-        ({"from_config": "llama", "load_in_4bit": True}, r"--load_in_4bit needs --model_name_or_path"),
+        (
+            {"from_config": "llama", "load_in_4bit": True},
+            r"--load_in_4bit needs --model_name_or_path",
+        ),
         ({"model_name_or_path": "nowhere/at-all"}, r"--model_name_or_path nowhere/at-all: "),
     ],
 )
@@ -409,7 +486,9 @@ def test_bits_that_would_depend_on_the_layout_are_refused(words, family):
     if family == "llama":
         assert load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
         config.config_overrides = "attention_dropout=0.1"
-    with pytest.raises(UserError, match=r"--bitwise needs a model without dropout, and \w+ is 0\.1"):
+    with pytest.raises(
+        UserError, match=r"--bitwise needs a model without dropout, and \w+ is 0\.1"
+    ):
         load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
 
 

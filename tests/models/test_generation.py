@@ -46,12 +46,17 @@ def test_the_cache_changes_nothing_even_past_the_context(folder: Path) -> None:
     expected = model.tokenizer.decode(tokens_by_hand(model, "Hello", 60))
     text = "".join(model.stream("Hello", Sampling(max_new_tokens=60, temperature=0)))
     assert len(text) > 10
-    assert text.rstrip("\N{REPLACEMENT CHARACTER}") == expected.rstrip("\N{REPLACEMENT CHARACTER}")[: len(text)]
+    assert (
+        text.rstrip("\N{REPLACEMENT CHARACTER}")
+        == expected.rstrip("\N{REPLACEMENT CHARACTER}")[: len(text)]
+    )
 
 
 def test_the_same_seed_writes_the_same_text(folder: Path) -> None:
     model = TextModel(str(folder))
-    first, again, other = ("".join(model.stream("a", Sampling(40, 1.0, 0, seed))) for seed in (1, 1, 2))
+    first, again, other = (
+        "".join(model.stream("a", Sampling(40, 1.0, 0, seed))) for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -67,7 +72,9 @@ def test_top_k_one_is_greedy(folder: Path) -> None:
     assert "".join(model.stream("Hello", Sampling(20, temperature=1.0, top_k=1, seed=5))) == greedy
 
 
-def test_a_run_folder_offers_its_finished_model_else_its_newest_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_a_run_folder_offers_its_finished_model_else_its_newest_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="no model yet"):
         model_folder(str(tmp_path))
     for place in ("checkpoints/step-00000002/model", "checkpoints/step-00000010/model", "model"):
@@ -95,13 +102,17 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     set_template(words, "chatml")
     model = jolted(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
     path = tmp_path_factory.mktemp("chatting")
-    files = ModelFiles(model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]})
+    files = ModelFiles(
+        model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]}
+    )
     write_model(path, files, Spread(model.state_dict()))
     return TextModel(str(path))
 
 
 def turns(count: int) -> list[dict[str, str]]:
-    return [{"role": role, "content": f"{i}"} for i in range(count) for role in ("user", "assistant")][:-1]
+    return [
+        {"role": role, "content": f"{i}"} for i in range(count) for role in ("user", "assistant")
+    ][:-1]
 
 
 def test_an_answer_ends_at_any_of_the_tokens_that_the_folder_names(chatting):
@@ -124,7 +135,9 @@ def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting)
 
 
 def test_a_question_too_long_by_itself_is_kept(chatting):
-    dropped, ids = chatting.fitting_prompt([*turns(2)[:2], {"role": "user", "content": "x" * 90}], 0, answer=10)
+    dropped, ids = chatting.fitting_prompt(
+        [*turns(2)[:2], {"role": "user", "content": "x" * 90}], 0, answer=10
+    )
     assert dropped == 2
     assert len(ids) > 90
 

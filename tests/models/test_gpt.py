@@ -22,7 +22,9 @@ both = pytest.mark.parametrize("architecture", STOCK)
 
 
 def small(architecture: str, vocab_size: int, seed: int = 0, **changes: object) -> GPT:
-    return GPT.of(dataclasses.replace(CONFIG, architecture=architecture, **changes), vocab_size, seed)
+    return GPT.of(
+        dataclasses.replace(CONFIG, architecture=architecture, **changes), vocab_size, seed
+    )
 
 
 def tokenizer():
@@ -39,7 +41,9 @@ def jolted(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @both
-def test_an_exported_gpt_computes_what_the_stock_class_computes(architecture: str, tmp_path: Path) -> None:
+def test_an_exported_gpt_computes_what_the_stock_class_computes(
+    architecture: str, tmp_path: Path
+) -> None:
     words = tokenizer()
     ours = jolted(small(architecture, len(words), seed=1))
     write_model(tmp_path, ours.files(words, "text"), Spread(ours.state_dict()))
@@ -47,11 +51,15 @@ def test_an_exported_gpt_computes_what_the_stock_class_computes(architecture: st
     assert type(theirs).__name__ == STOCK[architecture]
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         logits = ours(ids)
         assert (logits - theirs.eval()(ids).logits).abs().max() < 1e-5
-        follows = theirs.generate(ids[:1, :8], max_new_tokens=12, do_sample=False, use_cache=True, eos_token_id=None)
+        follows = theirs.generate(
+            ids[:1, :8], max_new_tokens=12, do_sample=False, use_cache=True, eos_token_id=None
+        )
         for length in range(8, 20):  # each of our passes is over the whole text
             assert int(ours(follows[:, :length])[0, -1].argmax()) == int(follows[0, length])
 
@@ -60,11 +68,17 @@ def test_an_exported_gpt_computes_what_the_stock_class_computes(architecture: st
 def test_the_loss_and_its_gradients_are_hugging_faces(architecture: str) -> None:
     words = tokenizer()
     ours = jolted(small(architecture, len(words))).double()
-    config = AutoConfig.for_model(architecture, **{k: v for k, v in ours.hf_config().items() if k != "model_type"})
+    config = AutoConfig.for_model(
+        architecture, **{k: v for k, v in ours.hf_config().items() if k != "model_type"}
+    )
     theirs = AutoModelForCausalLM.from_config(config).double().eval()
     theirs.load_state_dict({"lm_head.weight": ours.head, **ours.state_dict()})
-    ids = torch.randint(len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0))
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+    ids = torch.randint(
+        len(words), (3, CONFIG.block_size), generator=torch.Generator().manual_seed(0)
+    )
+    labels = ids.masked_fill(
+        torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100
+    )
     mean = ours(ids, labels) / count_targets(labels)
     expected = theirs(ids, labels=labels).loss
     assert mean.item() == pytest.approx(expected.item(), rel=1e-6)  # theirs is float32
@@ -72,14 +86,18 @@ def test_the_loss_and_its_gradients_are_hugging_faces(architecture: str) -> None
     mean.backward()
     expected.backward()
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            ours.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_the_stock_lfm2_trains_every_row_of_its_embedding() -> None:
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small("lfm2", 30).hf_config()))
     ids = torch.arange(30).repeat(2)[None]
     theirs(ids, labels=ids).loss.backward()
-    assert (theirs.get_input_embeddings().weight.grad.abs().sum(1) > 0).all()  # a padding token's would be 0
+    assert (
+        theirs.get_input_embeddings().weight.grad.abs().sum(1) > 0
+    ).all()  # a padding token's would be 0
 
 
 def test_norms_and_gated_convolutions_have_their_gradients() -> None:
@@ -194,7 +212,12 @@ def test_the_sum_leaves_out_what_is_ignored_and_is_taken_in_float32() -> None:
     logits = torch.randn(2, 5, 11).bfloat16()
     targets = torch.randint(11, (2, 5))
     targets[0, :3] = -100
-    expected = -logits.float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[targets != -100].sum()
+    expected = (
+        -logits.float()
+        .log_softmax(-1)
+        .gather(-1, targets.clamp(min=0)[..., None])[targets != -100]
+        .sum()
+    )
     total = summed_nll(logits, targets)
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, expected)
@@ -209,7 +232,9 @@ def test_targets_are_counted_after_the_shift() -> None:
 @both
 def test_flops_count_every_matrix_but_what_is_looked_up(architecture: str) -> None:
     model = small(architecture, 100)
-    weights = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n and "embed_tokens" not in n)
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if "wpe" not in n and "embed_tokens" not in n
+    )
     attending = {"gpt2": 3, "lfm2": 2}[architecture]  # of its three layers
     assert model.flops_per_token() == 6 * weights + 12 * attending * 32 * 24
 
@@ -230,7 +255,10 @@ def test_a_model_built_without_memory_is_given_the_same_first_weights(architectu
     with torch.device("meta"):
         empty = small(architecture, 50, seed=4)
     assert all(parameter.is_meta for parameter in empty.parameters())
-    drawn, real = dict(empty.first_weights(4)), dict(small(architecture, 50, seed=4).named_parameters())
+    drawn, real = (
+        dict(empty.first_weights(4)),
+        dict(small(architecture, 50, seed=4).named_parameters()),
+    )
     assert drawn.keys() == real.keys()
     assert all(torch.equal(drawn[name], real[name]) for name in real)
 

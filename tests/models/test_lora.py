@@ -23,7 +23,13 @@ from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
 from tests.models.some_rows import SomeRows
 
-WITH_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"]  # whose weights are fused
+WITH_EXPERTS = [
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "granitemoe",
+    "deepseek_v3",
+]  # whose weights are fused
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,7 +45,11 @@ def chatting() -> PreTrainedTokenizerFast:
 
 
 def load(
-    accelerator, config: ModelConfig, lora: LoraConfig | None = None, tokenizer=None, ends: tuple[int, ...] = ()
+    accelerator,
+    config: ModelConfig,
+    lora: LoraConfig | None = None,
+    tokenizer=None,
+    ends: tuple[int, ...] = (),
 ) -> Built:
     tokenizer = tokenizer or words()
     rows = SomeRows(tokenizer, ends=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else [])
@@ -71,7 +81,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def adapt(bases, accelerator) -> Callable[..., Built]:
-    def adapt(kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings) -> Built:
+    def adapt(
+        kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings
+    ) -> Built:
         config = ModelConfig(str(bases(kind)), block_size=64)
         lora = LoraConfig(**{"lora_r": 4} | settings)
         return load(accelerator, config, lora, tokenizer)
@@ -98,8 +110,14 @@ def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, set
     model = adapt(kind, **settings).model
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train_a_little(model)
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    assert moved == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     assert all("lora_" in name for name in moved)
     assert len(moved) >= 2 * 7 * 2  # two matrices at seven products of two layers
 
@@ -112,7 +130,9 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     built = adapt(kind, tokenizer)
     model, files = built.model, built.files
     train_a_little(model, ids)
-    path = write_checkpoint(tmp_path, 4, files, Share(Spread(files.tensors(model))), Share(Spread({})), {"step": 4})
+    path = write_checkpoint(
+        tmp_path, 4, files, Share(Spread(files.tensors(model))), Share(Spread({})), {"step": 4}
+    )
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 
@@ -123,10 +143,14 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     assert torch.equal(logits(again, ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"lora_target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"lora_target_modules": ["q_proj", "lm_head"]}]
+)
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown, settings, tmp_path):
+def test_adapter_and_merged_model_compute_the_trained_logits(
+    adapt, kind, grown, settings, tmp_path
+):
     if "lm_head" in str(settings) and (kind == "tied" or grown):
         pytest.skip("a head that is tied, or has rows of its own to train, takes no adapter")
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
@@ -138,7 +162,9 @@ def test_adapter_and_merged_model_compute_the_trained_logits(adapt, kind, grown,
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
 
     write_merged(tmp_path / "model", tmp_path / "merged")
-    merged, found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    merged, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]
     torch.testing.assert_close(logits(merged, ids), expected, atol=1e-5, rtol=0)
@@ -162,7 +188,9 @@ def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt
     model, files = built.model, built.files
     train_a_little(model)
     write_model(tmp_path / "model", files, Spread(files.exported(model)))
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model))
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
+    )
 
 
 @pytest.mark.parametrize(("kind", "matrices"), [("tied", 1), ("untied", 2)])
@@ -183,7 +211,9 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
     path = tmp_path / "model" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
-    with pytest.raises(UserError, match=r"is an adapter of other weights than .*another\w* holds now"):
+    with pytest.raises(
+        UserError, match=r"is an adapter of other weights than .*another\w* holds now"
+    ):
         TextModel(str(tmp_path / "model"))
 
 
@@ -203,7 +233,9 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     model, files = built.model, built.files
     write_model(tmp_path / "model", files, Spread(files.exported(model)))
     path = tmp_path / "model" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"})
+    )
     with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
         TextModel(str(tmp_path / "model"))
     assert "\n" not in str(caught.value)
@@ -215,13 +247,25 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
     model, files = built.model, built.files
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train_a_little(model)
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert moved == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    assert moved == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     mine = [name for name in moved if ".experts." in name]
-    assert len(mine) == 2 * 2 * (1 if family == "deepseek_v3" else 2), "two matrices at two products of each layer"
+    assert len(mine) == 2 * 2 * (1 if family == "deepseek_v3" else 2), (
+        "two matrices at two products of each layer"
+    )
     plain = AutoModelForCausalLM.from_pretrained(files.base)
-    linear = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear} - {"lm_head"}
-    assert linear <= {name.partition(".lora_")[0].replace(".base_layer", "") for name in moved}, "all-linear"
+    linear = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear} - {
+        "lm_head"
+    }
+    assert linear <= {name.partition(".lora_")[0].replace(".base_layer", "") for name in moved}, (
+        "all-linear"
+    )
     expected = logits(model)
     write_model(tmp_path / "model", files, Spread(files.exported(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
@@ -231,7 +275,9 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
     before = plain.state_dict()
     for name, whole in merged.state_dict().items():
         if ".experts." in name and whole.ndim == 3:
-            assert not any(torch.equal(one, was) for one, was in zip(whole, before[name], strict=True)), name
+            assert not any(
+                torch.equal(one, was) for one, was in zip(whole, before[name], strict=True)
+            ), name
     assert not [str(one.message) for one in recwarn if "pattern" in str(one.message)]
 
 
@@ -255,7 +301,9 @@ def test_the_weights_of_experts_can_be_named(adapt):
     assert len(trained) == 2 * (3 + 3 + 2), "a dense layer, shared experts, and the others"
     adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1)
     for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
-        with pytest.raises(UserError, match="the fused weights of this model's experts take neither"):
+        with pytest.raises(
+            UserError, match="the fused weights of this model's experts take neither"
+        ):
             adapt("mixtral", **settings)
 
 
@@ -276,15 +324,21 @@ def test_bad_settings_are_one_line(adapt, settings, message):
         adapt(**settings)
 
 
-def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(bases, accelerator, tmp_path):
+def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
+    bases, accelerator, tmp_path
+):
     base = AutoModelForCausalLM.from_pretrained(bases("untied"))
     base.resize_token_embeddings(320)
     base.save_pretrained(tmp_path / "padded")
     config = ModelConfig(str(tmp_path / "padded"), block_size=64)
     loaded = load(accelerator, config, LoraConfig(lora_r=4), chatting())
-    rows = [p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name]
+    rows = [
+        p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name
+    ]
     assert [len(part) for part in rows] == [2, 2]
-    assert loaded.model.head_is_linear, "the loss must not hold the logits of a long vocabulary for it"
+    assert loaded.model.head_is_linear, (
+        "the loss must not hold the logits of a long vocabulary for it"
+    )
     train_a_little(loaded.model, torch.full((4, 24), 258))
     expected = logits(loaded.model)
     write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
@@ -326,7 +380,9 @@ def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
     assert "\n" not in str(caught.value)
 
 
-def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(bases, accelerator, tmp_path, monkeypatch):
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
+    bases, accelerator, tmp_path, monkeypatch
+):
     monkeypatch.chdir(bases("untied").parent)
     config = ModelConfig(bases("untied").name, block_size=64)
     built = load(accelerator, config, LoraConfig(lora_r=4))
@@ -339,7 +395,9 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(bases, acce
 def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
     folder = tmp_path / "base"
     shutil.copytree(bases("untied"), folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}'
+    )
     for ends, expected in (((), [0, 7]), ((0, 258), [0, 7, 258])):
         config = ModelConfig(str(folder), block_size=64)
         files = load(accelerator, config, ends=ends).files
@@ -363,9 +421,18 @@ def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
 
 def test_the_start_of_a_run_is_recorded_as_by_earlier_versions(bases):
     built = load_model(
-        ModelConfig(str(bases("untied")), block_size=64), LoraConfig(lora_r=4), SomeRows(words()), 3, "no"
+        ModelConfig(str(bases("untied")), block_size=64),
+        LoraConfig(lora_r=4),
+        SomeRows(words()),
+        3,
+        "no",
     )
-    settings = {"lora_r": 4, "lora_alpha": 32, "lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
+    settings = {
+        "lora_r": 4,
+        "lora_alpha": 32,
+        "lora_target_modules": ["all-linear"],
+        "lora_dropout": 0.0,
+    }
     assert built.start["lora"] == {**settings, "use_rslora": False, "use_dora": False}
     assert built.start.keys() == {"weights", "lora", "freeze"}
     assert not LoraConfig.retired["use_rslora"].harmless

@@ -16,7 +16,12 @@ from llmtrain.models.loss import IGNORED, linear_nll, padded_size, summed_nll, t
 
 ROWS = 16  # of the head in a block, in these tests
 WIDTH = 6
-VOCABULARIES = [ROWS - 3, ROWS, ROWS + 1, 5 * ROWS - 2]  # fewer than a block, one block, one row more, many
+VOCABULARIES = [
+    ROWS - 3,
+    ROWS,
+    ROWS + 1,
+    5 * ROWS - 2,
+]  # fewer than a block, one block, one row more, many
 INCOMING = 0.37
 
 
@@ -30,7 +35,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     limit(monkeypatch, block=1, held=-1 if request.param == "blockwise" else 10**9, tile=7)
     if request.param == "held, a GPU's":
         limit(monkeypatch, tile=10**9)
-        monkeypatch.setattr(loss, "_into_gradient", functools.partial(loss._into_gradient, fused=True))
+        monkeypatch.setattr(
+            loss, "_into_gradient", functools.partial(loss._into_gradient, fused=True)
+        )
     monkeypatch.setattr(loss, "_ROWS", ROWS)
     return str(request.param).partition(",")[0]
 
@@ -43,14 +50,18 @@ class Case(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Case":
         """The same numbers, as leaves of another dtype."""
-        hidden, weight, bias = (None if x is None else x.detach().to(dtype, copy=True) for x in self._floats())
+        hidden, weight, bias = (
+            None if x is None else x.detach().to(dtype, copy=True) for x in self._floats()
+        )
         return case_of(hidden, weight, self.targets, bias)
 
     def _floats(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return self.hidden, self.weight, self.bias
 
 
-def case_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None) -> Case:
+def case_of(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None
+) -> Case:
     for tensor in (hidden, weight, bias):
         if tensor is not None:
             tensor.requires_grad_()
@@ -58,7 +69,11 @@ def case_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, b
 
 
 def case(
-    vocabulary: int = VOCABULARIES[-1], bias: bool = False, ignored: float = 0.3, rows: int = 3, width: int = WIDTH
+    vocabulary: int = VOCABULARIES[-1],
+    bias: bool = False,
+    ignored: float = 0.3,
+    rows: int = 3,
+    width: int = WIDTH,
 ) -> Case:
     """Confident and doubtful predictions, in float64; each row of the head is somewhere the target."""
     generator = torch.Generator().manual_seed(vocabulary)
@@ -80,7 +95,9 @@ def whole_logits(
     softcap: float | None = None,
 ) -> torch.Tensor:
     logits = F.linear(hidden, weight, bias)
-    return summed_nll(logits if softcap is None else softcap * torch.tanh(logits / softcap), targets)
+    return summed_nll(
+        logits if softcap is None else softcap * torch.tanh(logits / softcap), targets
+    )
 
 
 def autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -88,14 +105,21 @@ def autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return torch.autocast("cpu", torch.bfloat16)(function)
 
 
-def outcome(function: Callable[..., torch.Tensor], case: Case, *more: Any) -> list[torch.Tensor | None]:
+def outcome(
+    function: Callable[..., torch.Tensor], case: Case, *more: Any
+) -> list[torch.Tensor | None]:
     """The loss and the gradients of hidden, weight and bias, for an incoming gradient that is not one."""
     for tensor in (case.hidden, case.weight, case.bias):
         if tensor is not None:
             tensor.grad = None
     nll = function(*case, *more)
     nll.backward(nll.new_tensor(INCOMING))
-    return [nll.detach(), case.hidden.grad, case.weight.grad, None if case.bias is None else case.bias.grad]
+    return [
+        nll.detach(),
+        case.hidden.grad,
+        case.weight.grad,
+        None if case.bias is None else case.bias.grad,
+    ]
 
 
 def distance(found: list[torch.Tensor | None], exact: list[torch.Tensor | None]) -> list[float]:
@@ -119,7 +143,9 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        sizes = [result.numel() for result in tree_leaves(results) if isinstance(result, torch.Tensor)]
+        sizes = [
+            result.numel() for result in tree_leaves(results) if isinstance(result, torch.Tensor)
+        ]
         self.largest = max([self.largest, *sizes])
         self.packets.add(func.overloadpacket)
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
@@ -130,7 +156,9 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_loss_and_gradients_are_those_of_the_whole_logits(vocabulary: int, bias: bool, softcap: float | None) -> None:
+def test_loss_and_gradients_are_those_of_the_whole_logits(
+    vocabulary: int, bias: bool, softcap: float | None
+) -> None:
     exact = case(vocabulary, bias)
     expected = outcome(whole_logits, exact, softcap)
     found = outcome(linear_nll, exact, softcap)
@@ -152,10 +180,15 @@ def test_only_few_logits_are_held(way: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
 
 
-def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limit(monkeypatch, block=10 * 4 * ROWS)
     tokens = {count: torch.empty(count, 1, dtype=torch.int8) for count in (0, 1, 10, 17, 10**6)}
-    sizes = {count: [s.stop - s.start for s in loss._blocks(6 * ROWS + 1, some)] for count, some in tokens.items()}
+    sizes = {
+        count: [s.stop - s.start for s in loss._blocks(6 * ROWS + 1, some)]
+        for count, some in tokens.items()
+    }
     assert sizes[0] == sizes[1] == [6 * ROWS + 1]
     assert sizes[10] == [4 * ROWS, 2 * ROWS + 1]
     assert sizes[17] == [2 * ROWS] * 3 + [1]  # never more than a block
@@ -178,9 +211,13 @@ def test_what_is_ignored_never_meets_the_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_without_a_target_there_are_gradients_and_they_are_zero(softcap: float | None, dtype: torch.dtype) -> None:
+def test_without_a_target_there_are_gradients_and_they_are_zero(
+    softcap: float | None, dtype: torch.dtype
+) -> None:
     none = case(bias=True, ignored=1.1).to(dtype)
-    for found, like in zip(outcome(linear_nll, none, softcap), [None, *none._floats()], strict=True):
+    for found, like in zip(
+        outcome(linear_nll, none, softcap), [None, *none._floats()], strict=True
+    ):
         assert found is not None
         assert float(found.abs().max()) == 0
         assert like is None or (found.shape, found.dtype) == (like.shape, like.dtype)
@@ -189,16 +226,26 @@ def test_without_a_target_there_are_gradients_and_they_are_zero(softcap: float |
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
 def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str, way: str) -> None:
     every = case(bias=True)
-    expected = dict(zip(("loss", "hidden", "weight", "bias"), outcome(whole_logits, every), strict=True))
+    expected = dict(
+        zip(("loss", "hidden", "weight", "bias"), outcome(whole_logits, every), strict=True)
+    )
     for name in ("hidden", "weight", "bias"):
         getattr(every, name).requires_grad_(name == trained).grad = None
     with Operations() as operations:
         linear_nll(*every).backward(torch.tensor(INCOMING, dtype=torch.float64))
-    torch.testing.assert_close(getattr(every, trained).grad, expected[trained], rtol=1e-12, atol=1e-12)
-    assert all(getattr(every, name).grad is None for name in ("hidden", "weight", "bias") if name != trained)
+    torch.testing.assert_close(
+        getattr(every, trained).grad, expected[trained], rtol=1e-12, atol=1e-12
+    )
+    assert all(
+        getattr(every, name).grad is None
+        for name in ("hidden", "weight", "bias")
+        if name != trained
+    )
     blocks = -(-VOCABULARIES[-1] // ROWS)
     logits = 1 if way == "held" else 2 * blocks  # twice in blocks
-    assert len(operations.products) == logits + (trained != "bias") * (1 if way == "held" else blocks)
+    assert len(operations.products) == logits + (trained != "bias") * (
+        1 if way == "held" else blocks
+    )
 
 
 def test_a_tied_head_gets_both_gradients() -> None:
@@ -211,13 +258,17 @@ def test_a_tied_head_gets_both_gradients() -> None:
         function(torch.tanh(F.embedding(ids, embedding)), embedding, targets).backward()
         gradients.append(embedding.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
-    head_alone = outcome(linear_nll, case_of(F.embedding(ids, embedding).detach().tanh(), embedding, targets, None))[2]
+    head_alone = outcome(
+        linear_nll, case_of(F.embedding(ids, embedding).detach().tanh(), embedding, targets, None)
+    )[2]
     assert not torch.allclose(gradients[1], head_alone / INCOMING)
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_autocast_is_as_near_to_the_truth_as_with_the_whole_logits(softcap: float | None) -> None:
-    exact = case(40 * ROWS, bias=True, rows=1, width=64)  # sums over many blocks, where their rounding would show
+    exact = case(
+        40 * ROWS, bias=True, rows=1, width=64
+    )  # sums over many blocks, where their rounding would show
     expected = outcome(whole_logits, exact, softcap)
     single = exact.to(torch.float32)
     plain = distance(outcome(autocast(whole_logits), single, softcap), expected)
@@ -230,7 +281,9 @@ def test_autocast_is_as_near_to_the_truth_as_with_the_whole_logits(softcap: floa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_is_as_near_to_the_truth_as_with_the_whole_logits(dtype: torch.dtype) -> None:
+def test_a_model_in_half_precision_is_as_near_to_the_truth_as_with_the_whole_logits(
+    dtype: torch.dtype,
+) -> None:
     half = case(40 * ROWS, bias=True, rows=1, width=64).to(dtype)
     expected = outcome(whole_logits, half.to(torch.float64))
     found = outcome(linear_nll, half)
@@ -248,14 +301,18 @@ def test_the_loss_scale_of_fp16_comes_in_before_gradients_are_rounded() -> None:
     with torch.autocast("cpu", torch.float16):
         nll = linear_nll(*small)
     (nll * 2**14).backward()
-    torch.testing.assert_close(small.weight.grad.double() / 2**14, exact.weight.grad, rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        small.weight.grad.double() / 2**14, exact.weight.grad, rtol=1e-2, atol=0
+    )
     assert float(small.weight.grad[-1].abs().min()) > 0
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_the_gradients_are_those_of_finite_differences(softcap: float | None) -> None:
     hidden, weight, targets, bias = case(ROWS + 1, bias=True, rows=1)
-    assert torch.autograd.gradcheck(lambda h, w, b: linear_nll(h, w, targets, b, softcap), (hidden, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_nll(h, w, targets, b, softcap), (hidden, weight, bias)
+    )
 
 
 def test_evaluation_does_no_gradient_work(way: str) -> None:
@@ -272,13 +329,17 @@ def test_evaluation_does_no_gradient_work(way: str) -> None:
 def test_the_same_bits_each_time() -> None:
     single = case(bias=True).to(torch.float32)
     first = [tensor.clone() for tensor in outcome(linear_nll, single, 1.5)]
-    assert all(torch.equal(a, b) for a, b in zip(first, outcome(linear_nll, single, 1.5), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, outcome(linear_nll, single, 1.5), strict=True)
+    )
 
 
 def test_backward_can_be_repeated_and_recomputed() -> None:
     some = case(bias=True)
     once = outcome(linear_nll, some)
-    recomputed = outcome(lambda *tensors: checkpoint(linear_nll, *tensors, use_reentrant=False), some)
+    recomputed = outcome(
+        lambda *tensors: checkpoint(linear_nll, *tensors, use_reentrant=False), some
+    )
     assert all(torch.equal(a, b) for a, b in zip(once, recomputed, strict=True))
     some.weight.grad = None
     nll = linear_nll(*some)
@@ -288,7 +349,9 @@ def test_backward_can_be_repeated_and_recomputed() -> None:
 
 
 @pytest.mark.parametrize("way", ["blockwise"], indirect=True)
-@pytest.mark.parametrize("wrapper", [lambda function: function, autocast], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "wrapper", [lambda function: function, autocast], ids=["float32", "autocast"]
+)
 def test_all_logits_never_exist(wrapper: Callable[..., Any]) -> None:
     some = case(14 * ROWS, bias=True).to(torch.float32)
     logits = some.targets.numel() * len(some.weight)
@@ -311,7 +374,9 @@ def test_a_target_that_is_no_token_shows(wrong: int) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_positions_that_are_not_trained_need_not_meet_the_head(softcap: float | None, padded: bool) -> None:
+def test_positions_that_are_not_trained_need_not_meet_the_head(
+    softcap: float | None, padded: bool
+) -> None:
     some = case(bias=True)
     labels = F.pad(some.targets, (1, 0))
     positions = trained_positions(labels, padded)
@@ -321,7 +386,9 @@ def test_positions_that_are_not_trained_need_not_meet_the_head(softcap: float | 
     def there(*arguments: Any) -> torch.Tensor:
         return linear_nll(*arguments, positions=positions)
 
-    for found, expected in zip(outcome(there, some, softcap), outcome(linear_nll, some, softcap), strict=True):
+    for found, expected in zip(
+        outcome(there, some, softcap), outcome(linear_nll, some, softcap), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

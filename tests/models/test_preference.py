@@ -50,7 +50,9 @@ def some_pairs(count: int = 9, seed: int = 0) -> list[Pair]:
     def tokens(most: int) -> list[int]:
         return draw.integers(1, 250, draw.integers(1, most)).tolist()
 
-    return [Pair((tokens(18), tokens(14), tokens(14), bool(draw.integers(2)))) for _ in range(count)]
+    return [
+        Pair((tokens(18), tokens(14), tokens(14), bool(draw.integers(2)))) for _ in range(count)
+    ]
 
 
 def rows_of(pairs: list[Pair], folder: Path, layout: str) -> TokenRows:
@@ -79,15 +81,21 @@ def words() -> Any:
 
 @pytest.fixture
 def load(words: Any, accelerator) -> Callable[..., Built]:
-    def load(rows: TokenRows, family: str = "llama", loss: str = "sigmoid", **settings: Any) -> Built:
+    def load(
+        rows: TokenRows, family: str = "llama", loss: str = "sigmoid", **settings: Any
+    ) -> Built:
         columns = rows.column_names
-        facts = SimpleNamespace(dataset="pairs", pairs=rows.pairs, shared=settings.pop("shared", True))  # type: ignore[attr-defined]
+        facts = SimpleNamespace(
+            dataset="pairs", pairs=rows.pairs, shared=settings.pop("shared", True)
+        )  # type: ignore[attr-defined]
         stand_in: Any = SimpleNamespace(tokenizer=words, ends=(), new_tokens=[], facts=facts)
         stand_in.packed = "position_ids" in columns
         overrides = {"config_overrides": OVERRIDES, "block_size": BLOCK, "from_config": family}
         preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
         config = ModelConfig(**(overrides | settings))
-        return place(accelerator, load_model(config, None, stand_in, 3, "no", preference=preference))
+        return place(
+            accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
+        )
 
     return load
 
@@ -97,7 +105,11 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight
+            * hidden
+            * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
 
@@ -109,14 +121,17 @@ def with_reference(rows: TokenRows, values: Tensor) -> TokenRows:
     kind = pyarrow.list_(pyarrow.float64(), values.shape[1])
     found = TokenRows(
         rows.data.append_column(
-            "reference", pyarrow.FixedSizeListArray.from_arrays(values.double().flatten().numpy(), type=kind)
+            "reference",
+            pyarrow.FixedSizeListArray.from_arrays(values.double().flatten().numpy(), type=kind),
         )
     )
     found.pairs = rows.pairs  # type: ignore[attr-defined]
     return found
 
 
-def plainly(model: nn.Module, pairs: list[Pair], reference: list[list[float]], config: PreferenceConfig) -> Tensor:
+def plainly(
+    model: nn.Module, pairs: list[Pair], reference: list[list[float]], config: PreferenceConfig
+) -> Tensor:
     """The mean loss over the pairs, each answer alone in a forward of transformers' own, formula by formula."""
     own, beta, eps = type(model).__mro__[3], config.beta, config.label_smoothing
     kind, terms, moved = config.loss_type, [], []
@@ -124,7 +139,9 @@ def plainly(model: nn.Module, pairs: list[Pair], reference: list[list[float]], c
     def sums(prompt: list[int], answer: list[int]) -> Tensor:
         ids = torch.tensor([prompt + answer])
         if kind == "reward":
-            return own.forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, 0]
+            return own.forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits[
+                0, 0
+            ]
         logits = own.forward(model, input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits, 1)[range(len(answer)), answer].sum()
 
@@ -145,7 +162,9 @@ def plainly(model: nn.Module, pairs: list[Pair], reference: list[list[float]], c
             terms.append(config.undesirable_weight * (1 - torch.sigmoid(beta * (z - up))))
         elif kind == "orpo":
             p, q = mean.exp(), other_mean.exp()
-            terms.append(-mean - beta * F.logsigmoid(torch.log(p / (1 - p)) - torch.log(q / (1 - q))))
+            terms.append(
+                -mean - beta * F.logsigmoid(torch.log(p / (1 - p)) - torch.log(q / (1 - q)))
+            )
         elif kind == "simpo":
             h = beta * (mean - other_mean) - config.simpo_gamma
             terms.append(-(1 - eps) * F.logsigmoid(h) - eps * F.logsigmoid(-h))
@@ -174,7 +193,14 @@ def pairs_in_rows(rows: TokenRows, pairs: list[Pair]) -> list[tuple[int, int, in
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
-    family: str, loss: str, layout: str, load, tmp_path: Path, norms_in_float64: None, accelerator, score
+    family: str,
+    loss: str,
+    layout: str,
+    load,
+    tmp_path: Path,
+    norms_in_float64: None,
+    accelerator,
+    score,
 ) -> None:
     pairs = some_pairs()
     rows = rows_of(pairs, tmp_path, layout)
@@ -203,7 +229,9 @@ def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
             part.backward()
             total += part.item()
         assert total == pytest.approx(float(expected), rel=1e-10)
-        both = [(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True) if g is not None]
+        both = [
+            (p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True) if g is not None
+        ]
         whole = torch.stack([g.norm() for _, g in both]).norm()
         assert whole > 1e-3, "there is something to compare"
         apart = float(torch.stack([(mine - g).norm() for mine, g in both]).norm() / whole)
@@ -223,17 +251,23 @@ def test_the_baseline_has_the_same_bits_in_whatever_order_rows_are_added(
     found = []
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(batches))
-        found.append(survey(accelerator, model, [batches[i] for i in order], torch.zeros(()))[0]["load"])
+        found.append(
+            survey(accelerator, model, [batches[i] for i in order], torch.zeros(()))[0]["load"]
+        )
     assert found[0][0] != 0
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_the_padding_of_a_nearly_empty_row_has_positions_that_the_model_knows(tmp_path: Path) -> None:
+def test_the_padding_of_a_nearly_empty_row_has_positions_that_the_model_knows(
+    tmp_path: Path,
+) -> None:
     row = rows_of([Pair(([5], [6], [7], True))], tmp_path, "one prompt")[0]
     assert np.sum(np.array(row["input_ids"]) == 0) > BLOCK > max(row["position_ids"])
 
 
-@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "gemma2"), "olmo3", "nanochat"])
+@pytest.mark.parametrize(
+    "family", [*(name for name in FAMILIES if name != "gemma2"), "olmo3", "nanochat"]
+)
 def test_two_answers_go_on_from_one_prompt_as_from_two(family: str, load, tmp_path: Path) -> None:
     pairs = some_pairs(6)
     overrides = "" if family == "nanochat" else OVERRIDES
@@ -244,8 +278,13 @@ def test_two_answers_go_on_from_one_prompt_as_from_two(family: str, load, tmp_pa
         rows = rows_of(pairs, tmp_path, layout)
         how = {"config_overrides": overrides or None, "shared": layout == "one prompt"}
         model: Any = load(rows, family, **how).model.eval()
-        values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
-        found[layout] = {number: values[row, 2 * at : 2 * at + 2] for row, at, number in pairs_in_rows(rows, pairs)}
+        values = torch.cat(
+            [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
+        ).detach()
+        found[layout] = {
+            number: values[row, 2 * at : 2 * at + 2]
+            for row, at, number in pairs_in_rows(rows, pairs)
+        }
         if layout == "one prompt":
             assert model.config._attn_implementation == NAME
     for number, apart in found["halves"].items():
@@ -269,16 +308,29 @@ def test_a_class_that_cannot_share_a_prompt_says_what_to_leave_out_and_then_lear
         load(rows_of(pairs, tmp_path, "one prompt"), family, config_overrides=None)
     rows = rows_of(pairs, tmp_path, layout)
     model: Any = load(rows, family, config_overrides=None, shared=False).model.eval()
-    values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
+    values = torch.cat(
+        [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
+    ).detach()
     for row, at, number in pairs_in_rows(rows, pairs):
         prompt, first, second, _ = pairs[number]
         for which, answer in enumerate((first, second)):
-            logits = type(model).__mro__[3].forward(model, input_ids=torch.tensor([prompt + answer])).logits[0]
-            alone = torch.log_softmax(logits, 1)[range(len(prompt) - 1, len(prompt + answer) - 1), answer].sum()
-            torch.testing.assert_close(values[row, 2 * at + which], alone.detach(), rtol=2e-4, atol=2e-3)
+            logits = (
+                type(model)
+                .__mro__[3]
+                .forward(model, input_ids=torch.tensor([prompt + answer]))
+                .logits[0]
+            )
+            alone = torch.log_softmax(logits, 1)[
+                range(len(prompt) - 1, len(prompt + answer) - 1), answer
+            ].sum()
+            torch.testing.assert_close(
+                values[row, 2 * at + which], alone.detach(), rtol=2e-4, atol=2e-3
+            )
 
 
-def test_answers_that_saw_each_other_would_be_noticed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_saw_each_other_would_be_noticed(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from llmtrain.models import attention
 
     honest = attention._blocks_of
@@ -301,7 +353,9 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
     for row, at, number in pairs_in_rows(rows, pairs):
         for which in (0, 1):
             ids = torch.tensor([pairs[number][0] + pairs[number][1 + which]])
-            torch.testing.assert_close(theirs(ids).logits[0, 0], scores[row, 2 * at + which], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                theirs(ids).logits[0, 0], scores[row, 2 * at + which], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_family_without_a_scoring_class_is_refused_by_name(load, tmp_path: Path) -> None:
@@ -314,13 +368,19 @@ def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
     pairs = some_pairs(7)
     rows = rows_of(pairs, tmp_path, "one prompt")
     model: Any = load(rows).model.eval()
-    values = torch.cat([model(**batch, logps=True) for batch in batches_of(rows, model, 2)]).detach()
+    values = torch.cat(
+        [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
+    ).detach()
     first = values + torch.linspace(-3, 3, values.numel()).view_as(values)
     for batch in batches_of(with_reference(rows, first), model, 2):
         model(**batch)
     told = model.readings(model.measured().tolist())
-    moved = torch.stack([(values - first)[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)])
-    logps = torch.stack([values[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)])
+    moved = torch.stack(
+        [(values - first)[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)]
+    )
+    logps = torch.stack(
+        [values[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)]
+    )
     expected = {
         "rewards/accuracies": float((moved[:, 0] > moved[:, 1]).float().mean()),
         "rewards/margins": float(0.1 * (moved[:, 0] - moved[:, 1]).mean()),
@@ -342,7 +402,10 @@ def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
         ({"label_smoothing": 0.5}, "--label_smoothing 0.5"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "--loss_type ipo has none"),
         ({"desirable_weight": 2.0}, "--desirable_weight is for --loss_type kto"),
-        ({"loss_type": "kto", "undesirable_weight": -1.0}, "--undesirable_weight -1.0 is out of range"),
+        (
+            {"loss_type": "kto", "undesirable_weight": -1.0},
+            "--undesirable_weight -1.0 is out of range",
+        ),
         ({"simpo_gamma": 1.0}, "--simpo_gamma is for --loss_type simpo"),
     ],
 )

@@ -18,7 +18,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def one_update(watched: Phases, model: nn.Module, clock: list[float], seconds: dict[str, float]) -> None:
+def one_update(
+    watched: Phases, model: nn.Module, clock: list[float], seconds: dict[str, float]
+) -> None:
     watched.at("data")
     clock[0] += seconds["data"]
     watched.at("count", watched.step)
@@ -46,10 +48,19 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
-def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(clock: list[float]) -> None:
+def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
+    clock: list[float],
+) -> None:
     model = Slow(clock)
     watched = Phases(Accelerator(cpu=True), model)
-    seconds = {"data": 1.0, "count": 2.0, "backward": 8.0, "norm": 64.0, "optimizer": 16.0, "other": 32.0}
+    seconds = {
+        "data": 1.0,
+        "count": 2.0,
+        "backward": 8.0,
+        "norm": 64.0,
+        "optimizer": 16.0,
+        "other": 32.0,
+    }
     for factor in (1, 3):
         one_update(watched, model, clock, {name: value * factor for name, value in seconds.items()})
     watched.at("a save")
@@ -118,7 +129,9 @@ def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) ->
     assert watched.read()["optimizer"] == [1.0]
     assert watched.late(other) is None, "once may be chance"
     named = [watched.late(late) for _ in range(4)]
-    assert [found is not None for found in named] == [False, True, False, False], "twice in a row, and said once"
+    assert [found is not None for found in named] == [False, True, False, False], (
+        "twice in a row, and said once"
+    )
 
 
 def readings(each: list[float], **other: list[float]) -> dict[str, list[float]]:
@@ -143,5 +156,7 @@ def test_a_process_that_takes_longer_is_named_with_its_phase(rank: int, phase: s
 
 def test_who_waits_is_not_named_nor_a_small_difference_nor_one_that_is_alone() -> None:
     assert straggler(readings([1.0, 1.0], exchange=[5.0, 0.0])) is None
-    assert straggler(readings([1.0, 1.0], data=[1.0, 2.0])) is None, "less than a fifth of the update"
+    assert straggler(readings([1.0, 1.0], data=[1.0, 2.0])) is None, (
+        "less than a fifth of the update"
+    )
     assert straggler(readings([1.0], data=[9.0])) is None

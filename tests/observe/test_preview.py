@@ -25,13 +25,18 @@ def packed(words) -> datasets.Dataset:
     return datasets.Dataset.from_dict(
         {
             "input_ids": [[*tokens, 0, 0, 0]],
-            "labels": [[token if on else -100 for token, on in zip(tokens, trained, strict=True)] + [-100] * 3],
+            "labels": [
+                [token if on else -100 for token, on in zip(tokens, trained, strict=True)]
+                + [-100] * 3
+            ],
             "position_ids": [[0, 1, 2, 3, 0, 1, 0, 1, 2]],
         }
     )
 
 
-def test_trained_tokens_are_quoted_documents_apart_and_padding_is_named(packed, words, capsys, monkeypatch):
+def test_trained_tokens_are_quoted_documents_apart_and_padding_is_named(
+    packed, words, capsys, monkeypatch
+):
     monkeypatch.delenv("RANK", raising=False)
     preview(packed, words)
     assert capsys.readouterr().out.splitlines()[:-1] == [
@@ -51,7 +56,9 @@ def test_a_terminal_shows_them_in_green(packed, words, capsys, monkeypatch):
 
 
 def test_of_a_text_all_but_the_first_token_is_trained(words, capsys):
-    rows = datasets.Dataset.from_dict({"input_ids": [[*ids(words, "abc"), -100], ids(words, "cdef")]})
+    rows = datasets.Dataset.from_dict(
+        {"input_ids": [[*ids(words, "abc"), -100], ids(words, "cdef")]}
+    )
     preview(rows, words, count=1)
     assert "\na\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}bc" in capsys.readouterr().out
 
@@ -63,9 +70,17 @@ def test_the_answers_of_pairs_and_the_padding_between_them_are_apart(words, caps
     codes = [0] * 3 + ([] if packing else [-1] * 2) + [1] * len(on) + [-1] * 2
     both = [*first, *second]
     labels = [token if token in ids(words, "ABC") else -100 for token in both]
-    row = {"input_ids": [both], "labels": [labels], "position_ids": [[*range(len(both))]], "answers": [codes]}
+    row = {
+        "input_ids": [both],
+        "labels": [labels],
+        "position_ids": [[*range(len(both))]],
+        "answers": [codes],
+    }
     preview(datasets.Dataset.from_dict(row), words)
-    left, right = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+    left, right = (
+        "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
+        "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+    )
     between = [] if packing else ["----- 2 places are padding"]
     other = f"{left}C{right}" if packing else f"p{left}C{right}"
     told = ["===== row 0 of 1", f"p{left}AB{right}", *between, "----- the other answer", other]

@@ -104,7 +104,11 @@ def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
 
 
 def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_sharded() -> None:
-    one, two, over = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), Sharding(2, 1, tensor=2)
+    one, two, over = (
+        model(),
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)),
+        Sharding(2, 1, tensor=2),
+    )
     check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=over), one)
     with pytest.raises(UserError, match=r"0\.weight of rank 1, 3 differs from rank 0's"):
         check_replicas(TwoReplicasOfTwo(one, two, one, two, sharding=over), one)

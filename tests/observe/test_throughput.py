@@ -11,7 +11,9 @@ from llmtrain.observe import throughput
 from llmtrain.observe.throughput import Throughput
 
 
-def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = iter([0.0, 1.0, 3.0, 10.0, 10.0])  # made at 0, paused from 1 to 3, read at 10
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(throughput, "peak_flops", lambda _: 1000.0)

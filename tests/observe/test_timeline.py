@@ -5,7 +5,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from llmtrain.observe.timeline import Bucket, Report, Sent, Span, as_facts, as_html, as_lines, as_trace
+from llmtrain.observe.timeline import (
+    Bucket,
+    Report,
+    Sent,
+    Span,
+    as_facts,
+    as_html,
+    as_lines,
+    as_trace,
+)
 
 MS = 1e-3
 
@@ -17,7 +26,13 @@ def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
     for update in (6, 7):
         zero = (update - 6) * 100 * MS
         for rank in (0, 1):
-            edges = {"data": (0, 5), "count": (5, 10), "forward": (10, 20), "backward": (20, 60), "exchange": (60, 75)}
+            edges = {
+                "data": (0, 5),
+                "count": (5, 10),
+                "forward": (10, 20),
+                "backward": (20, 60),
+                "exchange": (60, 75),
+            }
             edges |= {"optimizer": (75, 95), "other": (95, 100)}
             for phase, (began, ended) in edges.items():
                 micro = -1 if phase in ("data", "count") else 0
@@ -37,7 +52,9 @@ def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_ex
 
 def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
     late = report(wait=12.0)
-    assert [one.began for one in late.sent if one.bucket == 0 and one.update == 6] == [pytest.approx(42 * MS)] * 2
+    assert [one.began for one in late.sent if one.bucket == 0 and one.update == 6] == [
+        pytest.approx(42 * MS)
+    ] * 2
     assert late.communication() == pytest.approx((8 * MS, 15 * MS, 0.0))
     assert late.last_to_come() == (1, pytest.approx(12 * MS))
 
@@ -48,7 +65,9 @@ def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
 
 def test_waiting_for_another_process_is_not_travelling() -> None:
     found = report()
-    found.sent = [one._replace(began=one.began + 10 * MS) if one.bucket == 1 else one for one in found.sent]
+    found.sent = [
+        one._replace(began=one.began + 10 * MS) if one.bucket == 1 else one for one in found.sent
+    ]
     assert found.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
 
 
@@ -74,7 +93,10 @@ def test_the_table_says_how_often_gradients_were_sent() -> None:
 def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:
     events = json.loads(json.dumps(as_trace(report())))["traceEvents"]
     backward = [event for event in events if event["name"] == "backward" and event["pid"] == 1]
-    assert [(event["ph"], event["ts"], event["dur"]) for event in backward] == [("X", 20e3, 40e3), ("X", 120e3, 40e3)]
+    assert [(event["ph"], event["ts"], event["dur"]) for event in backward] == [
+        ("X", 20e3, 40e3),
+        ("X", 120e3, 40e3),
+    ]
     bucket = next(event for event in events if event["name"] == "bucket 0")
     assert bucket["args"]["parameters"] == ["h.1.w", "h.1.b"]
     assert bucket["args"]["sent_bytes"] == 4 << 20
@@ -89,7 +111,9 @@ class Boxes(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag == "rect":
             self.found.append(dict(attributes))
-        self.links += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href")] + [tag] * (tag == "script")
+        self.links += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href")] + [
+            tag
+        ] * (tag == "script")
 
 
 def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
@@ -98,6 +122,9 @@ def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
     drawn.feed(page)
     assert not drawn.links
     assert len(drawn.found) == 2 * 2 * (7 + 2 * 2)  # updates, ranks; phases, and two boxes a bucket
-    assert all(0 <= float(box["x"] or -1) <= 1200.01 and float(box["width"] or -1) > 0 for box in drawn.found)
+    assert all(
+        0 <= float(box["x"] or -1) <= 1200.01 and float(box["width"] or -1) > 0
+        for box in drawn.found
+    )
     assert "&lt;x-ray&gt;" in page
     assert "h.1.w, h.1.b" in page

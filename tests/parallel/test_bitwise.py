@@ -17,7 +17,10 @@ from llmtrain.training.step import Accumulation, count_tokens
 
 def leaves(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1000, generator=generator) * 10.0**i for i in torch.linspace(-3, 3, count).tolist()]
+    return [
+        torch.randn(1000, generator=generator) * 10.0**i
+        for i in torch.linspace(-3, 3, count).tolist()
+    ]
 
 
 def by_recursion(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -76,7 +79,9 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
         (8, 4, 4, "set it to 2 or less"),
     ],
 )
-def test_what_a_tree_cannot_add_is_refused_in_one_line(rows: int, micro: int, processes: int, says: str) -> None:
+def test_what_a_tree_cannot_add_is_refused_in_one_line(
+    rows: int, micro: int, processes: int, says: str
+) -> None:
     data = DataConfig(global_batch_size=rows, per_device_train_batch_size=micro)
     Layout.of(data, processes)
     with pytest.raises(UserError, match=says):

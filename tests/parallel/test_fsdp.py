@@ -42,7 +42,9 @@ def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
     assert asked(1, **cut, FSDP_VERSION="1") is None  # a default that the launcher always sets
     assert asked(2) == Sharding(replicas=1, shards=1, tensor=2)
     assert asked(6) == Sharding(replicas=3, shards=1, tensor=2)
-    with pytest.raises(UserError, match=r"2 .parallelism_config_tp_size., and 3 processes were started"):
+    with pytest.raises(
+        UserError, match=r"2 .parallelism_config_tp_size., and 3 processes were started"
+    ):
         asked(3)
     assert asked(4, **FSDP2) == Sharding(replicas=1, shards=2, tensor=2)
     assert asked(8, **sizes(2, 2)) == Sharding(replicas=2, shards=2, tensor=2)
@@ -52,7 +54,11 @@ def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
 
 def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
     policy = sharding_settings(Sharding(1, 2), True, "bf16")["fsdp_plugin"].mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        None,
+    )
     assert not policy.cast_forward_inputs  # the residual stream stays in float32
 
 
@@ -64,10 +70,22 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
             "without FSDP; see .*hsdp.yaml",
         ),
         ({"FSDP_VERSION": "1"}, "has fsdp_version 1, which is not supported; set fsdp_version: 2"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy SIZE_BASED_WRAP; leave it out"),
-        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_transformer_layer_cls_to_wrap Block; leave it out"),
-        ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD, which is a value of FSDP 1; write true or false"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload true, which is not"),
+        (
+            {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
+            "fsdp_auto_wrap_policy SIZE_BASED_WRAP; leave it out",
+        ),
+        (
+            {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"},
+            "fsdp_transformer_layer_cls_to_wrap Block; leave it out",
+        ),
+        (
+            {"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"},
+            "FULL_SHARD, which is a value of FSDP 1; write true or false",
+        ),
+        (
+            {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+            "fsdp_activation_checkpointing_offload true, which is not",
+        ),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2: rows are not sharded over processes"),
         (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
@@ -80,11 +98,15 @@ def test_what_is_not_supported_is_one_line(environment, why, asked) -> None:
 
 def test_blocks_are_found_from_the_model() -> None:
     with torch.device("meta"):
-        assert block_classes(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, block_size=8), 16)) == {"Block"}
+        assert block_classes(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, block_size=8), 16)) == {
+            "Block"
+        }
     said = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2))
     said._no_split_modules = ["Bilinear", "NotHere"]
     assert block_classes(said) == {"Bilinear"}
     assert block_classes(nn.Sequential(nn.Linear(2, 2))) == set()
     experts = nn.ModuleList(nn.Bilinear(1, 1, 1) for _ in range(9))
     layers = nn.ModuleList(nn.ModuleDict({"experts": experts}) for _ in range(2))
-    assert block_classes(nn.ModuleDict({"layers": layers})) == {"ModuleDict"}  # of the longest list that is outermost
+    assert block_classes(nn.ModuleDict({"layers": layers})) == {
+        "ModuleDict"
+    }  # of the longest list that is outermost

@@ -15,16 +15,23 @@ from llmtrain.parallel.fsdp import check_room, place
 FILES = cast(ModelWriter, None)  # which nobody asks
 
 
-def test_a_model_without_memory_gets_its_weights(accelerator: Accelerator, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_without_memory_gets_its_weights(
+    accelerator: Accelerator, capsys: pytest.CaptureFixture
+) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     weight, before = torch.arange(6.0).view(3, 2), dict(model.named_parameters())
     checked: list[bool] = []
     check = lambda: checked.append(not model.weight.is_meta)  # noqa: E731
-    place(accelerator, Built(model, FILES, iter([("bias", torch.ones(3)), ("weight", weight)]), check=check))
+    place(
+        accelerator,
+        Built(model, FILES, iter([("bias", torch.ones(3)), ("weight", weight)]), check=check),
+    )
     assert torch.equal(model.weight, weight)
-    assert all(now is before[name] for name, now in model.named_parameters()), "an optimizer may hold them"
+    assert all(now is before[name] for name, now in model.named_parameters()), (
+        "an optimizer may hold them"
+    )
     assert checked == [True]
     assert "Linear: 9 parameters, 6 of them trained (66.67%)" in capsys.readouterr().out
 
@@ -38,21 +45,29 @@ def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     sharded = SimpleNamespace(is_fsdp2=True)
-    with pytest.raises(UserError, match=r"Linear has no stream of weights, .* meta device .* or use a DDP config"):
+    with pytest.raises(
+        UserError, match=r"Linear has no stream of weights, .* meta device .* or use a DDP config"
+    ):
         place(sharded, Built(nn.Linear(2, 3), FILES))
     packed = nn.Module()
     packed.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UserError, match="--load_in_4bit weights cannot be sharded; use a DDP config"):
+    with pytest.raises(
+        UserError, match="--load_in_4bit weights cannot be sharded; use a DDP config"
+    ):
         place(sharded, Built(packed, FILES))
 
 
-def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with torch.device("meta"):
         model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
     gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(), num_processes=1)
     sizes = SimpleNamespace(total_memory=2.9 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
-    with pytest.raises(UserError, match=r"needs 3.0 GiB a process and more: 1.0 for weights, .* this GPU has 2.9"):
+    with pytest.raises(
+        UserError, match=r"needs 3.0 GiB a process and more: 1.0 for weights, .* this GPU has 2.9"
+    ):
         check_room(gpu, model)
     model.requires_grad_(False)
     check_room(gpu, model)

@@ -27,10 +27,14 @@ from tests.families import OVERRIDES, rows_of
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 
 
-def memory(optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **parallel: object) -> Memory:
+def memory(
+    optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **parallel: object
+) -> Memory:
     with torch.device("meta"):
         model = GPT(config, 1000)
-    settings = SimpleNamespace(model=config, optim=OptimConfig(optim), parallel=PipelineConfig(**parallel))
+    settings = SimpleNamespace(
+        model=config, optim=OptimConfig(optim), parallel=PipelineConfig(**parallel)
+    )
     return Memory(Subject(model, settings, precision, positions=32), on_gpu=False)
 
 
@@ -47,7 +51,9 @@ def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
 
 def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> None:
     uneven = memory(config=GPTConfig(n_layer=1, n_head=1, n_embd=3, block_size=5))
-    rows_of_three = 250 + 2 + 1 + 1 + 1  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
+    rows_of_three = (
+        250 + 2 + 1 + 1 + 1
+    )  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
     vectors = 3 * 1 + 1 + 3 + 1 + 3 + 1 + 1  # to be counted beside
     held = uneven.of(Sharding(1, 4), 1, 1).weights / 4
     parts = {part.name: part.numbers(4) for part in uneven.parts(1)}
@@ -59,9 +65,13 @@ def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> No
 def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None:
     once, each = memory(), memory(sync_each_batch=True)
     assert once.of(Sharding(1, 4), 2, 1).gradients == each.of(Sharding(1, 4), 2, 8).gradients
-    assert once.of(Sharding(1, 4), 2, 8).gradients == pytest.approx(4 * each.of(Sharding(1, 4), 2, 8).gradients)
+    assert once.of(Sharding(1, 4), 2, 8).gradients == pytest.approx(
+        4 * each.of(Sharding(1, 4), 2, 8).gradients
+    )
     alone, with_buckets = (once.of(Sharding(count, 1), 2, 8) for count in (1, 2))
-    assert with_buckets.total == alone.total + alone.gradients  # DDP's buckets, beside what grows between exchanges
+    assert (
+        with_buckets.total == alone.total + alone.gradients
+    )  # DDP's buckets, beside what grows between exchanges
 
 
 def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
@@ -71,7 +81,9 @@ def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
     shallow = kept(memory(config=four).subject.model, MicroBatch(2, 32))
     assert sum(found.peak) - sum(shallow.peak) == pytest.approx(2 * found.block)
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
-    assert kept(memory(config=again).subject.model, MicroBatch(2, 32)).block == 4 * 2 * 32 * 64  # a block's input
+    assert (
+        kept(memory(config=again).subject.model, MicroBatch(2, 32)).block == 4 * 2 * 32 * 64
+    )  # a block's input
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -126,7 +138,10 @@ def test_activations_of_experts_are_counted_without_values(accelerator: Accelera
 
 def test_the_largest_micro_batch_divides_and_fits() -> None:
     found = memory()
-    sizes = {rows: found.of(Sharding(2, 1), rows, 24 // rows).total for rows in (1, 2, 3, 4, 6, 8, 12, 24)}
+    sizes = {
+        rows: found.of(Sharding(2, 1), rows, 24 // rows).total
+        for rows in (1, 2, 3, 4, 6, 8, 12, 24)
+    }
     assert found.largest(Sharding(2, 1), 24, sizes[6] + 1) == 6
     assert found.largest(Sharding(2, 1), 24, sizes[1] - 1) == 0
     assert found.largest(Sharding(2, 1), 24, 1e12) == 24
@@ -136,15 +151,23 @@ def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
     half = Sharding(1, 1, stages=2)
     activations = found.kept(1, tensor=1, gathered=True)
-    one, two, three = (pipeline.stage_of(found, activations, half, 0, 1, count) for count in (1, 2, 3))
-    assert one.activations < two.activations == three.activations  # no more are under way than there are stages
+    one, two, three = (
+        pipeline.stage_of(found, activations, half, 0, 1, count) for count in (1, 2, 3)
+    )
+    assert (
+        one.activations < two.activations == three.activations
+    )  # no more are under way than there are stages
     assert two.weights < found.of(Sharding(2, 1), 1, 2).weights
     assert three.total > two.total  # with three, there are gradients when it is fullest
 
 
 def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
     assert bytes_per_second("400Gbit") == bytes_per_second("50 GB/s") == 50e9
-    assert bytes_per_second("100Mbit/s") == bytes_per_second("100mbps".replace("mbps", "Mbit")) == 12.5e6
+    assert (
+        bytes_per_second("100Mbit/s")
+        == bytes_per_second("100mbps".replace("mbps", "Mbit"))
+        == 12.5e6
+    )
     for text in ("fast", "400", "0Gbit", "-1Gbit"):
         with pytest.raises(UserError, match="400Gbit"):
             bytes_per_second(text)
@@ -159,14 +182,21 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
 
 def recipe(folder: Path, *lines: str) -> str:
     rows = "SimpleNamespace(positions=8)"
-    head = ["from dataclasses import dataclass, field", "from types import SimpleNamespace", "import torch"]
+    head = [
+        "from dataclasses import dataclass, field",
+        "from types import SimpleNamespace",
+        "import torch",
+    ]
     head += [
         "from llmtrain.parallel.config import ParallelConfig",
         "from llmtrain.training.settings import OptimConfig",
     ]
     head += ["@dataclass", "class Settings:"]
     head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
-    head += ["    parallel: ParallelConfig = field(default_factory=ParallelConfig)", "    model: object = None"]
+    head += [
+        "    parallel: ParallelConfig = field(default_factory=ParallelConfig)",
+        "    model: object = None",
+    ]
     head += ["DEFAULTS = Settings()", f"def tokenized(s): return {rows}"]
     path = folder / "own.py"
     path.write_text("\n".join([*head, *lines]))
@@ -174,8 +204,15 @@ def recipe(folder: Path, *lines: str) -> str:
 
 
 def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    subject = subject_of(recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no")
-    assert (subject.positions, subject.kind, subject.flops_per_token, subject.blocks) == (8, "Linear", 0, 1)
+    subject = subject_of(
+        recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
+    )
+    assert (subject.positions, subject.kind, subject.flops_per_token, subject.blocks) == (
+        8,
+        "Linear",
+        0,
+        1,
+    )
     assert Memory(subject, on_gpu=False).parts(1)[0].numbers() == 2**40
 
 

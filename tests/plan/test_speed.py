@@ -8,7 +8,16 @@ import pytest
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.memory import Memory, Part, Unit
-from llmtrain.plan.speed import Cluster, Compute, Link, _ahead, _behind, bytes_sent, ddp_buckets, step_time
+from llmtrain.plan.speed import (
+    Cluster,
+    Compute,
+    Link,
+    _ahead,
+    _behind,
+    bytes_sent,
+    ddp_buckets,
+    step_time,
+)
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 
@@ -42,7 +51,9 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
     assert _behind([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last has nothing to hide behind
     assert _behind([1, 1, 1], [2, 2, 2]) == 4.0  # from 1 to 7, and the work ends at 3
     assert _ahead([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the first is waited for
-    assert _ahead([1, 1, 1], [2, 2, 2]) == pytest.approx(4.0)  # all of them, and the last one's work: 7 to 3
+    assert _ahead([1, 1, 1], [2, 2, 2]) == pytest.approx(
+        4.0
+    )  # all of them, and the last one's work: 7 to 3
 
 
 def memory_of(*sizes: int, buckets: tuple[float, ...] = (25.0,)) -> Memory:
@@ -50,7 +61,9 @@ def memory_of(*sizes: int, buckets: tuple[float, ...] = (25.0,)) -> Memory:
     settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=[*buckets]))
     subject = SimpleNamespace(settings=settings, blocks=len(sizes), positions=8, width=2**14)
     units = [Unit(frozenset([part.name]), half=False, stays=False) for part in reversed(parts)]
-    found = SimpleNamespace(subject=subject, parts=lambda _: parts, units=units, bf16=False, held_whole=True)
+    found = SimpleNamespace(
+        subject=subject, parts=lambda _: parts, units=units, bf16=False, held_whole=True
+    )
     return found  # type: ignore[return-value]
 
 
@@ -70,7 +83,9 @@ def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> N
     assert four.compute == pytest.approx(4 * 2 * 0.3 + 0.05)
     handled = step_time(memory, compute._replace(handling=1e-6), cluster, Sharding(4, 1), 2, 1)
     assert handled.compute - one.compute == pytest.approx(1e-6 * 2 * 3 / 4 * 2**20)
-    assert one.exposed == four.exposed == pytest.approx(1.5)  # a single bucket is full when the backward pass ends
+    assert (
+        one.exposed == four.exposed == pytest.approx(1.5)
+    )  # a single bucket is full when the backward pass ends
 
 
 MIB_A_SECOND = Cluster(8, Link(2**20, 0.0), SLOW, nccl=False)
@@ -84,11 +99,15 @@ def test_fsdp_gathers_twice_a_micro_batch_and_reduces_once_an_update() -> None:
     assert four.communication == pytest.approx(4 * 2 * 1 + 1)
     assert bytes_sent(memory, both, 2, 4) == pytest.approx(2**20 * 9)
     forward, backward = 0.1, 0.2  # of a unit: two rows, two units
-    late = 1.0 - forward  # both are fetched at once, one after the other: the first has 0.1 of the other's 0.5 hidden
+    late = (
+        1.0 - forward
+    )  # both are fetched at once, one after the other: the first has 0.1 of the other's 0.5 hidden
     last = max(1.0 - backward, 2.0 - backward)  # reduced as well, each 0.5, in the last micro-batch
     assert four.exposed == pytest.approx(4 * late + 3 * (1.0 - backward) + last)
     memory.held_whole = False  # type: ignore[misc]
-    assert step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, 4).communication == pytest.approx(4 * 3)
+    assert step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, 4).communication == pytest.approx(
+        4 * 3
+    )
 
 
 def test_processes_that_cut_matrices_wait_for_each_sum() -> None:

@@ -10,7 +10,13 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import Spread
 from llmtrain.record import checkpoint, tensors
-from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, write_checkpoint
+from llmtrain.record.checkpoint import (
+    checkpoints,
+    find_fault,
+    newest_valid,
+    prune,
+    write_checkpoint,
+)
 from llmtrain.record.tensors import Share, read_tensors
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
@@ -35,10 +41,14 @@ class Files:
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
     moments = {"w.exp_avg": weights["w"] * 2}
-    return write_checkpoint(folder, step, Files(), Share(Spread(weights)), Share(Spread(moments)), {"step": step})
+    return write_checkpoint(
+        folder, step, Files(), Share(Spread(weights)), Share(Spread(moments)), {"step": step}
+    )
 
 
-def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(tmp_path: Path) -> None:
+def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(
+    tmp_path: Path,
+) -> None:
     path = save(tmp_path, 7)
     assert path.name == "step-00000007"
     assert find_fault(path) is None
@@ -101,7 +111,9 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["write_tensors", "write_hashed"])
-def test_a_write_that_fails_leaves_what_was_there(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_was_there(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = save(tmp_path, 10)
 
     def full(*_: object) -> None:
@@ -145,25 +157,35 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str, accelerator: Accele
     assert {"0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.step"} < set(tensors)
     other, restored = make()
     other.load_state_dict(straight.state_dict())
-    checkpoint.restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()}.items())
+    checkpoint.restore_optimizer(
+        other, restored, {k: v.clone() for k, v in tensors.items()}.items()
+    )
     step(straight, optimizer, 2)
     step(other, restored, 2)
-    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(straight.parameters(), other.parameters(), strict=True)
+    )
     forgetful, fresh = make()
     forgetful.load_state_dict(other.state_dict())
     step(straight, optimizer, 1)
     step(forgetful, fresh, 1)
-    assert not all(torch.equal(a, b) for a, b in zip(straight.parameters(), forgetful.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b)
+        for a, b in zip(straight.parameters(), forgetful.parameters(), strict=True)
+    )
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = save(tmp_path, 10)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**20))
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**20)
+    )
     monkeypatch.setattr(checkpoint, "new_folder", lambda _: pytest.fail("begun all the same"))
     with pytest.raises(
-        UserError, match=r"0\.00 GiB are needed and 0\.00 GiB are free on that disk\); older checkpoints"
+        UserError,
+        match=r"0\.00 GiB are needed and 0\.00 GiB are free on that disk\); older checkpoints",
     ):
         save(tmp_path, 20)
     assert checkpoints(tmp_path) == [kept]
@@ -171,7 +193,9 @@ def test_too_little_space_is_noticed_before_anything_is_written(
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])
 @pytest.mark.parametrize("on_host", [(), (3,), (0, 2)])
-def test_bytes_that_are_staged_are_the_same(size: int, on_host: tuple[int, ...], monkeypatch) -> None:
+def test_bytes_that_are_staged_are_the_same(
+    size: int, on_host: tuple[int, ...], monkeypatch
+) -> None:
     monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
     given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size, 5)]
     staged = {id(tensor) for i, tensor in enumerate(given) if i not in on_host}

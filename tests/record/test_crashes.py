@@ -33,14 +33,20 @@ class CrashError(BaseException):
 
 def save(writer: Saver, step: int) -> None:
     weights = {"w": torch.full((500,), float(step))}
-    writer.save(step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None)
+    writer.save(
+        step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None
+    )
 
 
 def faults(folder: Path, at_least: int) -> list[str]:
     """Return what a restart would suffer from: a checkpoint that is not whole, or the loss of one that counts."""
     wrong = [f"{path.name}: {fault}" for path in checkpoints(folder) if (fault := find_fault(path))]
-    steps = [checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)]
-    return wrong + ([] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"])
+    steps = [
+        checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)
+    ]
+    return wrong + (
+        [] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"]
+    )
 
 
 def power_cuts(tmp_path: Path) -> tuple[int, list[str]]:
@@ -56,7 +62,9 @@ def power_cuts(tmp_path: Path) -> tuple[int, list[str]]:
         for eager in (False, True):
             cuts += 1
             wrong = faults(disk.after_power_cut(tmp_path / "after", eager), acknowledged)
-            found.extend(f"before {what}, {'eager' if eager else 'lost'}: {fault}" for fault in wrong)
+            found.extend(
+                f"before {what}, {'eager' if eager else 'lost'}: {fault}" for fault in wrong
+            )
 
     with watched(disk, cut) as look:
         for step in (30, 40):
@@ -71,7 +79,9 @@ def test_the_power_may_go_at_any_operation(tmp_path: Path, score: Callable[[str]
     cuts, found = power_cuts(tmp_path)
     assert not found
     assert cuts > 60
-    score(f"power: checkpoints lost or broken in cuts at every operation: {bound(len(found), cuts)}")
+    score(
+        f"power: checkpoints lost or broken in cuts at every operation: {bound(len(found), cuts)}"
+    )
 
 
 @linux
@@ -86,7 +96,9 @@ def test_without_one_kind_of_fsync_a_power_cut_would_show(
     elif forgotten == "the folders":
         monkeypatch.setattr(files, "sync_folder", lambda path: None)
     else:
-        monkeypatch.setattr(files, "sync_folder", lambda p: None if p.name == "checkpoints" else sync_folder(p))
+        monkeypatch.setattr(
+            files, "sync_folder", lambda p: None if p.name == "checkpoints" else sync_folder(p)
+        )
     _, found = power_cuts(tmp_path)
     assert found
 
@@ -114,7 +126,11 @@ def crash_at_each_operation(tmp_path: Path) -> tuple[int, list[str]]:
         crashed = True
         with pytest.MonkeyPatch.context() as patch:
             # after a crash nobody tidies up
-            patch.setattr(files.shutil, "rmtree", lambda path, **more: count("rmtree") or shutil_rmtree(path, **more))
+            patch.setattr(
+                files.shutil,
+                "rmtree",
+                lambda path, **more: count("rmtree") or shutil_rmtree(path, **more),
+            )
             patch.setattr(files.hashlib, "sha256", counted)
             with watched(Disk(root), count):
                 try:
@@ -134,7 +150,9 @@ shutil_rmtree = shutil.rmtree
 
 def test_lines_of_a_ledger_that_are_no_readings_are_dropped(tmp_path: Path) -> None:
     ledger = tmp_path / "metrics.jsonl"
-    ledger.write_text('{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"ste')
+    ledger.write_text(
+        '{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"ste'
+    )
     files.forget_after(ledger, 2)
     assert ledger.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -143,7 +161,9 @@ def test_the_process_may_end_at_any_operation(tmp_path: Path, score: Callable[[s
     operations, found = crash_at_each_operation(tmp_path)
     assert not found
     assert operations > 20
-    score(f"crash: checkpoints lost or broken by an end at each operation of a save: {len(found)} of {operations}")
+    score(
+        f"crash: checkpoints lost or broken by an end at each operation of a save: {len(found)} of {operations}"
+    )
 
 
 class Writers:
@@ -198,7 +218,9 @@ def writers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Writers]
 
 @pytest.mark.timeout(120 + KILLS)
 @pytest.mark.parametrize("writers", ["ours"], indirect=True)
-def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable[[str], None]) -> None:
+def test_a_writer_may_be_killed_at_any_instant(
+    writers: Writers, score: Callable[[str], None]
+) -> None:
     draw, saved, inside, found = random.Random(KILLS), 0, 0, []
     for _ in range(KILLS):
         saved = writers.kill_one(saved + 1, draw.uniform(0, 0.03))
@@ -208,7 +230,9 @@ def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable
         assert newest is not None
         saved = checkpoint.read_state(newest)["step"]
         assert float(load_file(newest / "model/model.safetensors")["w"][0]) == saved
-    score(f"writer: checkpoints lost or broken by kills: {bound(len(found), KILLS)}; {inside} were inside a write")
+    score(
+        f"writer: checkpoints lost or broken by kills: {bound(len(found), KILLS)}; {inside} were inside a write"
+    )
     assert not found
     assert inside, "no kill fell into a write: the test is too slow to mean anything"
 
@@ -216,18 +240,26 @@ def test_a_writer_may_be_killed_at_any_instant(writers: Writers, score: Callable
 def save_state_faults(folder: Path, at_least: int) -> list[str]:
     """Ask the same of the folders of `accelerator.save_state`: is the newest one whole, none lost."""
     wrong, good = [], []
-    for path in sorted(folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])):
+    for path in sorted(
+        folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])
+    ):
         try:
-            assert float(load_file(path / "model.safetensors")["weight"][0, 0]) == int(path.name.split("_")[1])
+            assert float(load_file(path / "model.safetensors")["weight"][0, 0]) == int(
+                path.name.split("_")[1]
+            )
             assert list(path.glob("random_states_*"))  # the last file that it writes
             good.append(int(path.name.split("_")[1]))
         except Exception as error:
             wrong.append(f"{path.name}: {type(error).__name__}")
-    return wrong + ([] if max(good, default=-1) >= at_least else [f"step {at_least} is lost; there are {good}"])
+    return wrong + (
+        [] if max(good, default=-1) >= at_least else [f"step {at_least} is lost; there are {good}"]
+    )
 
 
 @pytest.mark.parametrize("writers", ["plain"], indirect=True)
-def test_the_same_kills_break_what_save_state_writes(writers: Writers, score: Callable[[str], None]) -> None:
+def test_the_same_kills_break_what_save_state_writes(
+    writers: Writers, score: Callable[[str], None]
+) -> None:
     """The harness can fail."""
     draw, kills, broken, said = random.Random(1), 0, 0, 0
     while kills < min(KILLS // 3, 60) or (not broken and kills < 60):
@@ -249,7 +281,9 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
         values += 1  # training goes on
     writer.wait()
     assert done == [1, 2]
-    assert [float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)] == [1, 2]
+    assert [
+        float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)
+    ] == [1, 2]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

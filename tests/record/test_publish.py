@@ -43,9 +43,12 @@ def test_nothing_is_uploaded_unless_asked_for(calls, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "refusal", [OSError("no network\nand an essay"), ValueError("401: token hf_Abcdefghijklmnopqrst")]
+    "refusal",
+    [OSError("no network\nand an essay"), ValueError("401: token hf_Abcdefghijklmnopqrst")],
 )
-def test_a_hub_that_refuses_leaves_a_note_without_secrets(monkeypatch, tmp_path: Path, capsys, refusal: Exception):
+def test_a_hub_that_refuses_leaves_a_note_without_secrets(
+    monkeypatch, tmp_path: Path, capsys, refusal: Exception
+):
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub([], refusal))
     publish(tmp_path, "someone/model")
     error = capsys.readouterr().err

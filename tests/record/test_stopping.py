@@ -7,7 +7,9 @@ from llmtrain.record import stopping
 from llmtrain.record.stopping import Deadline, stop_signals
 
 
-def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, wall = 1000.0, 5_000_000.0
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     monkeypatch.setattr(stopping.time, "time", lambda: wall)
@@ -28,7 +30,9 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(monkeypatch
     assert Deadline.of(0.5).why == "--max_hours 0.5 are over"
 
 
-def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, reasons = 0.0, []
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     with stop_signals(reasons.append):

@@ -26,11 +26,16 @@ def failing(error: Exception) -> Callable[[], None]:
     [
         (UserError("--seed is wrong."), "--seed is wrong."),
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device."),
-        (OSError(13, "Permission denied", "/a/run.json"), "[Errno 13] Permission denied: '/a/run.json'."),
+        (
+            OSError(13, "Permission denied", "/a/run.json"),
+            "[Errno 13] Permission denied: '/a/run.json'.",
+        ),
         (ValueError("bad number\nand an essay"), "the run folder: bad number."),
     ],
 )
-def test_an_error_that_a_person_can_mend_is_one_line(together: Callable, error: Exception, says: str) -> None:
+def test_an_error_that_a_person_can_mend_is_one_line(
+    together: Callable, error: Exception, says: str
+) -> None:
     with pytest.raises(UserError) as raised:
         together(failing(error))
     assert str(raised.value) == says
@@ -51,7 +56,10 @@ class Two(Team):
 
 
 def runs(seed: int, dataset: str, data: str = "abc") -> dict[str, Any]:
-    settings = {"seed": {"value": seed, "from": "recipe"}, "dataset": {"value": dataset, "from": "command line"}}
+    settings = {
+        "seed": {"value": seed, "from": "recipe"},
+        "dataset": {"value": dataset, "from": "command line"},
+    }
     return what_runs({"data": data}, settings, "no")
 
 

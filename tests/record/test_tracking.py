@@ -83,7 +83,11 @@ def test_trackers_are_told_every_reading_and_how_the_run_ended(opened, tmp_path:
 
 
 def test_a_tracker_that_stalls_holds_up_neither_the_run_nor_another_tracker(
-    opened, never: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened,
+    never: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 2)
     wandb, tensorboard = Tracker("wandb", lambda _: never.wait()), Tracker("tensorboard", nothing)
@@ -147,7 +151,9 @@ def test_a_tracker_that_does_not_open_is_left_out(
 
 
 def test_a_tracker_that_goes_on_with_a_run_is_sent_what_it_lacks(opened, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "a": 1}}\n' for step in (0, 0, 1, 2, 3)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "a": 1}}\n' for step in (0, 0, 1, 2, 3))
+    )
     wandb, tensorboard = Tracker("wandb", nothing), Tracker("tensorboard", nothing)
     wandb.starting_step = 2
     metrics = opened(wandb=wandb, tensorboard=tensorboard)
@@ -177,7 +183,11 @@ def test_who_is_logged_in_is_whom_wandb_takes_for_it(
 
 
 def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(
-    opened, never: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened,
+    never: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     wandb = Tracker("wandb", nothing)
@@ -187,7 +197,9 @@ def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(
     assert "no answer in 1 s, left behind" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("said", "asked"), [("end", True), ("True", True), ("false", False), (None, False)])
+@pytest.mark.parametrize(
+    ("said", "asked"), [("end", True), ("True", True), ("false", False), (None, False)]
+)
 def test_the_finished_model_is_sent_where_that_was_asked_for(
     said: str | None, asked: bool, opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +210,9 @@ def test_the_finished_model_is_sent_where_that_was_asked_for(
         (tmp_path / "model" / name).write_text(name)
     wandb = Tracker("wandb", nothing)
     opened(wandb=wandb).close(exit_code=0, model=tmp_path / "model")
-    assert wandb.sent == ([("model-abcd1234", "model", ["config.json", "model.safetensors"])] if asked else [])
+    assert wandb.sent == (
+        [("model-abcd1234", "model", ["config.json", "model.safetensors"])] if asked else []
+    )
     assert wandb.finished.is_set()
 
 
@@ -243,7 +257,9 @@ def test_half_a_line_is_not_sent(opened, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
 
 
-def test_every_start_of_an_offline_run_holds_the_whole_history(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_every_start_of_an_offline_run_holds_the_whole_history(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
     """Syncing the last one suffices."""
     for steps in ((1, 2, 3), (4, 5)):
         metrics = Metrics(accelerator, tmp_path)
@@ -252,7 +268,9 @@ def test_every_start_of_an_offline_run_holds_the_whole_history(accelerator: Acce
             metrics.write({"step": step, "train/loss": step / 4})
         metrics.write({"step": step, "eval/loss": 2.5})
         metrics.close(exit_code=0)
-        assert "wandb-core" not in [child.name() for child in psutil.Process().children()], "it still writes"
+        assert "wandb-core" not in [child.name() for child in psutil.Process().children()], (
+            "it still writes"
+        )
         (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*-abcd1234.wandb")
         told = [{k: v for k, v in row.items() if k[0] != "_"} for row in read_history(file)]
         merged: dict[int, dict[str, Any]] = {}
@@ -297,12 +315,28 @@ class Server(http.server.ThreadingHTTPServer):
         (name,) = re.findall(r"(?:query|mutation) (\w+)", json.loads(body)["query"])[:1]
         self.asked.append(name)
         project = {"id": "p", "name": "llmtrain", "entity": {"id": "e", "name": "me"}}
-        run = {"id": "r", "name": "abcd1234", "displayName": "run", "project": project, "config": "{}"}
+        run = {
+            "id": "r",
+            "name": "abcd1234",
+            "displayName": "run",
+            "project": project,
+            "config": "{}",
+        }
         if name == "RunResumeStatus" and self.history:
             tail = json.dumps([json.dumps(self.history[-1])])
-            counts = {"historyLineCount": len(self.history), "eventsLineCount": 0, "logLineCount": 0}
-            last = {"historyTail": tail, "eventsTail": "[]", "summaryMetrics": json.dumps(self.history[-1])}
-            return {"model": project | {"bucket": run | counts | last | {"wandbConfig": '{"t": 1}'}}}
+            counts = {
+                "historyLineCount": len(self.history),
+                "eventsLineCount": 0,
+                "logLineCount": 0,
+            }
+            last = {
+                "historyTail": tail,
+                "eventsTail": "[]",
+                "summaryMetrics": json.dumps(self.history[-1]),
+            }
+            return {
+                "model": project | {"bucket": run | counts | last | {"wandbConfig": '{"t": 1}'}}
+            }
         if name == "UpsertBucket":
             return {"upsertBucket": {"bucket": run, "inserted": True}}
         if name == "CreateRunFiles":
@@ -352,13 +386,17 @@ def start_once(folder: Path, *steps: int) -> None:
 def test_wandb_goes_on_with_a_run_and_is_sent_what_it_lacks(server: Server, tmp_path: Path) -> None:
     start_once(tmp_path / "run", 0, 1, 2)
     assert steps_of(server) == [0, 1, 2]
-    with (tmp_path / "run/metrics.jsonl").open("a") as file:  # a start that W&B was not reached from
+    with (tmp_path / "run/metrics.jsonl").open(
+        "a"
+    ) as file:  # a start that W&B was not reached from
         file.write('{"step": 3, "train/loss": 0.75}\n{"step": 4, "train/loss": 1.0}\n')
     start_once(tmp_path / "run", 5, 6)
     assert steps_of(server) == [0, 1, 2, 3, 4, 5, 6]
     assert [row["train/loss"] for row in server.history] == [step / 4 for step in range(7)]
 
-    found = [path for path in tmp_path.rglob("*") if path != tmp_path / "run" and not path.is_symlink()]
+    found = [
+        path for path in tmp_path.rglob("*") if path != tmp_path / "run" and not path.is_symlink()
+    ]
     assert {".wandb", ".jsonl", ".log", ".yaml"} <= {path.suffix for path in found}
     readable = [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077]
     assert readable == [], "others may read, under umask 077"

@@ -36,7 +36,9 @@ CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 def save(folder: Path, step: int, identity: str = "ours") -> Path:
     weights = {"w": torch.full((300,), float(step))}
     state = {"step": step, "identity_sha256": identity}
-    Saver(folder, Files(), keep=3).save(step, Spread(weights), Spread({"w.exp_avg": weights["w"]}), state, lambda: None)
+    Saver(folder, Files(), keep=3).save(
+        step, Spread(weights), Spread({"w.exp_avg": weights["w"]}), state, lambda: None
+    )
     return folder / f"step-{step:08d}"
 
 
@@ -73,7 +75,9 @@ def remove(path: Path, draw: random.Random) -> None:
 
 
 def swap_in_the_older_ones(path: Path, draw: random.Random) -> None:
-    name = draw.choice(["model/model.safetensors", "optimizer/state.safetensors", "state.json", "MANIFEST.json"])
+    name = draw.choice(
+        ["model/model.safetensors", "optimizer/state.safetensors", "state.json", "MANIFEST.json"]
+    )
     shutil.copy(path.with_name("step-00000010") / name, path / name)
 
 
@@ -164,7 +168,9 @@ def model_folder(tmp_path: Path) -> Path:
     model = GPT(GPTConfig(1, 1, 8, 8), len(words))
 
     folder = tmp_path / "model"
-    checkpoint.write_model(folder, ModelFiles(model.hf_config(0), words), Spread(model.state_dict()))
+    checkpoint.write_model(
+        folder, ModelFiles(model.hf_config(0), words), Spread(model.state_dict())
+    )
     return folder
 
 
@@ -195,13 +201,21 @@ def test_no_payload_in_a_file_that_is_read_is_run(
         for aside in (run / "checkpoints").glob("damaged-*"):
             aside.rename(run / "checkpoints/step-00000010")
 
-    for file in [path for folder in (run, model_folder) for path in folder.rglob("*") if path.is_file()]:
+    for file in [
+        path for folder in (run, model_folder) for path in folder.rglob("*") if path.is_file()
+    ]:
         kept = file.read_bytes()
         file.write_bytes(malice)
         read_everything()
         file.write_bytes(kept)
         planted += 1
-    for name in ("pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "training_args.bin", "scheduler.pt"):
+    for name in (
+        "pytorch_model.bin",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "training_args.bin",
+        "scheduler.pt",
+    ):
         for folder in (model_folder, run / "checkpoints/step-00000010"):
             (folder / name).write_bytes(malice)
             read_everything()
@@ -209,7 +223,10 @@ def test_no_payload_in_a_file_that_is_read_is_run(
             planted += 1
     (model_folder / "evil.py").write_text(code)
     config = json.loads((model_folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "model_type": "evil"}
+    config |= {
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+        "model_type": "evil",
+    }
     (model_folder / "config.json").write_text(json.dumps(config))
     read_everything()
     assert not mark.exists()
@@ -223,5 +240,7 @@ def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> N
     (model_folder / "model.safetensors").unlink()
     torch.save({}, model_folder / "pytorch_model.bin")
     for load in (TextModel, load_causal_lm):
-        with pytest.raises(UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"):
+        with pytest.raises(
+            UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"
+        ):
             load(str(model_folder))

@@ -19,7 +19,13 @@ def ours(folder: Path, step: int) -> None:
     saver = Saver(folder, Files(), keep=2)
     while True:
         weights = {"w": torch.full((30_000,), float(step))}
-        saver.save(step, Spread(weights), Spread({"w.exp_avg": weights["w"] * 2}), {"step": step}, lambda: None)
+        saver.save(
+            step,
+            Spread(weights),
+            Spread({"w.exp_avg": weights["w"] * 2}),
+            {"step": step},
+            lambda: None,
+        )
         acknowledge(step)
         step += 1
 
@@ -28,7 +34,9 @@ def plain(folder: Path, step: int) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    settings = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2, iteration=step)
+    settings = ProjectConfiguration(
+        str(folder), automatic_checkpoint_naming=True, total_limit=2, iteration=step
+    )
     accelerator = Accelerator(cpu=True, project_config=settings)
     model = accelerator.prepare(torch.nn.Linear(200, 150))
     while True:

@@ -21,7 +21,9 @@ from llmtrain.report.difference import compare, differing_facts, groups_of_setti
 from llmtrain.report.page import differing, facts, html, incidents
 from tests.test_cli import ended
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 BEGAN = 1_760_000_000
 
 
@@ -30,7 +32,10 @@ def at(seconds: float) -> str:
 
 
 def reading(step: int, seconds: float, ranks: int = 2, **more: Any) -> dict[str, Any]:
-    phases = {phase: [0.01 * (number + 1) + 0.1 * rank for rank in range(ranks)] for number, phase in enumerate(PHASES)}
+    phases = {
+        phase: [0.01 * (number + 1) + 0.1 * rank for rank in range(ranks)]
+        for number, phase in enumerate(PHASES)
+    }
     memory = {"host": [1.0 + rank for rank in range(ranks)]}
     found = {
         "step": step,
@@ -42,13 +47,30 @@ def reading(step: int, seconds: float, ranks: int = 2, **more: Any) -> dict[str,
     return found | {"train/tokens_per_second": 50.0, "phases": phases, "memory": memory} | more
 
 
-def make(folder: Path, readings: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any) -> Path:
+def make(
+    folder: Path, readings: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any
+) -> Path:
     folder.mkdir(parents=True)
     entries = {name: {"value": value, "from": "command line"} for name, value in settings.items()}
-    versions = {"versions": {"torch": "2.13.0"}, "host": "here", "processes": 2, "mixed_precision": "bf16"}
-    record = {"settings": entries, "dataset": "some text", "starts": [versions | start for start in starts]}
+    versions = {
+        "versions": {"torch": "2.13.0"},
+        "host": "here",
+        "processes": 2,
+        "mixed_precision": "bf16",
+    }
+    record = {
+        "settings": entries,
+        "dataset": "some text",
+        "starts": [versions | start for start in starts],
+    }
     (folder / "run.json").write_text(json.dumps(record))
-    status = {"state": "finished", "step": 30, "reason": "all updates were made", "time": at(100), "host": "here"}
+    status = {
+        "state": "finished",
+        "step": 30,
+        "reason": "all updates were made",
+        "time": at(100),
+        "host": "here",
+    }
     (folder / "status.json").write_text(json.dumps(status))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in readings))
     return folder
@@ -58,7 +80,10 @@ def make(folder: Path, readings: list[dict[str, Any]], starts: list[dict[str, An
 def run(tmp_path: Path) -> Path:
     """Ten updates in 20 s; an hour's pause; and twenty more in 40 s."""
     readings = [{"step": 0, "tokens": 0, "eval/loss": 9.0, "time": BEGAN + 5}]
-    readings += [reading(10, 20), {"step": 10, "tokens": 1000, "eval/loss": 2.5, "time": BEGAN + 20}]
+    readings += [
+        reading(10, 20),
+        {"step": 10, "tokens": 1000, "eval/loss": 2.5, "time": BEGAN + 20},
+    ]
     readings += [reading(20, 3620), reading(30, 3640, **{"train/loss": None})]
     starts = [{"time": at(0), "step": 0}, {"time": at(3600), "step": 10, "restart": 1}]
     return make(tmp_path / "run", readings, starts, max_steps=30, learning_rate=0.01)
@@ -75,7 +100,12 @@ def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> No
 
 def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
     said = facts(History.of(run))
-    assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == ["finished", 30, 30, 3000]
+    assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == [
+        "finished",
+        30,
+        30,
+        3000,
+    ]
     assert [said[key] for key in ("loss", "best_loss", "best_step")] == [0.4, 2.5, 10]
     assert said["hours"] == pytest.approx(60 / 3600)
     assert [said[key] for key in ("tokens_per_second", "memory_gib", "processes")] == [50.0, 2.0, 2]
@@ -83,22 +113,43 @@ def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
 
 
 def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> None:
-    lines = [{key: value for key, value in reading(step, 0).items() if key != "time"} for step in (1, 2)]
+    lines = [
+        {key: value for key, value in reading(step, 0).items() if key != "time"} for step in (1, 2)
+    ]
     history = History.of(make(tmp_path / "old", lines, [{"time": at(0), "step": 0}]))
     assert history.hours() == [None, None]
-    assert charts([history])[0].curves[0].x == {"step": [1, 2], "tokens": [100, 200], "hours": [None, None]}
+    assert charts([history])[0].curves[0].x == {
+        "step": [1, 2],
+        "tokens": [100, 200],
+        "hours": [None, None],
+    }
     assert facts(history)["hours"] is None
 
 
-def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(run: Path, tmp_path: Path) -> None:
+def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(
+    run: Path, tmp_path: Path
+) -> None:
     names = ("rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
     lines = [reading(step, step, **{f"train/{name}": 0.5 for name in names}) for step in (1, 2)]
-    lines.append({"step": 2, "tokens": 200, "eval/loss": 0.6, "eval/rewards/accuracies": 0.7, "time": BEGAN + 2})
+    lines.append(
+        {
+            "step": 2,
+            "tokens": 200,
+            "eval/loss": 0.6,
+            "eval/rewards/accuracies": 0.7,
+            "time": BEGAN + 2,
+        }
+    )
     compared = make(tmp_path / "compared", lines, [{"time": at(0), "step": 0}])
-    plain, drawn = ({chart.title: chart for chart in charts([History.of(one)])} for one in (run, compared))
+    plain, drawn = (
+        {chart.title: chart for chart in charts([History.of(one)])} for one in (run, compared)
+    )
     assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats a token", "")
     accuracy = drawn["Pairs whose chosen answer has the higher reward"]
-    assert [(curve.name, curve.y) for curve in accuracy.curves] == [("training", [0.5, 0.5]), ("held out", [0.7])]
+    assert [(curve.name, curve.y) for curve in accuracy.curves] == [
+        ("training", [0.5, 0.5]),
+        ("held out", [0.7]),
+    ]
     assert [curve.name for curve in drawn["Log-probability of an answer"].curves] == [
         "chosen, training",
         "rejected, training",
@@ -106,13 +157,17 @@ def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(r
     assert len(drawn.keys() - plain.keys()) == 4
 
 
-def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_order(run: Path) -> None:
+def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_order(
+    run: Path,
+) -> None:
     lines = [
         {"step": 25, "time": BEGAN + 3630, "kind": "late", "text": "rank 1 takes longer"},
         {"step": 8, "time": BEGAN + 18, "kind": "failed", "text": "no space"},
         {"step": 8, "time": BEGAN + 18.5, "kind": "failed", "text": "no space"},
     ]
-    (run / "incidents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti')
+    (run / "incidents.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti'
+    )
     assert [(one.step, one.kind) for one in incidents([History.of(run)])] == [
         (8, "failed"),
         (10, "resumed"),
@@ -133,9 +188,15 @@ def test_the_phases_are_medians_of_the_processes_of_the_last_start(run: Path) ->
 
 def test_only_what_differs_between_runs_is_listed(run: Path, tmp_path: Path) -> None:
     starts = [{"time": at(0), "step": 0, "processes": 4}]
-    other = make(tmp_path / "other", [reading(10, 20)], starts, max_steps=30, learning_rate=0.02, dropout=0.1)
+    other = make(
+        tmp_path / "other", [reading(10, 20)], starts, max_steps=30, learning_rate=0.02, dropout=0.1
+    )
     found = differing([History.of(run), History.of(other)])
-    assert found == {"learning_rate": ["0.01", "0.02"], "processes": ["2", "4"], "dropout": ["\N{EN DASH}", "0.1"]}
+    assert found == {
+        "learning_rate": ["0.01", "0.02"],
+        "processes": ["2", "4"],
+        "dropout": ["\N{EN DASH}", "0.1"],
+    }
 
 
 def test_of_many_values_the_highest_and_the_lowest_stay() -> None:
@@ -149,50 +210,71 @@ def test_of_many_values_the_highest_and_the_lowest_stay() -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"starts": 3, "settings": 4}', b"null\n3\n"])
-def test_a_file_that_is_missing_or_damaged_leaves_its_part_empty(name: str, content: bytes, run: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"starts": 3, "settings": 4}', b"null\n3\n"]
+)
+def test_a_file_that_is_missing_or_damaged_leaves_its_part_empty(
+    name: str, content: bytes, run: Path
+) -> None:
     (run / name).write_bytes(content)
     assert "</html>" in html([History.of(run)])
 
 
 def test_what_a_run_says_is_text_on_the_page_and_not_markup(run: Path, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>"
-    other = make(tmp_path / evil.replace("/", "_"), [reading(1, 1)], [{"time": at(0), "step": 0}], run_name=evil)
+    other = make(
+        tmp_path / evil.replace("/", "_"),
+        [reading(1, 1)],
+        [{"time": at(0), "step": 0}],
+        run_name=evil,
+    )
     page = html([History.of(run), History.of(other)])
     assert "<script>alert(1)" not in page.replace("<_script>", "")
     assert page.count("<script>") == 2
 
 
 def test_what_it_wrote_is_shown_as_it_improved(run: Path) -> None:
-    lines = [{"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in range(0, 1000, 10)]
+    lines = [
+        {"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in range(0, 1000, 10)
+    ]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of(run)]))
     assert len(shown) == 8
     assert (shown[0], shown[-1]) == ("0", "990")
 
 
-def test_the_command_makes_one_file_that_loads_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_makes_one_file_that_loads_nothing(
+    run: Path, capsys: pytest.CaptureFixture
+) -> None:
     status, out, err = ended(capsys, "report", str(run))
     assert (status, err) == (0, "")
     assert out == f"report    {run / 'report.html'}\n"
     page = (run / "report.html").read_text()
-    own = re.sub(r"<script>/\*\*.*?</script>", "", page, flags=re.S)  # without plotly, which could load maps, if asked
+    own = re.sub(
+        r"<script>/\*\*.*?</script>", "", page, flags=re.S
+    )  # without plotly, which could load maps, if asked
     assert len(own) < 100_000
     assert not re.search(r"https?://|@import|src=|<link", own)
 
 
-def test_for_programs_it_prints_numbers_and_makes_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_for_programs_it_prints_numbers_and_makes_nothing(
+    run: Path, capsys: pytest.CaptureFixture
+) -> None:
     status, out, _ = ended(capsys, "report", str(run), "--json")
     assert status == 0
     assert json.loads(out)["runs"]["run"]["best_loss"] == 2.5
     assert not (run / "report.html").exists()
 
 
-def test_what_is_no_run_and_what_cannot_be_written_are_one_line(run: Path, tmp_path: Path, capsys) -> None:
+def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
+    run: Path, tmp_path: Path, capsys
+) -> None:
     status, _, err = ended(capsys, "report", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
     assert "no run's folder" in err
-    status, _, err = ended(capsys, "report", str(run), "--output", str(tmp_path / "absent" / "page.html"))
+    status, _, err = ended(
+        capsys, "report", str(run), "--output", str(tmp_path / "absent" / "page.html")
+    )
     assert (status, err.count("\n")) == (2, 1)
     assert "could not be written" in err
 
@@ -202,13 +284,23 @@ def test_what_is_no_run_and_what_cannot_be_written_are_one_line(run: Path, tmp_p
 def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(html([History.of(run)]))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+    ]
     options += ["--virtual-time-budget=5000", "--host-resolver-rules=MAP * ~NOTFOUND"]
     options += ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     assert CHROMIUM is not None
-    done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
     drawn = re.findall(r'id="(chart-\d|bars)"[^>]*><div class="plot-container', done.stdout)
-    assert drawn == [f"chart-{number}" for number in range(len(charts([History.of(run)])))] + ["bars"]
+    assert drawn == [f"chart-{number}" for number in range(len(charts([History.of(run)])))] + [
+        "bars"
+    ]
     legend = re.findall(r'class="legendtext"[^>]*data-unformatted="([^"]*)"', done.stdout)
     assert [name.split(":")[0] for name in legend[-len(PHASES) :]] == list(PHASES)
     bar = re.findall(r'class="trace bars".*?fill: rgb\((\d+, \d+, \d+)\)', done.stdout, flags=re.S)
@@ -226,10 +318,16 @@ class Some(Config):
     output_dir: str = flag("runs", "acts nowhere", acts="nowhere")
 
 
-def test_what_differs_is_grouped_by_where_its_flag_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_is_grouped_by_where_its_flag_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=(Some,)))
     one, other = (
-        History.of(make(tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, retired=name))
+        History.of(
+            make(
+                tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, retired=name
+            )
+        )
         for number, name in enumerate(("a", "b"))
     )
     assert differing_facts(one, other) == [
@@ -253,7 +351,10 @@ ACTS = {
     **{name: ["pass"] for name in ("dropout", "lora_dropout", "attn_implementation")},
     **{name: ["gradient"] for name in ("ddp_comm_hook", "sync_every", "sync_each_batch")},
     **{name: ["layout"] for name in ("bitwise", "torch_compile", "per_device_train_batch_size")},
-    **{name: ["layout"] for name in ("gradient_checkpointing", "ddp_bucket_cap_mb", "pipeline_stages")},
+    **{
+        name: ["layout"]
+        for name in ("gradient_checkpointing", "ddp_bucket_cap_mb", "pipeline_stages")
+    },
 }
 
 

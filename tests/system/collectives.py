@@ -20,10 +20,16 @@ def main() -> None:
 
     reduced: list[int] = []
 
-    def counting_hook(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def counting_hook(
+        state: None, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         reduced.append(bucket.index())
         buffer = bucket.buffer().div_(accelerator.num_processes)
-        return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
+        return (
+            torch.distributed.all_reduce(buffer, async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
 
     model.register_comm_hook(None, counting_hook)
     forward, per_micro_batch = model.forward, []

@@ -72,7 +72,9 @@ def our_run(
     for made in range(OPTIM.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(made, OPTIM)
-        update = step.train_step(accelerator, model, optimizer, rows_of(made, accelerator.process_index), 1.0)
+        update = step.train_step(
+            accelerator, model, optimizer, rows_of(made, accelerator.process_index), 1.0
+        )
         losses.append(float(accelerator.reduce(update.nll, reduction="sum") / update.tokens))
         norms.append(update.grad_norm)
         if made == 1 and PERTURB:
@@ -105,7 +107,9 @@ def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor
     for i, batch in enumerate(batches):
         with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model):
             nll = model(**batch)
-            accelerator.backward(nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches))
+            accelerator.backward(
+                nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches)
+            )
         total += nll.detach()
     return total
 
@@ -137,7 +141,9 @@ def main() -> None:
 
     def what_shows(**changes: Any) -> list[str]:
         run = our_run(accelerator, **changes)
-        weights = float((run["weights"] - reference["weights"]).norm() / reference["weights"].norm())
+        weights = float(
+            (run["weights"] - reference["weights"]).norm() / reference["weights"].norm()
+        )
         shown = ["weights"] if weights > LIMIT else []
         for name in ("losses", "norms"):
             pairs = zip(run[name], reference[name], strict=True)
@@ -159,7 +165,9 @@ def main() -> None:
     found["one weight perturbed on rank 1"] = what_shows()
     everyone = gather_object([found])
     if accelerator.is_main_process:
-        Path(sys.argv[1]).write_text(json.dumps({name: [f[name] for f in everyone] for name in found}))
+        Path(sys.argv[1]).write_text(
+            json.dumps({name: [f[name] for f in everyone] for name in found})
+        )
 
 
 if __name__ == "__main__":

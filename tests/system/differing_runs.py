@@ -40,7 +40,9 @@ def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor
     return total
 
 
-def with_both_ends(tokenizer: Any, *arguments: Any, encoded: Any = text._encoded) -> Iterator[np.ndarray]:
+def with_both_ends(
+    tokenizer: Any, *arguments: Any, encoded: Any = text._encoded
+) -> Iterator[np.ndarray]:
     """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
     for part in encoded(tokenizer, *arguments):
         yield part.repeat(2) if part.tolist() == [tokenizer.eos_token_id] else part
@@ -58,7 +60,9 @@ class LastLabel(loader.Collate):
 def with_masked_labels(*arguments: Any) -> Any:
     batches = loader.train_loader(*arguments)
     collate = LastLabel(batches.collate_fn.micro_batch)
-    return torch.utils.data.DataLoader(batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate)
+    return torch.utils.data.DataLoader(
+        batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate
+    )
 
 
 PLANT: dict[str, tuple[Any, str, Any]] = {
@@ -67,7 +71,11 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
     "a token twice": (text, "_encoded", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
-    "a schedule one late": (loop, "lr_at", lambda made, config: optim.lr_at(max(made - 1, 0), config)),
+    "a schedule one late": (
+        loop,
+        "lr_at",
+        lambda made, config: optim.lr_at(max(made - 1, 0), config),
+    ),
     "no clipping": (step, "clip_grad_norm", not_clipped),
 }
 

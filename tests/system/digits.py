@@ -23,7 +23,14 @@ from tests.launching import (
 )
 from tests.launching import begin as begin_here
 
-KEYS = ("tokens", "batch", "train/loss", "train/grad_norm", "train/weight_norm", "train/learning_rate")
+KEYS = (
+    "tokens",
+    "batch",
+    "train/loss",
+    "train/grad_norm",
+    "train/weight_norm",
+    "train/learning_rate",
+)
 KEYS += ("eval/loss", "eval/bits_per_byte")
 EVERY = ["--save_steps", "3", "--eval_steps", "3"]
 
@@ -33,7 +40,13 @@ def commands(folder: Path) -> dict[str, tuple[list[str], list[str], dict[str, st
     text, more, chats = folder / "text.txt", folder / "more.txt", folder / "chats.jsonl"
     gpt = [GPT, *TINY, "--dataset", str(text), *EVERY]
     llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *EVERY]
-    adapt = [FINETUNE, "--model_name_or_path", str(folder / "runs/full/model"), *SMALL_LLAMA[2:], *EVERY]
+    adapt = [
+        FINETUNE,
+        "--model_name_or_path",
+        str(folder / "runs/full/model"),
+        *SMALL_LLAMA[2:],
+        *EVERY,
+    ]
     chat = ["--dataset", str(chats)]
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     middle = str(folder / "runs/dropout/checkpoints/step-00000003")
@@ -57,7 +70,11 @@ def commands(folder: Path) -> dict[str, tuple[list[str], list[str], dict[str, st
         "full": (PYTHON, [*llama, *chat], {}),
         "lora": (PYTHON, [*adapt, *chat, "--lora_r", "4", "--lora_dropout", "0.1"], {}),
         "fine-tuned on text": (PYTHON, [*llama, "--dataset", str(text)], {}),
-        "mixture": (PYTHON, [*llama, "--dataset", str(text), str(more), "--mixture", "0.7", "0.3"], {}),
+        "mixture": (
+            PYTHON,
+            [*llama, "--dataset", str(text), str(more), "--mixture", "0.7", "0.3"],
+            {},
+        ),
         "fsdp2 llama": (sharded("fsdp2"), [*llama, *chat], {}),
         "resumed": (PYTHON, [*gpt, "--dropout", "0.1", "--resume_from_checkpoint", middle], {}),
     }
@@ -66,9 +83,15 @@ def commands(folder: Path) -> dict[str, tuple[list[str], list[str], dict[str, st
 def digits_of(run: Path) -> dict[str, Any]:
     """Everything of a finished run that a refactor must not change."""
     record = read_json(run / "run.json")
-    found: dict[str, Any] = {key: {str(step): value for step, value in series(run, key).items()} for key in KEYS}
+    found: dict[str, Any] = {
+        key: {str(step): value for step, value in series(run, key).items()} for key in KEYS
+    }
     for manifest in sorted(run.glob("checkpoints/*/MANIFEST.json")):
-        hashes = {name: about["sha256"] for name, about in read_json(manifest).items() if name.endswith(".safetensors")}
+        hashes = {
+            name: about["sha256"]
+            for name, about in read_json(manifest).items()
+            if name.endswith(".safetensors")
+        }
         found[manifest.parent.name] = hashes
     found["identity"], found["run.json"] = record["identity_sha256"], sorted(record)
     found["start"] = sorted(record["starts"][0])
@@ -88,7 +111,9 @@ def measure(tree: Path, folder: Path) -> dict[str, dict[str, Any]]:
         run = folder / "runs" / name
         words = [*launcher, *recipe, "--output_dir", str(run)]
         ended = wait(begin_here(words, {**fixed, **env}, tree))
-        assert ended.status == 0, f"{name}: status {ended.status}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+        assert ended.status == 0, (
+            f"{name}: status {ended.status}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+        )
         found[name] = digits_of(run)
     return found
 

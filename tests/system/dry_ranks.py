@@ -38,10 +38,21 @@ def main() -> None:
     for _ in range(2):
         # DDP asks for a sum that was really made
         how = None if accelerator.is_fsdp2 else Accumulation(accelerator, model, reduce="never")
-        train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0, forward_backward=how)
+        train_step(
+            accelerator,
+            model,
+            optimizer,
+            [{"input_ids": ids, "labels": ids}],
+            1.0,
+            forward_backward=how,
+        )
     held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
-    found = {"seconds": seconds, "weights": held, "states": sum(local_shard(v).numel() * 4 for v in states)}
+    found = {
+        "seconds": seconds,
+        "weights": held,
+        "states": sum(local_shard(v).numel() * 4 for v in states),
+    }
     found["resident"] = resident("VmHWM") - base
     Path(sys.argv[1]).write_text(json.dumps(found))
     os._exit(0)  # nobody is there to leave

@@ -25,9 +25,13 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
 
 
 def fresh(accelerator: Accelerator, hook: str = "none", **settings: Any) -> tuple[Any, Any]:
-    accelerator.ddp_handler = DDPHandler(ParallelConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=[0.2], **settings))
+    accelerator.ddp_handler = DDPHandler(
+        ParallelConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=[0.2], **settings)
+    )
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), 300, seed=1)
-    return accelerator.prepare(model, make_optimizer(accelerator, model, OptimConfig(optim="adamw")))
+    return accelerator.prepare(
+        model, make_optimizer(accelerator, model, OptimConfig(optim="adamw"))
+    )
 
 
 def flat(tensors: Any) -> torch.Tensor:
@@ -60,7 +64,9 @@ def powersgd(accelerator: Accelerator) -> dict[str, Any]:
     truth = [gradient(accelerator, exact, step) for step in range(5)]
     model, _ = fresh(accelerator, "powersgd")
     buckets: set[int] = set()
-    accelerator.ddp_handler.watch(model, lambda bucket, send, _: buckets.add(bucket.index()) or send(bucket))
+    accelerator.ddp_handler.watch(
+        model, lambda bucket, send, _: buckets.add(bucket.index()) or send(bucket)
+    )
     sent = [gradient(accelerator, model, step) for step in range(5)]
     exchange = accelerator.ddp_handler.exchange
     owed = [exchange.owed.get(p, torch.zeros_like(p)) for p in model.parameters()]
@@ -68,12 +74,17 @@ def powersgd(accelerator: Accelerator) -> dict[str, Any]:
     paid = sum(sent) + theirs - sum(truth)
     matrices = flat(torch.full_like(p, p in exchange.owed) for p in model.parameters()).bool()
     return {
-        "left out of one gradient": float((sent[0] - truth[0])[matrices].norm() / truth[0][matrices].norm()),
+        "left out of one gradient": float(
+            (sent[0] - truth[0])[matrices].norm() / truth[0][matrices].norm()
+        ),
         "lost in the end": float(paid.norm() / sum(truth).norm()),
-        "others are exact": bool(torch.allclose(sent[0][~matrices], truth[0][~matrices], atol=1e-7)),
+        "others are exact": bool(
+            torch.allclose(sent[0][~matrices], truth[0][~matrices], atol=1e-7)
+        ),
         "same everywhere": same_everywhere(accelerator, flat(sent)),
         "buckets": len(buckets),
-        "bytes": sum(PowerSGD().sent_bytes(FakeBucket([p])) for p in model.parameters()) / flat(owed).nbytes,
+        "bytes": sum(PowerSGD().sent_bytes(FakeBucket([p])) for p in model.parameters())
+        / flat(owed).nbytes,
     }
 
 
@@ -88,7 +99,10 @@ def resumed(accelerator: Accelerator, hook: str, settle: bool = True) -> bool:
     for step in range(3):
         train_step(accelerator, model, optimizer, batches(accelerator, step), 1.0)
     plain = accelerator.unwrap_model(model)
-    carried = {name: tensor.clone() for name, tensor in accelerator.ddp_handler.exchange.tensors(plain).items()}
+    carried = {
+        name: tensor.clone()
+        for name, tensor in accelerator.ddp_handler.exchange.tensors(plain).items()
+    }
     weights = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     state = optimizer.optimizer.state_dict()["state"]
     state = {i: {key: value.clone() for key, value in entry.items()} for i, entry in state.items()}
@@ -99,8 +113,12 @@ def resumed(accelerator: Accelerator, hook: str, settle: bool = True) -> bool:
     model, optimizer = fresh(accelerator, hook)
     plain = accelerator.unwrap_model(model)
     plain.load_state_dict(weights)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    passed_on = list(accelerator.ddp_handler.exchange.keep(plain, [*carried.items(), ("other.exp_avg", weights)]))
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    passed_on = list(
+        accelerator.ddp_handler.exchange.keep(plain, [*carried.items(), ("other.exp_avg", weights)])
+    )
     assert [name for name, _ in passed_on] == ["other.exp_avg"]
     if settle:
         settle_buckets(accelerator, model, batches(accelerator, 9)[0])
@@ -125,7 +143,9 @@ def alone(accelerator: Accelerator) -> dict[str, bool]:
     before = flat(model.parameters())
     scale = float("nan") if accelerator.process_index == 1 else 1.0
     hurt = lambda window, tokens: never(window, tokens * scale)  # noqa: E731
-    update = train_step(accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, agree=mean)
+    update = train_step(
+        accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, agree=mean
+    )
     return {
         **found,
         "the mean": bool(torch.allclose(before, everyone.mean(dim=0), atol=1e-6)),

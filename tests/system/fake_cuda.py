@@ -60,10 +60,14 @@ def window() -> Window:
 
 def made_on_the_host() -> Window:
     made = window()
-    positions, labels = [batch["position_ids"] for batch in made.batches], [batch["labels"] for batch in made.batches]
+    positions, labels = (
+        [batch["position_ids"] for batch in made.batches],
+        [batch["labels"] for batch in made.batches],
+    )
     found = zip(positions, labels, strict=True)
     prepared = [
-        {"documents": Documents.of(p[:, :-1], True), "trained": trained_positions(own, True)} for p, own in found
+        {"documents": Documents.of(p[:, :-1], True), "trained": trained_positions(own, True)}
+        for p, own in found
     ]
     return replace(made, prepared=tuple(prepared))
 
@@ -79,13 +83,17 @@ def forward_of_llama(sent: Window) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16
+    )
     with CUDA:
         model = summed(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 8)
     register()
     model.config._attn_implementation, model.head_is_linear = NAME, True
     newest = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
-    right = mock.patch.object(attention, "_keeps_documents_apart", return_value=True)  # no values, nothing to compare
+    right = mock.patch.object(
+        attention, "_keeps_documents_apart", return_value=True
+    )  # no values, nothing to compare
     with newest, right, mock.patch.object(attention, "_flex", None):
         assert model(**sent.batches[0]).device.type == "cuda"
 
@@ -95,7 +103,10 @@ def losses(sent: Window) -> None:
         weight, hidden = torch.zeros(50, 16), torch.zeros(2, 8, 16)
     batch = sent.batches[0]
     for positions in (None, batch["trained"]):
-        assert linear_nll(hidden, weight, batch["labels"][:, 1:], positions=positions).device.type == "cuda"
+        assert (
+            linear_nll(hidden, weight, batch["labels"][:, 1:], positions=positions).device.type
+            == "cuda"
+        )
 
 
 def counts(sent: Window) -> None:
@@ -115,7 +126,10 @@ def optimizers(sent: Window) -> None:
 def restores(sent: Window) -> None:
     """Weights that come as a stream, on the host, into those of a device."""
     model = gpt()
-    mesh.fill(dict(model.named_parameters()), ((name, torch.zeros(p.shape)) for name, p in model.named_parameters()))
+    mesh.fill(
+        dict(model.named_parameters()),
+        ((name, torch.zeros(p.shape)) for name, p in model.named_parameters()),
+    )
 
 
 def messages(sent: Window) -> None:
@@ -135,9 +149,13 @@ class Largest(TorchDispatchMode):
 
     bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
-        sizes = [one.numel() * one.element_size() for one in _tensors(made) if one.dtype == torch.int64]
+        sizes = [
+            one.numel() * one.element_size() for one in _tensors(made) if one.dtype == torch.int64
+        ]
         self.bytes = max([self.bytes, *sizes])
         return made
 
@@ -152,7 +170,9 @@ def fingerprints(sent: Window) -> None:
         large = nn.Linear(1 << 14, 1 << 12, bias=False)
     with Largest() as largest:
         replicas.fingerprint(large)
-    assert largest.bytes <= 2 * large.weight.numel(), f"{largest.bytes} bytes for {large.weight.numel()} numbers"
+    assert largest.bytes <= 2 * large.weight.numel(), (
+        f"{largest.bytes} bytes for {large.weight.numel()} numbers"
+    )
 
 
 def finite(sent: Window) -> None:
@@ -179,13 +199,25 @@ FAULTS: dict[str, Any] = {
     "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
 }
 PATHS: list[Callable[[Window], None]] = [
-    *(forward_of_gpt, forward_of_llama, losses, counts, optimizers, restores, messages, fingerprints, finite)
+    *(
+        forward_of_gpt,
+        forward_of_llama,
+        losses,
+        counts,
+        optimizers,
+        restores,
+        messages,
+        fingerprints,
+        finite,
+    )
 ]
 
 
 def stack_on_one_device(tensors: list[torch.Tensor], *dimension: int) -> torch.Tensor:
     """As a GPU has it; fake tensors let scalars of a CPU pass."""
-    assert len({tensor.device for tensor in tensors}) == 1, "Expected all tensors to be on the same device"
+    assert len({tensor.device for tensor in tensors}) == 1, (
+        "Expected all tensors to be on the same device"
+    )
     return honest_stack(tensors, *dimension)
 
 

@@ -24,7 +24,9 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
     """This process's share of a global batch of packed rows with masked places, as two micro-batches."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
-    trained = torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
+    trained = (
+        torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
+    )
     columns = {
         "input_ids": ids,
         "labels": torch.where(trained, ids, -100),

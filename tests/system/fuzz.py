@@ -26,7 +26,9 @@ from llmtrain.errors import UserError
 from tests.launching import ROOT, TINY
 
 _HANG_SECONDS = 60
-GPT, FINETUNE = (runpy.run_path(str(ROOT / "recipes" / name))["main"] for name in ("gpt.py", "finetune.py"))
+GPT, FINETUNE = (
+    runpy.run_path(str(ROOT / "recipes" / name))["main"] for name in ("gpt.py", "finetune.py")
+)
 NASTY = [  # nothing that stands for much of a disk
     "",
     " ",
@@ -70,7 +72,16 @@ FLAGS = {
         lora_target_modules lora_dropout format chat_template overlong on_bad_row packing tokenizer dataset
     """.split(),  # noqa: SIM905
 }  # not max_steps, of which many are no mistake; nor output_dir, which might be anybody's
-SMALL_FINETUNE = ["--from_config", "llama", "--tokenizer", "byte", "--block_size", "32", "--max_steps", "1"]
+SMALL_FINETUNE = [
+    "--from_config",
+    "llama",
+    "--tokenizer",
+    "byte",
+    "--block_size",
+    "32",
+    "--max_steps",
+    "1",
+]
 SMALL_FINETUNE += [
     "--config_overrides",
     "hidden_size=32,num_hidden_layers=1,intermediate_size=32,num_attention_heads=2",
@@ -85,8 +96,24 @@ class Fuzz:
         self.good = folder / "good.txt"
         self.good.write_text("the kernel waits for the bucket of the model\n" * 60)
         self.runs, self.number = folder / "runs", 0
-        self.kinds = [self.flag, self.flag, self.words, self.yaml, self.yaml, self.data, self.data, self.data]
-        self.kinds += [self.tokenizer, self.model, self.model, self.checkpoint, self.checkpoint, self.command]
+        self.kinds = [
+            self.flag,
+            self.flag,
+            self.words,
+            self.yaml,
+            self.yaml,
+            self.data,
+            self.data,
+            self.data,
+        ]
+        self.kinds += [
+            self.tokenizer,
+            self.model,
+            self.model,
+            self.checkpoint,
+            self.checkpoint,
+            self.command,
+        ]
 
     def base(self, main: Any) -> list[str]:
         if main is FINETUNE:
@@ -103,7 +130,9 @@ class Fuzz:
         """Words that are no flags, abbreviations, flags without their value or twice."""
         main = self.draw.choice([GPT, FINETUNE])
         name = self.draw.choice(FLAGS[main])
-        words = self.draw.choice([[f"--{name[:-1]}", "1"], [name, "1"], [f"--{name}"], [f"-{name}"], [f"--{name}="]])
+        words = self.draw.choice(
+            [[f"--{name[:-1]}", "1"], [name, "1"], [f"--{name}"], [f"-{name}"], [f"--{name}="]]
+        )
         return main, [*self.base(main), *words, *self.draw.sample(NASTY, self.draw.randrange(2))]
 
     def yaml(self) -> Try:
@@ -133,13 +162,24 @@ class Fuzz:
 
     def data(self) -> Try:
         main = self.draw.choice([GPT, FINETUNE])
-        suffix = self.draw.choice([".txt", ".md", ".jsonl", ".jsonl", ".jsonl", ".parquet", ".csv", ".bin", ""])
+        suffix = self.draw.choice(
+            [".txt", ".md", ".jsonl", ".jsonl", ".jsonl", ".parquet", ".csv", ".bin", ""]
+        )
         path = self.folder / f"data-{self.number}{suffix}"
         record = self.draw.choice(
             [
                 {"text": self.draw.choice([None, 3, [], {}, "", "\ud800", "\x00", "a" * 100_000])},
-                {"messages": self.draw.choice([None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello"])},
-                {"messages": [{"role": r, "content": c} for r, c in (("assistant", "a"), ("assistant", None))]},
+                {
+                    "messages": self.draw.choice(
+                        [None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello"]
+                    )
+                },
+                {
+                    "messages": [
+                        {"role": r, "content": c}
+                        for r, c in (("assistant", "a"), ("assistant", None))
+                    ]
+                },
                 {"messages": [{"role": "user", "content": "hi"}]},
                 {"prompt": "a"},
                 {"prompt": 3, "completion": 4},
@@ -183,7 +223,9 @@ class Fuzz:
         folder.mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if self.draw.random() < 0.7:
-                content = self.draw.choice([b"", b"{}", b"[]", b'{"model": {}}', b'{"version": "1.0"}', b"\xff"])
+                content = self.draw.choice(
+                    [b"", b"{}", b"[]", b'{"model": {}}', b'{"version": "1.0"}', b"\xff"]
+                )
                 (folder / name).write_bytes(content)
         spec = self.draw.choice(
             [
@@ -205,7 +247,12 @@ class Fuzz:
 
     def model(self) -> Try:
         folder = self.folder / f"model-{self.number}"
-        size = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+        size = {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+        }
         config = AutoConfig.for_model("llama", vocab_size=300, **size)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         config_file, weights = folder / "config.json", folder / "model.safetensors"
@@ -217,10 +264,14 @@ class Fuzz:
                 weights.unlink()
             case 2:
                 key = self.draw.choice([*raw])
-                config_file.write_text(json.dumps(raw | {key: self.draw.choice([None, -1, "x", [], {}, 10**9])}))
+                config_file.write_text(
+                    json.dumps(raw | {key: self.draw.choice([None, -1, "x", [], {}, 10**9])})
+                )
             case 3:
                 config_file.write_bytes(
-                    self.draw.choice([b"", b"{}", b"[]", b"{", b"\xff", b'{"model_type": "nothing"}'])
+                    self.draw.choice(
+                        [b"", b"{}", b"[]", b"{", b"\xff", b'{"model_type": "nothing"}']
+                    )
                 )
             case 4:
                 torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
@@ -230,15 +281,26 @@ class Fuzz:
                 whole[self.draw.randrange(8)] ^= 255
                 weights.write_bytes(bytes(whole))
             case 6:
-                (folder / "adapter_config.json").write_text(self.draw.choice(["{}", "[]", "", '{"peft_type": "LORA"}']))
+                (folder / "adapter_config.json").write_text(
+                    self.draw.choice(["{}", "[]", "", '{"peft_type": "LORA"}'])
+                )
             case 7:
-                (folder / "model.safetensors.index.json").write_text(self.draw.choice(["{}", '{"weight_map": 3}', "x"]))
+                (folder / "model.safetensors.index.json").write_text(
+                    self.draw.choice(["{}", '{"weight_map": 3}', "x"])
+                )
                 weights.unlink()
         more = self.draw.choice([[], ["--lora_r", "2"], ["--tokenizer", str(folder)]])
         flags = [word for word in SMALL_FINETUNE if word not in ("--from_config", "llama")]
         place = flags.index("--config_overrides")
         del flags[place : place + 2]
-        return FINETUNE, [*flags, "--dataset", str(self.good), "--model_name_or_path", str(folder), *more]
+        return FINETUNE, [
+            *flags,
+            "--dataset",
+            str(self.good),
+            "--model_name_or_path",
+            str(folder),
+            *more,
+        ]
 
     def checkpoint(self) -> Try:
         """A resume from a checkpoint, or of a run, of which a part is damaged."""
@@ -280,7 +342,12 @@ class Fuzz:
             ["runs", "check", folder],
             ["report", folder, "--output", str(self.folder / "r.html")],
         ]
-        commands += [["diff", folder, copy], ["diff", copy, folder], ["report", folder, "--json"], ["replay", folder]]
+        commands += [
+            ["diff", folder, copy],
+            ["diff", copy, folder],
+            ["report", folder, "--json"],
+            ["replay", folder],
+        ]
         commands += [
             ["replay", folder, "--step", nasty],
             ["generate", folder, "--max_new_tokens", "3"],
@@ -292,7 +359,13 @@ class Fuzz:
             ["xray", absent],
             ["learn", nasty],
         ]
-        commands += [["verify", "layout", absent], ["verify", nasty, folder], ["init", str(self.good)], [nasty], []]
+        commands += [
+            ["verify", "layout", absent],
+            ["verify", nasty, folder],
+            ["init", str(self.good)],
+            [nasty],
+            [],
+        ]
         return cli.main, self.draw.choice(commands)
 
 
@@ -339,8 +412,15 @@ def main() -> None:
             faulthandler.cancel_dump_traceback_later()
             _forget()
             left = [str(path.relative_to(folder)) for path in folder.rglob(".tmp-*")]
-            line = {"kind": kind.__name__, "words": [word[:200] for word in words], "ended": ended, "said": said}
-            found.write(json.dumps(line | {"left": left, "seconds": time.monotonic() - began}) + "\n")
+            line = {
+                "kind": kind.__name__,
+                "words": [word[:200] for word in words],
+                "ended": ended,
+                "said": said,
+            }
+            found.write(
+                json.dumps(line | {"left": left, "seconds": time.monotonic() - began}) + "\n"
+            )
             found.flush()
 
 

@@ -32,15 +32,26 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others:
     if len(calls) < FIRST:
         return own_step(accelerator, model, optimizer, batches, *others)
     parameters = [p for p in model.parameters() if not p.is_meta]
-    storages = {local_shard(p).untyped_storage().data_ptr(): p for p in parameters}  # what is tied, once
+    storages = {
+        local_shard(p).untyped_storage().data_ptr(): p for p in parameters
+    }  # what is tied, once
     found["weights"] = bytes_of(storages.values())
-    states = [v for state in optimizer.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    states = [
+        v
+        for state in optimizer.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor)
+    ]
     found["optimizer"] = bytes_of(states)
     found.setdefault("gradients", 0)
-    before_optimizer = optimizer.optimizer.register_step_pre_hook(lambda *_: see_gradients(model, parameters))
+    before_optimizer = optimizer.optimizer.register_step_pre_hook(
+        lambda *_: see_gradients(model, parameters)
+    )
     passes = model.register_forward_pre_hook(lambda *_: see_gradients(model, parameters))
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the most that was ever resident is from here on, proc(5)
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the most that was ever resident is from here on, proc(5)
     before = resident("VmRSS")
     update = own_step(accelerator, model, optimizer, batches, *others)
     # the least of some updates: threads of gloo let go of what was sent when they come to it

@@ -41,10 +41,14 @@ def perturb_rank_1(accelerator: Any, model: Any, *rest: Any) -> Any:
 def rows_of_rank_0(collate: Collate, read: Read) -> Any:
     """Every rank but the first reads the rows again that it has read in its first step."""
     first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
-    return HONEST["collate"](collate, first if RANK and len(read.slots) == len(first.slots) else read)
+    return HONEST["collate"](
+        collate, first if RANK and len(read.slots) == len(first.slots) else read
+    )
 
 
-def mean_of_ranks_means(accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
+def mean_of_ranks_means(
+    accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor
+) -> torch.Tensor:
     return torch.stack([step.plain_of(model).units(batch) for batch in batches]).sum() * WORLD  # type: ignore[operator]
 
 
@@ -72,10 +76,18 @@ PLANT = {
     "a forgotten data-parallel factor": (step, "data_parallel_size", lambda accelerator: 1),
     "a missing sync": (step.Accumulation, "__call__", controls.never_synced),
     "a sync in every micro-batch": (step.Accumulation, "__call__", sync_in_every_micro_batch),
-    "a scheduler stepped per rank": (loop, "lr_at", lambda made, config: optim.lr_at(made * WORLD, config)),
+    "a scheduler stepped per rank": (
+        loop,
+        "lr_at",
+        lambda made, config: optim.lr_at(made * WORLD, config),
+    ),
     "unshifted token counts": (step, "count_targets", controls.unshifted),
     "a rank reading another's rows": (Collate, "__call__", rows_of_rank_0),
-    "buckets that are not settled": (observers, "settle_buckets", lambda accelerator, model, batch: None),
+    "buckets that are not settled": (
+        observers,
+        "settle_buckets",
+        lambda accelerator, model, batch: None,
+    ),
     "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
 OF_PAIRS = {

@@ -43,7 +43,9 @@ def main() -> None:
     plain = accelerator.unwrap_model(model)
     saved = {"model": {k: v.clone() for k, v in plain.state_dict().items()}}
     state = optimizer.optimizer.state_dict()
-    state["state"] = {i: {k: v.clone() for k, v in entry.items()} for i, entry in state["state"].items()}
+    state["state"] = {
+        i: {k: v.clone() for k, v in entry.items()} for i, entry in state["state"].items()
+    }
     saved["optimizer"] = state
     unbroken = updates(3)
     same = {}

@@ -54,31 +54,47 @@ def words() -> Any:
     return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
 
 
-def batches(accelerator: Accelerator, step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+def batches(
+    accelerator: Accelerator, step: int, accumulation: int
+) -> list[dict[str, torch.Tensor]]:
     """This process's share of a global batch with masked places, in so many micro-batches."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
-    trained = torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
+    trained = (
+        torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
+    )
     share, rank = ROWS // data_parallel_size(accelerator), data_parallel_rank(accelerator)
     mine = slice(share * rank, share * (rank + 1))
-    columns = ids[mine].chunk(accumulation), torch.where(trained, ids, -100)[mine].chunk(accumulation)
+    columns = (
+        ids[mine].chunk(accumulation),
+        torch.where(trained, ids, -100)[mine].chunk(accumulation),
+    )
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
 
 def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
     kind, _, rest = case.partition("-")
     if kind in ("gpt", "lfm2"):
-        size = 66 if kind == "gpt" else 64  # 66 rows do not divide by four; of the others' heads half is a number
+        size = (
+            66 if kind == "gpt" else 64
+        )  # 66 rows do not divide by four; of the others' heads half is a number
         architecture: Any = "gpt2" if kind == "gpt" else kind
-        config = GPTConfig(n_layer=2, n_head=2, n_embd=size, block_size=LENGTH, architecture=architecture)
+        config = GPTConfig(
+            n_layer=2, n_head=2, n_embd=size, block_size=LENGTH, architecture=architecture
+        )
         with torch.device("meta"):
             gpt = GPT.of(config, 300)
         return place(accelerator, Built(gpt, gpt.files(words(), "nothing"), gpt.first_weights(3)))
-    rank = 1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0  # of one row some hold nothing
+    rank = (
+        1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0
+    )  # of one row some hold nothing
     lora = LoraConfig(lora_r=rank, use_dora="dora" in rest)
     settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
     if rest:
-        settings = {"model_name_or_path": str(bases / kind), "gradient_checkpointing": "again" in rest}
+        settings = {
+            "model_name_or_path": str(bases / kind),
+            "gradient_checkpointing": "again" in rest,
+        }
     new = {"tokenizer": words(), "new_tokens": []}
     if "grown" in rest:
         new["tokenizer"].add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
@@ -88,7 +104,9 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
     return place(accelerator, load_model(config, lora, rows, 3, accelerator.mixed_precision))
 
 
-def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, updates: int) -> dict[str, Any]:
+def readings(
+    case: str, accelerator: Accelerator, bases: Path, folder: Path, updates: int
+) -> dict[str, Any]:
     name, _, accumulation = case.partition("/")
     built = model_of(name.removesuffix("-each"), accelerator, bases)
     model, files = built.model, built.files
@@ -96,7 +114,9 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
     # where most gradients begin as nothing, and signs as noise; and where rounding grows: of phi3, in ten updates, to
     # 1e-4 of the norm between one and four micro-batches of one process
     gently = case.startswith(("base", "tied", "gpt2base", "lfm2", "phi3"))
-    optim = OptimConfig(learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw")
+    optim = OptimConfig(
+        learning_rate=1e-3 if gently else 1e-2, optim="muon" if "muon" in case else "adamw"
+    )
     optimizer = make_optimizer(accelerator, model, optim)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -120,7 +140,9 @@ def readings(case: str, accelerator: Accelerator, bases: Path, folder: Path, upd
         scattered.clear()
         window = batches(accelerator, step, int(accumulation))
         update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
-        found["losses"].append(float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens))
+        found["losses"].append(
+            float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens)
+        )
         found["norms"].append(update.grad_norm)
         found["syncs"].append(syncs.count)
         found["scattered"].append(len(scattered))
@@ -141,7 +163,10 @@ COUNTS: list[int] = []  # one for each reduce-scatter
 
 
 def count_reduce_scatters() -> None:
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 calls the first, 2.11 the second
+    for name in (
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    ):  # torch 2.13 calls the first, 2.11 the second
         if hasattr(dist, name):
             setattr(dist, name, partial(counting, getattr(dist, name)))
 
@@ -156,7 +181,9 @@ def main() -> None:
     accelerator = start_accelerator(PipelineConfig(pipeline_stages=STAGES))
     Path(folder).mkdir(exist_ok=True)
     count_reduce_scatters()
-    found = {case: readings(case, accelerator, Path(bases), Path(folder), int(updates)) for case in cases}
+    found = {
+        case: readings(case, accelerator, Path(bases), Path(folder), int(updates)) for case in cases
+    }
     if accelerator.is_main_process:
         Path(folder, "found.json").write_text(json.dumps(found))
 

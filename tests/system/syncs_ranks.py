@@ -21,7 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmtrain.training import loop
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
-READING = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+READING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "is_nonzero",
+    "equal",
+}
 
 
 class Reads(TorchFunctionMode):
@@ -31,7 +39,9 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.found, self.inside = found, False
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(function, "__name__", "")
         if name not in READS or self.inside:
             return function(*args, **(kwargs or {}))
@@ -50,18 +60,26 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.found, self.reads, self.count = found, reads, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         name = function.overloadpacket.__name__
         places = args[1] if name == "index" else args[1:2] if name.startswith("index") else ()
-        masks = any(isinstance(place, torch.Tensor) and place.dtype == torch.bool for place in places)
+        masks = any(
+            isinstance(place, torch.Tensor) and place.dtype == torch.bool for place in places
+        )
         if (name in READING or masks) and not self.reads.inside:
             self.found[f"{name} in {where()}"] += 1
         return function(*args, **(kwargs or {}))
 
 
 def where() -> str:
-    frames = [f for f in traceback.extract_stack() if "syncs_ranks" not in f.filename and "overrides" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if "syncs_ranks" not in f.filename and "overrides" not in f.filename
+    ]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
@@ -82,7 +100,10 @@ def main() -> None:
             found: Counter[str] = Counter()
             reads = Reads(found)
             operations = Operations(found, reads)
-            with contextlib.nullcontext() if compiles else reads, contextlib.nullcontext() if compiles else operations:
+            with (
+                contextlib.nullcontext() if compiles else reads,
+                contextlib.nullcontext() if compiles else operations,
+            ):
                 yield window
             updates.append({"waits": found, "operations": operations.count, "graphs": len(graphs)})
 

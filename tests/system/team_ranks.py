@@ -22,12 +22,20 @@ from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
 from tests.record.test_checkpoint import Files
 
-SHAPES = {"wide": (7, 5), "narrow": (3,), "one": (1, 4), "even": (8, 2)}  # also parts that are uneven, or empty
+SHAPES = {
+    "wide": (7, 5),
+    "narrow": (3,),
+    "one": (1, 4),
+    "even": (8, 2),
+}  # also parts that are uneven, or empty
 
 
 def spread(value: float) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,))
-    whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) + value for name, shape in SHAPES.items()}
+    whole = {
+        name: torch.arange(torch.Size(shape).numel()).view(shape) + value
+        for name, shape in SHAPES.items()
+    }
     parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     return {**parts, "count": torch.tensor(value)}  # which all hold
 
@@ -37,7 +45,8 @@ def gives_back(path: Path, value: float) -> bool:
     for part in ("model", "optimizer"):
         fill(target, read_tensors(path / part))
         if not all(
-            torch.equal(local_shard(tensor), local_shard(spread(value)[name])) for name, tensor in target.items()
+            torch.equal(local_shard(tensor), local_shard(spread(value)[name]))
+            for name, tensor in target.items()
         ):
             return False
     return checkpoint.find_fault(path) is None
@@ -62,7 +71,9 @@ def main() -> None:
         return saver.folder / f"step-{step:08d}"
 
     found["gives back"] = gives_back(save(saver, 1), 1.0)
-    found["files"] = sorted(str(path.relative_to(root)) for path in (root / "checkpoints").rglob("*.safetensors"))
+    found["files"] = sorted(
+        str(path.relative_to(root)) for path in (root / "checkpoints").rglob("*.safetensors")
+    )
     background = Saver(root / "checkpoints", Files(), 2, in_background=True, team=team)
     path = save(background, 2)
     background.wait()
@@ -85,7 +96,9 @@ def main() -> None:
     dist.barrier()
     alone = Saver(root / "elsewhere", Files(), 2, team=Team.of_all(sees_folder=rank == 0))
     found["one disk"] = gives_back(save(alone, 4), 4.0)
-    found["files on one disk"] = sorted(path.name for path in (root / "elsewhere").rglob("*.safetensors"))
+    found["files on one disk"] = sorted(
+        path.name for path in (root / "elsewhere").rglob("*.safetensors")
+    )
     (root / f"found-{rank}.json").write_text(json.dumps(found))
 
 

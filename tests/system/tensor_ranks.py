@@ -19,7 +19,12 @@ from llmtrain.parallel.mesh import full_tensor, local_shard
 from llmtrain.parallel.tensor import parallelize
 
 VOCABULARY = 257  # which does not divide
-SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 SIZES |= {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCABULARY}
 SIZES |= {"pad_token_id": 200, "bos_token_id": 201, "eos_token_id": 202}
 CASES: dict[str, dict[str, Any]] = {
@@ -37,7 +42,9 @@ def model_of(kind: str, changes: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(kind.partition(",")[0], **SIZES | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double()
-    for parameter in model.parameters():  # biases begin as nothing, which hides one that is added twice
+    for (
+        parameter
+    ) in model.parameters():  # biases begin as nothing, which hides one that is added twice
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim < 2 else 0.0, 0.1)
     return model
 
@@ -46,7 +53,9 @@ def passed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch
     """Logits, and the gradients of all parameters, whole."""
     logits = model(ids, use_cache=False).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
-    return logits.detach(), {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def compared(kind: str, changes: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -61,8 +70,10 @@ def compared(kind: str, changes: dict[str, Any], mesh: DeviceMesh) -> dict[str, 
         "logits": distance(logits, others),
         "gradients": max(apart.values()),
         "worst": max(apart, key=lambda name: apart[name]),
-        "held": sum(local_shard(p).numel() for p in cut.parameters()) / sum(p.numel() for p in whole.parameters()),
-        "names": [name for name, _ in cut.named_parameters()] == [name for name, _ in whole.named_parameters()],
+        "held": sum(local_shard(p).numel() for p in cut.parameters())
+        / sum(p.numel() for p in whole.parameters()),
+        "names": [name for name, _ in cut.named_parameters()]
+        == [name for name, _ in whole.named_parameters()],
     }
 
 

@@ -10,7 +10,9 @@ from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, run, write
 
 
 def assert_one_line(err: str, says: str) -> None:
-    shown = [line.rpartition("\r")[2] for line in err.split("\n")]  # what a bar that went away leaves
+    shown = [
+        line.rpartition("\r")[2] for line in err.split("\n")
+    ]  # what a bar that went away leaves
     lines = [line for line in shown if line.strip()]
     assert len(lines) == 1, err
     assert lines[0].startswith("error: ")
@@ -23,14 +25,21 @@ def assert_one_line(err: str, says: str) -> None:
         (["--n_layers", "3"], r"unknown flag --n_layers - did you mean --n_layer\?"),
         (["--dataset", "{tmp}/bad.jsonl"], r"bad.jsonl, line 2: not JSON"),
         (["--resume_from_checkpoint", "{tmp}"], r"neither a run's folder nor a checkpoint"),
-        (["--per_device_train_batch_size", "3"], r"3 does not divide the 8 rows of each process .*; 1, 2, 4 would"),
+        (
+            ["--per_device_train_batch_size", "3"],
+            r"3 does not divide the 8 rows of each process .*; 1, 2, 4 would",
+        ),
     ],
 )
-def test_under_plain_python_it_ends_with_status_2(flags: list[str], says: str, text_file: Path, tmp_path: Path) -> None:
+def test_under_plain_python_it_ends_with_status_2(
+    flags: list[str], says: str, text_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     out = tmp_path / "runs" / "run"
-    ended = run([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(out), *flags])
+    ended = run(
+        [*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(out), *flags]
+    )
     assert ended.status == 2
     assert_one_line(ended.err, says)
     assert not out.parent.exists()
@@ -40,7 +49,18 @@ def test_under_plain_python_it_ends_with_status_2(flags: list[str], says: str, t
 def test_two_ranks_say_it_once(flags: list[str], text_file: Path, tmp_path: Path) -> None:
     """Before the process group exists, and after."""
     out = tmp_path / "run"
-    ended = run([*accelerate("cpu_ddp"), GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(out), *flags])
+    ended = run(
+        [
+            *accelerate("cpu_ddp"),
+            GPT,
+            *TINY,
+            "--dataset",
+            str(text_file),
+            "--output_dir",
+            str(out),
+            *flags,
+        ]
+    )
     assert ended.status != 0
     ours = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert len(ours) == 1, ended.err
@@ -66,8 +86,13 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     ("on_rank_1", "says"),
     [
         ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
-        pytest.param("provenance.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form),
-        ("argv += ['--per_device_train_batch_size', '4']", "flags: per_device_train_batch_size 4 there, 2 here"),
+        pytest.param(
+            "provenance.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form
+        ),
+        (
+            "argv += ['--per_device_train_batch_size', '4']",
+            "flags: per_device_train_batch_size 4 there, 2 here",
+        ),
     ],
 )
 def test_ranks_that_are_apart_stop_before_anything_is_written(
@@ -90,9 +115,20 @@ def test_ranks_that_are_apart_stop_before_anything_is_written(
     assert not out.exists()
 
 
-def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(text_file: Path, tmp_path: Path) -> None:
+def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(
+    text_file: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    command = [*accelerate("x")[:2], "--cpu", "--num_processes", "2", GPT, *TINY, "--output_dir", str(out)]
+    command = [
+        *accelerate("x")[:2],
+        "--cpu",
+        "--num_processes",
+        "2",
+        GPT,
+        *TINY,
+        "--output_dir",
+        str(out),
+    ]
     ended = run([*command, "--dataset", str(text_file)])
     assert ended.status != 0
     assert "2 processes were asked for and accelerate started one" in ended.err
@@ -105,15 +141,35 @@ def test_a_port_that_is_taken_is_named(text_file: Path, tmp_path: Path) -> None:
         held.bind(("", 0))
         held.listen()
         port = str(held.getsockname()[1])
-        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ended = run([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")], env)
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ended = run(
+            [
+                *PYTHON,
+                GPT,
+                *TINY,
+                "--dataset",
+                str(text_file),
+                "--output_dir",
+                str(tmp_path / "run"),
+            ],
+            env,
+        )
     assert ended.status == 2
     assert_one_line(ended.err, f"port {port} is in use; name another")
     assert not (tmp_path / "run").exists()
 
 
 def test_debug_shows_where_an_error_arose(tmp_path: Path) -> None:
-    ended = run([*PYTHON, GPT, "--n_layers", "3", "--output_dir", str(tmp_path / "run")], {"LLMTRAIN_DEBUG": "1"})
+    ended = run(
+        [*PYTHON, GPT, "--n_layers", "3", "--output_dir", str(tmp_path / "run")],
+        {"LLMTRAIN_DEBUG": "1"},
+    )
     assert ended.status == 2
     assert "in parse" in ended.err
     assert ended.err.splitlines()[-1].startswith("error: unknown flag --n_layers")

@@ -9,7 +9,15 @@ import pytest
 
 from tests.launching import ROOT, long_form, run
 
-WANTED = ["torch==2.11.0", "transformers==5.17.0", "accelerate==1.15.0", "peft", "pyarrow", "psutil", "filelock"]
+WANTED = [
+    "torch==2.11.0",
+    "transformers==5.17.0",
+    "accelerate==1.15.0",
+    "peft",
+    "pyarrow",
+    "psutil",
+    "filelock",
+]
 WANTED += ["jinja2", "plotille", "tqdm"]
 
 

@@ -14,7 +14,17 @@ from tests.launching import GPT, LONG, PYTHON, TINY, accelerate
 from tests.test_cli import ended
 
 DRIVER = "tests/system/differing_runs.py"
-FLAGS = [*TINY, "--max_steps", "12", "--eval_steps", "4", "--save_steps", "4", "--eval_fraction", "0.2"]
+FLAGS = [
+    *TINY,
+    "--max_steps",
+    "12",
+    "--eval_steps",
+    "4",
+    "--save_steps",
+    "4",
+    "--eval_fraction",
+    "0.2",
+]
 
 
 class Pair(NamedTuple):
@@ -47,7 +57,15 @@ SHORT = ["seed", "learning rate", "a mean of means", "a token twice", "unshifted
 EQUAL: dict[str, tuple[str, ...]] = {
     "the same again": (),
     "larger micro-batches": ("--per_device_train_batch_size", "8"),
-    "other evaluations and saves": ("--eval_steps", "3", "--save_steps", "5", "--async_save", "--run_name", "other"),
+    "other evaluations and saves": (
+        "--eval_steps",
+        "3",
+        "--save_steps",
+        "5",
+        "--async_save",
+        "--run_name",
+        "other",
+    ),
     "gone on": ("--resume_from_checkpoint", "HALF"),
     "two processes": (),
 }
@@ -58,14 +76,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     for name, word in (("texts", "kernel"), ("other", "bucket")):
         documents = [
-            f"document {number}: the {word} of {number * number} waits for {number % 7}" for number in range(40)
+            f"document {number}: the {word} of {number * number} waits for {number % 7}"
+            for number in range(40)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        )
     wanted: list[dict[str, Any]] = []
 
     def want(name: str, flags: tuple[str, ...] = (), plant: str | None = None) -> None:
-        words = [*FLAGS, "--log_rows", "--dataset", str(folder / "texts.jsonl"), "--output_dir", str(folder / name)]
-        stands_for = {"OTHER": folder / "other.jsonl", "HALF": folder / "reference/checkpoints/step-00000008"}
+        words = [
+            *FLAGS,
+            "--log_rows",
+            "--dataset",
+            str(folder / "texts.jsonl"),
+            "--output_dir",
+            str(folder / name),
+        ]
+        stands_for = {
+            "OTHER": folder / "other.jsonl",
+            "HALF": folder / "reference/checkpoints/step-00000008",
+        }
         words += [str(stands_for.get(word, word)) for word in flags]
         cache = str(folder / (f"cache {plant}" if plant else "cache"))
         wanted.append({"flags": words, "plant": plant, "cache": cache})
@@ -80,7 +111,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_forked([*PYTHON, DRIVER, str(folder / "wanted.json")], timeout=200).assert_ok()
     if LONG:
         flags = [*wanted[0]["flags"][:-1], str(folder / "two processes")]
-        run_forked([*accelerate("cpu_ddp"), GPT, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}).assert_ok()
+        run_forked(
+            [*accelerate("cpu_ddp"), GPT, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}
+        ).assert_ok()
     return folder
 
 
@@ -89,11 +122,15 @@ def compared(runs: Path, name: str) -> Comparison:
 
 
 @pytest.mark.parametrize("name", PAIRS if LONG else SHORT)
-def test_what_was_planted_is_named_at_the_first_link_that_it_parts(name: str, runs: Path, score: Callable) -> None:
+def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
+    name: str, runs: Path, score: Callable
+) -> None:
     found, pair = compared(runs, name), PAIRS[name]
     said = "\n".join(lines(("a", "b"), found))
     assert found.first is not None, said
-    score(f"diff: {name}: {CHAIN[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}")
+    score(
+        f"diff: {name}: {CHAIN[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
+    )
     assert found.first.link == pair.link, said
     assert any(pair.cause in cause for cause in found.causes), said
     wrong = [cause for cause in found.causes if cause.startswith("--") and pair.cause not in cause]
@@ -108,7 +145,9 @@ def test_of_runs_that_are_the_same_nothing_parts(name: str, runs: Path, score: C
     assert found.readings == (4 if name == "gone on" else 12)
 
 
-def test_the_command_says_it_in_lines_or_for_programs(runs: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_says_it_in_lines_or_for_programs(
+    runs: Path, capsys: pytest.CaptureFixture
+) -> None:
     one, other = str(runs / "reference"), str(runs / "learning rate")
     status, out, err = ended(capsys, "diff", one, other)
     assert (status, err) == (1, "")
@@ -121,7 +160,9 @@ def test_the_command_says_it_in_lines_or_for_programs(runs: Path, capsys: pytest
     assert (status, err.count("\n")) == (2, 1)
 
 
-def test_runs_that_have_no_reading_in_common_are_not_called_the_same(runs: Path, tmp_path: Path, capsys) -> None:
+def test_runs_that_have_no_reading_in_common_are_not_called_the_same(
+    runs: Path, tmp_path: Path, capsys
+) -> None:
     (tmp_path / "status.json").write_text("{}")
     status, out, _ = ended(capsys, "diff", str(runs / "reference"), str(tmp_path))
     assert status == 1

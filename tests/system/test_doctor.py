@@ -21,7 +21,9 @@ def _no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def alone(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+def alone(
+    capsys: pytest.CaptureFixture, *words: str
+) -> tuple[int, dict[str, list[dict[str, str]]]]:
     status, out, err = ended(capsys, "doctor", "--json", *words)
     assert not err
     found: dict[str, list[dict[str, str]]] = {}
@@ -30,10 +32,21 @@ def alone(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, dict[str, li
     return status, found
 
 
-def test_a_machine_that_can_train_has_nothing_bad(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_machine_that_can_train_has_nothing_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     status, found = alone(capsys, "--output_dir", str(tmp_path / "runs"))
     assert status == 0
-    assert {"versions", "launch", "devices", "precision", "memory", "run folder", "wandb", "hub"} == found.keys()
+    assert {
+        "versions",
+        "launch",
+        "devices",
+        "precision",
+        "memory",
+        "run folder",
+        "wandb",
+        "hub",
+    } == found.keys()
     assert not [one for ones in found.values() for one in ones if one["level"] == "bad"]
     assert "torch 2." in found["versions"][0]["said"]
     assert [*tmp_path.iterdir()] == []
@@ -41,10 +54,16 @@ def test_a_machine_that_can_train_has_nothing_bad(tmp_path: Path, capsys: pytest
     assert all(line.startswith(("ok ", "look ")) for line in out.splitlines())
 
 
-def test_a_version_that_is_too_old_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_version_that_is_too_old_is_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     true = here.importlib.metadata.version
     needed = ["accelerate>=1.15; python_version >= '3'", "peft>=9; extra == 'lora'", "numpy"]
-    monkeypatch.setattr(here.importlib.metadata, "version", lambda name: "1.0" if name == "accelerate" else true(name))
+    monkeypatch.setattr(
+        here.importlib.metadata,
+        "version",
+        lambda name: "1.0" if name == "accelerate" else true(name),
+    )
     monkeypatch.setattr(here.importlib.metadata, "requires", lambda _: needed)
     status, found = alone(capsys)
     assert status == 1
@@ -61,7 +80,9 @@ def test_without_a_launcher_the_config_is_shown_that_one_would_read(
     assert alone(capsys)[1]["launch"][0]["said"] == "1 process(es); no accelerate config, no flags"
     default.write_text("num_processes: 3\nmixed_precision: bf16\n")
     said = alone(capsys)[1]["launch"][0]["said"]
-    assert said.endswith(f"; config file {default}, num_processes 3 (config file), mixed_precision bf16 (config file)")
+    assert said.endswith(
+        f"; config file {default}, num_processes 3 (config file), mixed_precision bf16 (config file)"
+    )
     given = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_machines", "1"]
     said = alone(capsys, *given)[1]["launch"][0]["said"]
     assert "config file accelerate_configs/cpu_ddp.yaml, num_machines 1 (command line)," in said
@@ -72,7 +93,9 @@ def test_without_a_launcher_the_config_is_shown_that_one_would_read(
     assert (status, found["launch"][0]["level"]) == (1, "bad")
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="needs a folder nobody can write")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="needs a folder nobody can write"
+)
 def test_a_folder_that_cannot_be_written_is_bad(capsys: pytest.CaptureFixture) -> None:
     status, found = alone(capsys, "--output_dir", "/proc/sys/runs")
     assert status == 1
@@ -94,7 +117,9 @@ def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would
 
 
 def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("mps"))
+    monkeypatch.setattr(
+        here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("mps")
+    )
     monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 1)
     _, found = alone(capsys)
     assert found["devices"][0]["said"].startswith("1 x mps, for one process alone, ")
@@ -110,9 +135,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(gpu)
         return (10 if gpu == 3 else 80), 80
 
-    monkeypatch.setattr(here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda"))
+    monkeypatch.setattr(
+        here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda")
+    )
     monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 4)
-    for name, value in {"device_count": 4, "get_device_name": "H100", "is_bf16_supported": True}.items():
+    for name, value in {
+        "device_count": 4,
+        "get_device_name": "H100",
+        "is_bf16_supported": True,
+    }.items():
         monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(here.torch.cuda, "mem_get_info", memory)
     return asked
@@ -123,34 +154,56 @@ def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(
 ) -> None:
     found = {3: [*here._devices()]}
     assert asked == [0, 1, 2, 3]
-    assert [one.said for one in found[3] if one.level == "doubtful"] == ["of GPU 3 12% of the memory is free"]
+    assert [one.said for one in found[3] if one.level == "doubtful"] == [
+        "of GPU 3 12% of the memory is free"
+    ]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         found[rank] = [*here._devices()]
     assert asked == [0, 1, 2, 3] * 2
-    said = [one.said for one in _by_machine([(Place(rank, "host", 0), found[rank]) for rank in range(4)])]
+    said = [
+        one.said
+        for one in _by_machine([(Place(rank, "host", 0), found[rank]) for rank in range(4)])
+    ]
     assert "of GPU 3 12% of the memory is free" in said
     assert len(said) == len(set(said)) == len(found[0]) + 1
 
 
-@pytest.mark.parametrize(("processes", "words", "backend"), [(4, [], "nccl"), (5, [], "gloo"), (4, ["--cpu"], "gloo")])
-def test_processes_meet_where_those_of_a_run_would(processes, words, backend, asked, monkeypatch, capsys) -> None:
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
+@pytest.mark.parametrize(
+    ("processes", "words", "backend"), [(4, [], "nccl"), (5, [], "gloo"), (4, ["--cpu"], "gloo")]
+)
+def test_processes_meet_where_those_of_a_run_would(
+    processes, words, backend, asked, monkeypatch, capsys
+) -> None:
+    world = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
     for name, value in (world | {"MASTER_ADDR": "::1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(Launcher, "find", classmethod(lambda cls: Launcher(["accelerate", "launch", *words])))
+    monkeypatch.setattr(
+        Launcher, "find", classmethod(lambda cls: Launcher(["accelerate", "launch", *words]))
+    )
     monkeypatch.setattr("os._exit", sys.exit)
     nobody = here.Finding("bad", "meeting", "nobody")
-    monkeypatch.setattr("llmtrain.doctor.together.meet", lambda how, _: ([nobody._replace(said=how)], False))
+    monkeypatch.setattr(
+        "llmtrain.doctor.together.meet", lambda how, _: ([nobody._replace(said=how)], False)
+    )
     _, found = alone(capsys)
     assert found["meeting"][0]["said"] == backend
     bad = [one["said"] for one in found["launch"] if one["level"] == "bad"]
-    assert any("5 processes were started on a machine with 4 GPUs" in said for said in bad) == (processes == 5)
+    assert any("5 processes were started on a machine with 4 GPUs" in said for said in bad) == (
+        processes == 5
+    )
 
 
 def told(done: Ended) -> str:
-    return "".join(line + "\n" for line in done.out.splitlines() if line[:4] in ("ok  ", "look", "BAD "))
+    return "".join(
+        line + "\n" for line in done.out.splitlines() if line[:4] in ("ok  ", "look", "BAD ")
+    )
 
 
 def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_path: Path) -> None:
@@ -185,7 +238,12 @@ def on_both(machines: list[str], *words: str, env: dict[str, str] | None = None)
             "10",
         ]
         variables = {"GLOO_SOCKET_IFNAME": "cable0", **((env or {}) if rank else {})}
-        processes.append(begin(on_machine(name, [*PYTHON, "-m", "llmtrain", "doctor", *where, *words]), env=variables))
+        processes.append(
+            begin(
+                on_machine(name, [*PYTHON, "-m", "llmtrain", "doctor", *where, *words]),
+                env=variables,
+            )
+        )
     return [wait(process) for process in processes]
 
 
@@ -199,19 +257,27 @@ def test_two_machines_that_can_train_are_told_so_once(machines: list[str], tmp_p
     assert told(second.assert_ok()) == ""
 
 
-def test_a_machine_with_another_version_and_another_folder_is_named(machines: list[str], tmp_path: Path) -> None:
+def test_a_machine_with_another_version_and_another_folder_is_named(
+    machines: list[str], tmp_path: Path
+) -> None:
     """Of a package that stands before the true one on the path of the second machine."""
     other = tmp_path / "site" / "wandb-0.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.1\n")
-    first, _ = on_both(machines, "--output_dir", str(tmp_path), env={"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"})
+    first, _ = on_both(
+        machines, "--output_dir", str(tmp_path), env={"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
+    )
     assert first.status == 1
-    bad = [line for line in told(first).splitlines() if line.startswith("BAD") and "wandb: " in line]
+    bad = [
+        line for line in told(first).splitlines() if line.startswith("BAD") and "wandb: " in line
+    ]
     assert any("(machine 1) has 0.1; the others have" in line for line in bad), told(first)
 
 
 @long_form
-def test_a_machine_whose_way_is_closed_is_named_on_both_sides(machines: list[str], tmp_path: Path) -> None:
+def test_a_machine_whose_way_is_closed_is_named_on_both_sides(
+    machines: list[str], tmp_path: Path
+) -> None:
     route = ("blackhole", f"{ADDRESS[FIRST]}/32")
     command("ip", "-n", SECOND, "route", "add", *route)
     try:
@@ -225,7 +291,10 @@ def test_a_machine_whose_way_is_closed_is_named_on_both_sides(machines: list[str
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["--num_machines", "2"], "--main_process_ip"), (["--num_machines", "2", "--machine_rank", "2"], "from 0 to 1")],
+    [
+        (["--num_machines", "2"], "--main_process_ip"),
+        (["--num_machines", "2", "--machine_rank", "2"], "from 0 to 1"),
+    ],
 )
 def test_machines_that_are_not_told_apart_are_one_line(words: list[str], says: str, capsys) -> None:
     more = ["--main_process_ip", "10.0.0.1"] if "--machine_rank" in words else []

@@ -23,7 +23,17 @@ from tests.launching import (
     write_chats,
 )
 
-FLAGS = [*TINY, "--max_steps", "400", "--eval_steps", "4", "--save_steps", "6", "--eval_fraction", "0.3"]
+FLAGS = [
+    *TINY,
+    "--max_steps",
+    "400",
+    "--eval_steps",
+    "4",
+    "--save_steps",
+    "6",
+    "--eval_fraction",
+    "0.3",
+]
 FLAGS += ["--learning_rate", "2e-2", "--early_stopping_patience", "3"]
 
 
@@ -38,7 +48,9 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run_forked([*PYTHON, GPT, *FLAGS, "--dataset", str(noise), "--output_dir", str(folder)]).assert_ok()
+    run_forked(
+        [*PYTHON, GPT, *FLAGS, "--dataset", str(noise), "--output_dir", str(folder)]
+    ).assert_ok()
     return folder
 
 
@@ -48,7 +60,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(one: Path, other: Path) -> bool:
     some, others = weights(one), weights(other)
-    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+    return some.keys() == others.keys() and all(
+        torch.equal(some[name], others[name]) for name in some
+    )
 
 
 def best_of(folder: Path) -> int:
@@ -62,9 +76,13 @@ def test_it_ends_after_so_many_evaluations_and_keeps_the_best(alone: Path) -> No
     assert last == best + 3 * 4 < 400
     status = read_json(alone / "status.json")
     assert (status["state"], status["step"]) == ("finished", last)
-    assert status["reason"] == f"3 evaluations were no better in eval/loss than that after step {best}"
+    assert (
+        status["reason"] == f"3 evaluations were no better in eval/loss than that after step {best}"
+    )
     assert same(alone / "model", alone / "checkpoints" / f"step-{best:08d}" / "model")
-    others = [path for path in alone.glob("checkpoints/*/model") if str(best) not in path.parent.name]
+    others = [
+        path for path in alone.glob("checkpoints/*/model") if str(best) not in path.parent.name
+    ]
     assert others
     assert not any(same(alone / "model", path) for path in others)
 
@@ -73,7 +91,10 @@ def test_two_processes_stop_at_the_same_step(alone: Path, noise: Path, tmp_path:
     flags = [*FLAGS, "--dataset", str(noise), "--output_dir", str(tmp_path / "run")]
     run_forked([*torchrun(2), GPT, *flags]).assert_ok()
     assert best_of(tmp_path / "run") == best_of(alone)
-    assert read_json(tmp_path / "run" / "status.json")["step"] == read_json(alone / "status.json")["step"]
+    assert (
+        read_json(tmp_path / "run" / "status.json")["step"]
+        == read_json(alone / "status.json")["step"]
+    )
     for name, tensor in weights(tmp_path / "run" / "model").items():
         torch.testing.assert_close(tensor, weights(alone / "model")[name], rtol=1e-3, atol=1e-4)
 
@@ -88,23 +109,47 @@ def test_an_interruption_changes_nothing(alone: Path, noise: Path, tmp_path: Pat
         wait(process)
     assert read_json(tmp_path / "run" / "status.json")["state"] == "preempted"
     run_forked(command).assert_ok()
-    assert read_json(tmp_path / "run" / "status.json")["step"] == read_json(alone / "status.json")["step"]
+    assert (
+        read_json(tmp_path / "run" / "status.json")["step"]
+        == read_json(alone / "status.json")["step"]
+    )
     assert same(tmp_path / "run" / "model", alone / "model")
 
 
 def test_other_patience_is_another_run(alone: Path, noise: Path) -> None:
-    flags = [*FLAGS, "--early_stopping_patience", "1", "--dataset", str(noise), "--output_dir", str(alone)]
+    flags = [
+        *FLAGS,
+        "--early_stopping_patience",
+        "1",
+        "--dataset",
+        str(noise),
+        "--output_dir",
+        str(alone),
+    ]
     assert f"run       {alone}-2" in run_forked([*PYTHON, GPT, *flags]).assert_ok().out
 
 
 def test_what_cannot_be_is_one_line(noise: Path, tmp_path: Path) -> None:
     def told(*flags: str) -> str:
-        ended = run_forked([*PYTHON, GPT, *FLAGS, "--dataset", str(noise), "--output_dir", str(tmp_path / "x"), *flags])
+        ended = run_forked(
+            [
+                *PYTHON,
+                GPT,
+                *FLAGS,
+                "--dataset",
+                str(noise),
+                "--output_dir",
+                str(tmp_path / "x"),
+                *flags,
+            ]
+        )
         assert ended.status
         (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "evaluations have eval/loss, eval/perplexity" in told("--metric_for_best_model", "eval/accuracy")
+    assert "evaluations have eval/loss, eval/perplexity" in told(
+        "--metric_for_best_model", "eval/accuracy"
+    )
     assert "needs held-out rows to evaluate" in told("--eval_fraction", "0")
     assert "needs evaluations: --eval_steps above 0" in told("--eval_steps", "0")
     assert "is what --early_stopping_patience looks at" in told(
@@ -116,13 +161,34 @@ def test_each_of_several_sources_has_a_held_out_loss_of_its_own(tmp_path: Path) 
     """And the whole is their mean by tokens, on one process and on two."""
     for name, count in (("a", 40), ("b", 13)):
         write_chats(tmp_path / f"{name}.jsonl", count, seed=count)
-    flags = ["--from_config", "llama", "--config_overrides", "hidden_size=32,num_hidden_layers=2,intermediate_size=64"]
-    flags += ["--block_size", "64", "--tokenizer", "byte", *TINY[10:], "--eval_fraction", "0.4", "--dataset"]
+    flags = [
+        "--from_config",
+        "llama",
+        "--config_overrides",
+        "hidden_size=32,num_hidden_layers=2,intermediate_size=64",
+    ]
+    flags += [
+        "--block_size",
+        "64",
+        "--tokenizer",
+        "byte",
+        *TINY[10:],
+        "--eval_fraction",
+        "0.4",
+        "--dataset",
+    ]
     found = []
     for launcher, name in ((PYTHON, "one"), (torchrun(2), "two")):
-        data = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--output_dir", str(tmp_path / name)]
+        data = [
+            str(tmp_path / "a.jsonl"),
+            str(tmp_path / "b.jsonl"),
+            "--output_dir",
+            str(tmp_path / name),
+        ]
         run_forked([*launcher, FINETUNE, *flags, *data]).assert_ok()
-        losses = [series(tmp_path / name, key) for key in ("eval/loss", "eval/loss/a", "eval/loss/b")]
+        losses = [
+            series(tmp_path / name, key) for key in ("eval/loss", "eval/loss/a", "eval/loss/b")
+        ]
         found.append([[*loss.values()] for loss in losses])
     whole, one, other = found[0]
     assert all(min(a, b) < mean < max(a, b) for mean, a, b in zip(whole, one, other, strict=True))

@@ -66,15 +66,30 @@ def test_a_run_goes_on_in_the_bits_of_one_that_was_not_interrupted(
     how: list[str], text_file: Path, tmp_path: Path
 ) -> None:
     """Saved at the meeting after update 4, and in the end."""
-    flags = [*TINY, *how, "--max_steps", "9", "--save_steps", "4", "--eval_fraction", "0", "--dataset", str(text_file)]
+    flags = [
+        *TINY,
+        *how,
+        "--max_steps",
+        "9",
+        "--save_steps",
+        "4",
+        "--eval_fraction",
+        "0",
+        "--dataset",
+        str(text_file),
+    ]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     first = run_forked([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
     assert ("approximate" in first.out) == ("--ddp_bucket_cap_mb" not in how)
-    middle = straight / "checkpoints" / ("step-00000006" if "--sync_every" in how else "step-00000008")
+    middle = (
+        straight / "checkpoints" / ("step-00000006" if "--sync_every" in how else "step-00000008")
+    )
     more = ["--resume_from_checkpoint", str(middle), "--output_dir", str(resumed)]
     second = run_forked([*torchrun(2), GPT, *flags, *more]).assert_ok()
     assert "changed" not in second.out
-    one, other = (digest_of(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed))
+    one, other = (
+        digest_of(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed)
+    )
     assert one == other
     if "powersgd" in how and LONG:
         exact = [word for word in flags if word not in how]

@@ -31,13 +31,24 @@ def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
     text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    load = [context.Process(target=spin, args=(60.0 * LAUNCHES,), daemon=True) for _ in range(os.cpu_count() or 1)]
+    load = [
+        context.Process(target=spin, args=(60.0 * LAUNCHES,), daemon=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
     for process in load:
         process.start()
     try:
         statuses = []
         for i in range(LAUNCHES):
-            flags = [*TINY, "--max_steps", "3", "--dataset", str(text_file), "--output_dir", str(tmp_path / str(i))]
+            flags = [
+                *TINY,
+                "--max_steps",
+                "3",
+                "--dataset",
+                str(text_file),
+                "--output_dir",
+                str(tmp_path / str(i)),
+            ]
             ended = run([*accelerate("cpu_ddp"), GPT, *flags], timeout=300)
             statuses.append(ended.status)
             assert ended.status == 0, f"launch {i} of {LAUNCHES}\n{ended.out}\n{ended.err}"
@@ -45,7 +56,9 @@ def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
         for process in load:
             process.kill()
             process.join()
-    score(f"launches: with a status that is not 0: {bound(sum(map(bool, statuses)), len(statuses))}")
+    score(
+        f"launches: with a status that is not 0: {bound(sum(map(bool, statuses)), len(statuses))}"
+    )
 
 
 FREED = """

@@ -52,7 +52,16 @@ def errors(ended: Ended) -> list[str]:
 
 def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[Ended, float]:
     """Send a signal to rank 1 of a two-rank run; how it ended, and seconds until `status.json` said why."""
-    command = [*accelerate("cpu_ddp"), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder), *flags]
+    command = [
+        *accelerate("cpu_ddp"),
+        GPT,
+        *ENDLESS,
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(folder),
+        *flags,
+    ]
     process = begin(command)
     try:
         wait_for_readings(process, folder, 3)
@@ -60,7 +69,9 @@ def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[En
         os.kill(victim, number)
         seconds = seconds_until_it_failed(folder)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGCONT)  # or the launcher waits half a minute before it kills it
+            os.kill(
+                victim, signal.SIGCONT
+            )  # or the launcher waits half a minute before it kills it
     finally:
         ended = wait(process)
     return ended, seconds
@@ -75,7 +86,9 @@ def seconds_until_it_failed(folder: Path) -> float:
 
 
 def spread(seconds: list[float]) -> str:
-    return f"median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}"
+    return (
+        f"median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s of {len(seconds)}"
+    )
 
 
 STOPPED = """
@@ -102,13 +115,29 @@ def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
-        flags = [*ENDLESS, "--eval_fraction", "0", "--ddp_timeout", "6", "--dataset", str(text_file)]
-        command = [*accelerate("cpu_ddp"), str(tmp_path / "stopped.py"), *flags, "--output_dir", str(folder)]
+        flags = [
+            *ENDLESS,
+            "--eval_fraction",
+            "0",
+            "--ddp_timeout",
+            "6",
+            "--dataset",
+            str(text_file),
+        ]
+        command = [
+            *accelerate("cpu_ddp"),
+            str(tmp_path / "stopped.py"),
+            *flags,
+            "--output_dir",
+            str(folder),
+        ]
         process = begin(command)
         try:
             wait_for_readings(process, folder, 3)
             took = seconds_until_it_failed(folder)
-            for worker in ranks_of(process.pid):  # or the launcher waits half a minute before it kills it
+            for worker in ranks_of(
+                process.pid
+            ):  # or the launcher waits half a minute before it kills it
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.resume()
         finally:
@@ -144,7 +173,9 @@ if __name__ == "__main__": launch(gpt.main)
 
 
 @long_form
-def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(text_file: Path, tmp_path: Path) -> None:
+def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(
+    text_file: Path, tmp_path: Path
+) -> None:
     """It beats, and its main thread hangs: half of --ddp_timeout later the others say so, then the run ends."""
     (tmp_path / "hanging.py").write_text(HANGING)
     folder = tmp_path / "run"
@@ -152,8 +183,13 @@ def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(text_file: P
     ended = run([*torchrun(2), str(tmp_path / "hanging.py"), *flags, "--output_dir", str(folder)])
     assert ended.status != 0
     where = r"rank 1 is in data loading after update \d+, for \d+ s; the others wait in the count of tokens"
-    assert re.search(rf"note: waiting for \d+ s in the count of tokens after update \d+: {where}", ended.err)
-    assert re.search(rf"waited \d+ s in [a-z ]+ after update \d+: {where}", read_json(folder / "status.json")["reason"])
+    assert re.search(
+        rf"note: waiting for \d+ s in the count of tokens after update \d+: {where}", ended.err
+    )
+    assert re.search(
+        rf"waited \d+ s in [a-z ]+ after update \d+: {where}",
+        read_json(folder / "status.json")["reason"],
+    )
     assert "hanging.py" in (folder / "stacks-rank1.txt").read_text()
     assert "llmtrain/training/loop.py" in (folder / "stacks-rank0.txt").read_text()
 
@@ -181,7 +217,9 @@ def test_a_signal_to_a_rank_makes_a_durable_checkpoint(
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
-        process = begin([*torchrun(2), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
+        process = begin(
+            [*torchrun(2), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)]
+        )
         try:
             wait_for_readings(process, folder, 3)
             os.kill(ranks_of(process.pid)[i % 2].pid, number)
@@ -217,7 +255,9 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
         "Accumulation.__call__ = slow\nif __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
-    process = begin([*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)])
+    process = begin(
+        [*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)]
+    )
     try:
         wait_for_readings(process, folder, 3)
         process.send_signal(signal.SIGTERM)
@@ -231,7 +271,9 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     assert read_json(folder / "status.json")["state"] == "failed"
 
 
-def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(text_file: Path, tmp_path: Path) -> None:
+def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(
+    text_file: Path, tmp_path: Path
+) -> None:
     flags = [*ENDLESS, "--dataset", str(text_file), "--output_dir"]
     soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 9)}
     run([*PYTHON, GPT, *flags, str(tmp_path / "b")], env=soon).assert_ok()
@@ -239,7 +281,9 @@ def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(text_fil
     assert checkpoint_step(tmp_path / "b") > 0
 
 
-def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_file: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
+    text_file: Path, tmp_path: Path
+) -> None:
     """Rank 1 comes back late: the first rank must not look for the one that died."""
     late = tmp_path / "late.py"
     late.write_text(
@@ -248,7 +292,14 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(text_
         "if __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
-    command = [*accelerate("cpu_ddp", "--max_restarts", "1"), str(late), *TINY, "--max_steps", "120", "--save_steps"]
+    command = [
+        *accelerate("cpu_ddp", "--max_restarts", "1"),
+        str(late),
+        *TINY,
+        "--max_steps",
+        "120",
+        "--save_steps",
+    ]
     command += ["5"]
     process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
@@ -280,15 +331,27 @@ if __name__ == '__main__': launch(gpt.main)
 """
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(text_file: Path, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
+    text_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED)
-    command = [*torchrun(2), str(tmp_path / "poisoned.py"), *TINY, "--save_steps", "2", "--dataset", str(text_file)]
+    command = [
+        *torchrun(2),
+        str(tmp_path / "poisoned.py"),
+        *TINY,
+        "--save_steps",
+        "2",
+        "--dataset",
+        str(text_file),
+    ]
     ended = run_forked([*command, "--output_dir", str(tmp_path / "a"), "--log_rows"])
     assert ended.status != 0
     reason = read_json(tmp_path / "a" / "status.json")["reason"]
     assert "update 3 has a gradient norm of nan and was not made; its rows are [" in reason
     assert checkpoint_step(tmp_path / "a") == 2
-    ended = run_forked([*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]).assert_ok()
+    ended = run_forked(
+        [*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]
+    ).assert_ok()
     assert ended.out.count("was not made; its rows are [") == 2
     assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
 
@@ -307,13 +370,23 @@ if __name__ == '__main__': launch(gpt.main)
 """
 
 
-@pytest.mark.parametrize(("launcher", "who"), [(PYTHON, ""), pytest.param(torchrun(2), "rank 1: ", marks=long_form)])
+@pytest.mark.parametrize(
+    ("launcher", "who"), [(PYTHON, ""), pytest.param(torchrun(2), "rank 1: ", marks=long_form)]
+)
 def test_too_little_memory_is_one_line_with_what_to_try(
     launcher: list[str], who: str, text_file: Path, tmp_path: Path
 ) -> None:
     """Of one process, or of one among others: these have it in their record and do not say it again."""
     (tmp_path / "full.py").write_text(FULL)
-    flags = [*TINY, "--eval_fraction", "0.1", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+    flags = [
+        *TINY,
+        "--eval_fraction",
+        "0.1",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     ended = run([*launcher, str(tmp_path / "full.py"), *flags])
     assert ended.status == (1 if who else 2)
     line = f"{who}out of memory with 2 rows at a time: --per_device_train_batch_size 1 computes the same"
@@ -326,7 +399,17 @@ def test_too_little_memory_is_one_line_with_what_to_try(
 def test_a_full_disk_stops_with_one_line_and_loses_nothing(text_file: Path, tmp_path: Path) -> None:
     """RLIMIT_FSIZE: a write past it fails in the middle, as on a full disk."""
     folder = tmp_path / "run"
-    command = [*PYTHON, GPT, *TINY, "--max_steps", "40", "--save_steps", "10", "--dataset", str(text_file)]
+    command = [
+        *PYTHON,
+        GPT,
+        *TINY,
+        "--max_steps",
+        "40",
+        "--save_steps",
+        "10",
+        "--dataset",
+        str(text_file),
+    ]
     command += ["--output_dir", str(folder)]
     process = begin([*command, "--max_steps", "1000000"])
     try:
@@ -336,13 +419,26 @@ def test_a_full_disk_stops_with_one_line_and_loses_nothing(text_file: Path, tmp_
         wait(process)
     saved = folder / "checkpoints"
     kept = {
-        p.relative_to(saved): p.stat().st_mtime_ns for p in saved.rglob("*") if p.is_file() and ".tmp" not in str(p)
+        p.relative_to(saved): p.stat().st_mtime_ns
+        for p in saved.rglob("*")
+        if p.is_file() and ".tmp" not in str(p)
     }
     assert kept
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command, "--max_steps", "1000000"]
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -f 100; exec "$@"',
+        "limited",
+        *command,
+        "--max_steps",
+        "1000000",
+    ]
     ended = run(limited)
     assert ended.status == 2
-    assert "could not be written ([Errno 27] File too large); older checkpoints are untouched." in ended.err
+    assert (
+        "could not be written ([Errno 27] File too large); older checkpoints are untouched."
+        in ended.err
+    )
     for name, when in kept.items():
         assert (folder / "checkpoints" / name).stat().st_mtime_ns == when
     assert not list((folder / "checkpoints").glob(".tmp-*"))

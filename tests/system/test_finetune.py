@@ -43,11 +43,15 @@ def base(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that was fine-tuned on one process: the base of others."""
     folder = tmp_path_factory.mktemp("base") / "run"
     flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "30", "--learning_rate", "1e-2"]
-    run_forked([*PYTHON, FINETUNE, *flags, "--dataset", str(chats), "--output_dir", str(folder)]).assert_ok()
+    run_forked(
+        [*PYTHON, FINETUNE, *flags, "--dataset", str(chats), "--output_dir", str(folder)]
+    ).assert_ok()
     return folder
 
 
-def test_every_family_trains_alike_on_one_and_on_two_ranks(tmp_path: Path, score: Callable[[str], None]) -> None:
+def test_every_family_trains_alike_on_one_and_on_two_ranks(
+    tmp_path: Path, score: Callable[[str], None]
+) -> None:
     script = ["tests/system/family_ranks.py"]
     for launcher, name in ((PYTHON, "one"), (torchrun(2), "two")):
         run_forked([*launcher, *script, str(tmp_path / name)]).assert_ok()
@@ -58,7 +62,9 @@ def test_every_family_trains_alike_on_one_and_on_two_ranks(tmp_path: Path, score
         assert two[family]["norms"] == pytest.approx(readings["norms"], rel=1e-4), family
         assert readings["losses"][2] < readings["losses"][0] * 1.2
         assert len(set(readings["losses"])) == 3
-        apart = max(abs(a / b - 1) for a, b in zip(two[family]["losses"], readings["losses"], strict=True))
+        apart = max(
+            abs(a / b - 1) for a, b in zip(two[family]["losses"], readings["losses"], strict=True)
+        )
         score(f"families: {family}: losses on one and on two ranks differ by {apart:.1e}")
 
 
@@ -72,15 +78,22 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
     assert 0 < record["audit"]["trained"] < record["audit"]["tokens"]
     speeds, shares = series(base, "train/tokens_per_second"), series(base, "train/mfu")
     flops = [shares[step] / speeds[step] for step in shares]
-    assert max(flops) > 1.0001 * min(flops), "the share of the peak counts what is computed, not only what is trained"
+    assert max(flops) > 1.0001 * min(flops), (
+        "the share of the peak counts what is computed, not only what is trained"
+    )
     model = AutoModelForCausalLM.from_pretrained(base / "model")
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end in model.generation_config.eos_token_id
     question = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "ab"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    answer = model.generate(**question, max_new_tokens=12, do_sample=False)[0, question["input_ids"].shape[1] :]
+    answer = model.generate(**question, max_new_tokens=12, do_sample=False)[
+        0, question["input_ids"].shape[1] :
+    ]
     assert end in answer.tolist(), "it has learnt to end its turn"
 
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\nb\n"))
@@ -101,10 +114,21 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
 
 @long_form
 def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:
-    flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "6", "--dataset", str(chats), "--log_rows"]
+    flags = [
+        *SMALL_LLAMA,
+        "--block_size",
+        "64",
+        "--max_steps",
+        "6",
+        "--dataset",
+        str(chats),
+        "--log_rows",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(one)]).assert_ok()
-    ended = run_forked([*accelerate("cpu_ddp"), FINETUNE, *flags, "--output_dir", str(two)]).assert_ok()
+    ended = run_forked(
+        [*accelerate("cpu_ddp"), FINETUNE, *flags, "--output_dir", str(two)]
+    ).assert_ok()
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(two, key) == pytest.approx(series(one, key), rel=1e-5)
     assert (one / "rows.jsonl").read_text() == (two / "rows.jsonl").read_text()
@@ -116,14 +140,27 @@ def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: 
 @pytest.mark.parametrize("others", ["2,4"])
 def test_a_fine_tune_has_the_same_bits_on_any_number_of_processes(others: str, chats: Path) -> None:
     flags = [*SMALL_LLAMA, "--block_size", "64", "--per_device_train_batch_size", "1", "--bitwise"]
-    command = [*VERIFY, "layout", "--layouts", others, "--steps", "3", FINETUNE, *flags, "--dataset", str(chats)]
+    command = [
+        *VERIFY,
+        "layout",
+        "--layouts",
+        others,
+        "--steps",
+        "3",
+        FINETUNE,
+        *flags,
+        "--dataset",
+        str(chats),
+    ]
     table = [line.split() for line in run(command).assert_ok().out.splitlines()]
     assert table[-1][0] == "passed:"
     assert len({line[-1] for line in table[1:-1]}) == 1
 
 
 @long_form
-def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path, chats: Path) -> None:
+def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(
+    base: Path, chats: Path
+) -> None:
     flags = [
         "--model_name_or_path",
         str(base / "model"),
@@ -140,10 +177,22 @@ def test_an_adapter_that_is_killed_and_goes_on_ends_in_the_same_bits(base: Path,
 
 
 def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
-    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    base: Path,
+    chats: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
-    flags = ["--model_name_or_path", str(base / "model"), "--lora_r", "4", "--block_size", "64", *SMALL_LLAMA[8:]]
+    flags = [
+        "--model_name_or_path",
+        str(base / "model"),
+        "--lora_r",
+        "4",
+        "--block_size",
+        "64",
+        *SMALL_LLAMA[8:],
+    ]
     flags += ["--learning_rate", "3e-2", "--dataset", str(chats), "--output_dir", str(folder)]
     ended = run_forked([*PYTHON, FINETUNE, *flags]).assert_ok()
     assert "of them trained" in ended.out
@@ -165,7 +214,9 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
     assert (plain - merged).abs().max() > 1e-3
 
     with monkeypatch.context() as planted:  # the base alone
-        planted.setattr("peft.tuners.lora.LoraModel.merge_and_unload", lambda adapted: adapted.unload())
+        planted.setattr(
+            "peft.tuners.lora.LoraModel.merge_and_unload", lambda adapted: adapted.unload()
+        )
         with pytest.raises(SystemExit):
             main([*export, str(tmp_path / "wrong"), "--check"])
     assert "its export has other logits" in capsys.readouterr().err
@@ -185,9 +236,21 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
 
 
 def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, tmp_path: Path) -> None:
-    flags = [*SMALL_LLAMA, "--block_size", "128", "--dry_run", "--output_dir", str(tmp_path / "run")]
+    flags = [
+        *SMALL_LLAMA,
+        "--block_size",
+        "128",
+        "--dry_run",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     ended = run_forked([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
-    for shown in ("tokens are trained", "8 rows = 1 process x 4 micro-batches x 2", "LlamaForCausalLM:", "===== row 0"):
+    for shown in (
+        "tokens are trained",
+        "8 rows = 1 process x 4 micro-batches x 2",
+        "LlamaForCausalLM:",
+        "===== row 0",
+    ):
         assert shown in ended.out
     assert "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}" in ended.out
     assert "----- the next document of this row" in ended.out
@@ -202,7 +265,17 @@ def dry_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> Iterator[Callable[
     def dry_run(*flags: str) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
         capsys.readouterr()
-        main([*SMALL_LLAMA[2:], "--block_size", "64", "--dry_run", "--output_dir", str(tmp_path / "run"), *flags])
+        main(
+            [
+                *SMALL_LLAMA[2:],
+                "--block_size",
+                "64",
+                "--dry_run",
+                "--output_dir",
+                str(tmp_path / "run"),
+                *flags,
+            ]
+        )
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().out
 
@@ -214,21 +287,35 @@ def test_text_is_trained_on_as_text(dry_run: Callable[..., str], text_file: Path
     out = dry_run("--dataset", str(text_file))
     assert "going on with pretraining: the records are text" in out
     assert "tokens are trained" not in out
-    with pytest.raises(UserError, match=r"--overlong is for conversations, and .*text\.txt is text"):
+    with pytest.raises(
+        UserError, match=r"--overlong is for conversations, and .*text\.txt is text"
+    ):
         dry_run("--dataset", str(text_file), "--overlong", "error")
 
 
 @pytest.mark.parametrize(
-    ("flags", "rate"), [([], "2e-05"), (["--lora_r", "4"], "0.0002"), (["--learning_rate", "1e-3"], None)]
+    ("flags", "rate"),
+    [([], "2e-05"), (["--lora_r", "4"], "0.0002"), (["--learning_rate", "1e-3"], None)],
 )
 def test_a_model_that_was_trained_before_is_trained_on_gently(
     dry_run: Callable[..., str], base: Path, chats: Path, flags: list[str], rate: str | None
 ) -> None:
     out = dry_run("--model_name_or_path", str(base / "model"), "--dataset", str(chats), *flags)
-    assert (f"--learning_rate {rate}, of a model that was trained before" in out) == (rate is not None)
+    assert (f"--learning_rate {rate}, of a model that was trained before" in out) == (
+        rate is not None
+    )
     assert ("that was trained before" in out) == (rate is not None)
 
 
-def test_what_would_do_nothing_is_refused(dry_run: Callable[..., str], base: Path, chats: Path) -> None:
+def test_what_would_do_nothing_is_refused(
+    dry_run: Callable[..., str], base: Path, chats: Path
+) -> None:
     with pytest.raises(UserError, match="--config_overrides is for --from_config"):
-        dry_run("--model_name_or_path", str(base), "--config_overrides", "hidden_size=8", "--dataset", str(chats))
+        dry_run(
+            "--model_name_or_path",
+            str(base),
+            "--config_overrides",
+            "hidden_size=8",
+            "--dataset",
+            str(chats),
+        )

@@ -15,8 +15,12 @@ SEEDS = range(6) if LONG else range(1)
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(seed: int, tmp_path: Path, score: Callable[[str], None]) -> None:
-    ended = run([*PYTHON, "tests/system/fuzz.py", str(tmp_path), str(seed), str(COUNT)], timeout=800)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(
+    seed: int, tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    ended = run(
+        [*PYTHON, "tests/system/fuzz.py", str(tmp_path), str(seed), str(COUNT)], timeout=800
+    )
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     counts = Counter(one["ended"] for one in found)
     score(f"fuzz: seed {seed}: {', '.join(f'{counts[how]} {how}' for how in sorted(counts))}")

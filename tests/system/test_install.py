@@ -34,7 +34,16 @@ def environment_with_torch(folder: Path, version: str) -> Path:
 
 
 def install(python: Path, source: Path) -> subprocess.CompletedProcess:
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-index",
+        "--no-build-isolation",
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     return subprocess.run(
         [*pip, "--disable-pip-version-check", "--editable", str(source)],
@@ -50,7 +59,9 @@ def install(python: Path, source: Path) -> subprocess.CompletedProcess:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's files, so that an editable install does not touch the checkout."""
     folder = tmp_path_factory.mktemp("source") / "llmtrain"
-    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+    )
     shutil.copytree(ROOT, folder, ignore=left_out)
     return folder
 
@@ -77,7 +88,16 @@ def test_a_torch_that_is_too_old_would_not_be_kept(source: Path, tmp_path: Path)
 
 @long_form
 def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(source),
+    ]
     done = subprocess.run(build, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("llmtrain-*.whl")
@@ -85,7 +105,16 @@ def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: P
     binaries = tmp_path / "env" / "bin"
     site = next((tmp_path / "env").glob("lib/python*/site-packages"))
     (site / "everything_else.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install", "--no-index", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(binaries / "python"),
+        "install",
+        "--no-index",
+        "--no-deps",
+    ]
     pip.append("--ignore-installed")
     subprocess.run([*pip, "--quiet", str(wheel)], check=True, timeout=60)
     here = tmp_path / "empty"
@@ -100,6 +129,9 @@ def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: P
         f"python -c 'import llmtrain.recipes.finetune as f; assert f.__file__.startswith(\"{site}\")'",
     )
     for step in steps:
-        ended = run(["bash", "-ec", f"cd {here}; {step}"], {"PYTHONPATH": "", "PATH": f"{binaries}:/usr/bin:/bin"})
+        ended = run(
+            ["bash", "-ec", f"cd {here}; {step}"],
+            {"PYTHONPATH": "", "PATH": f"{binaries}:/usr/bin:/bin"},
+        )
         ended.assert_ok()
     assert (here / "runs" / "gpt" / "report.html").is_file()

@@ -29,7 +29,16 @@ from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 STEPS, INTERVAL = 150, 3
-FLAGS = [*TINY, "--max_steps", str(STEPS), "--save_steps", str(INTERVAL), "--log_rows", "--n_embd", "128"]
+FLAGS = [
+    *TINY,
+    "--max_steps",
+    str(STEPS),
+    "--save_steps",
+    str(INTERVAL),
+    "--log_rows",
+    "--n_embd",
+    "128",
+]
 FLAGS += ["--ddp_timeout", "8"]
 DDP, FSDP2 = accelerate("cpu_ddp"), accelerate("fsdp2", "--mixed_precision", "no")
 # Where the order of sums is fixed, any layout has the bits of one process; else each has its own.
@@ -45,7 +54,9 @@ LAYOUTS = {
 
 def end_of(folder: Path) -> tuple[str, str]:
     """The hash of weights and optimizer, and the ledger of rows, of a finished run."""
-    return digest_of(folder / "checkpoints" / f"step-{STEPS:08d}"), (folder / "rows.jsonl").read_text()
+    return digest_of(folder / "checkpoints" / f"step-{STEPS:08d}"), (
+        folder / "rows.jsonl"
+    ).read_text()
 
 
 def readings(folder: Path) -> int:
@@ -66,7 +77,9 @@ def wait_for_some_instant(process: subprocess.Popen, folder: Path, draw: random.
 def wait_for_a_save(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
     """Until a checkpoint is being written; some readings after the start."""
     before = readings(folder) + draw.randrange(1, 6)
-    while process.poll() is None and (readings(folder) < before or not [*folder.glob("checkpoints/.tmp-step-*")]):
+    while process.poll() is None and (
+        readings(folder) < before or not [*folder.glob("checkpoints/.tmp-step-*")]
+    ):
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.03))
 
@@ -108,7 +121,9 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
         starts += 1
         try:
             if len(kills) < KILLS:
-                (wait_for_a_save if how == "sharded" else wait_for_some_instant)(process, folder, draw)
+                (wait_for_a_save if how == "sharded" else wait_for_some_instant)(
+                    process, folder, draw
+                )
             else:
                 process.communicate(timeout=200)
             if process.poll() is None:
@@ -125,7 +140,9 @@ def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
         assert redone[-1] <= INTERVAL, (reached, newest)
         if (folder / "status.json").exists():
             status = read_json(folder / "status.json")
-            assert newest >= status["step"] or status["state"] == "failed", "a step that was said to be saved"
+            assert newest >= status["step"] or status["state"] == "failed", (
+                "a step that was said to be saved"
+            )
             if is_finished(folder):
                 assert end_of(folder) == expected
                 finished += 1

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from llmtrain.launching.accelerator import cpu_has_bfloat16
-from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, metrics, read_json, run, series, torchrun
+from tests.launching import (
+    GPT,
+    PYTHON,
+    TINY,
+    accelerate,
+    long_form,
+    metrics,
+    read_json,
+    run,
+    series,
+    torchrun,
+)
 from tests.wandb_file import read_history
 
 
@@ -18,9 +29,19 @@ def plain_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_two_processes_are_one_run_that_looks_like_one(text_file: Path, plain_run: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one_run_that_looks_like_one(
+    text_file: Path, plain_run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder), "--report_to", "wandb"]
+    flags = [
+        *TINY,
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(folder),
+        "--report_to",
+        "wandb",
+    ]
     ended = run([*accelerate("cpu_ddp"), GPT, *flags]).assert_ok()
 
     record = read_json(folder / "run.json")
@@ -28,7 +49,9 @@ def test_two_processes_are_one_run_that_looks_like_one(text_file: Path, plain_ru
     assert record["starts"][0]["processes"] == 2
     assert ended.out.count("8 rows = 2 processes x 2 micro-batches x 2") == 1
     assert ended.out.count("2 processes on cpu") == 1
-    lines = [line for line in ended.err.split("\n") if line.strip()]  # a bar is one line, drawn over and over
+    lines = [
+        line for line in ended.err.split("\n") if line.strip()
+    ]  # a bar is one line, drawn over and over
     assert [("6/6" in line) for line in lines] == [True], ended.err
     assert "not logged in, so logging offline" in ended.out
     assert "wandb sync" in ended.out
@@ -40,13 +63,17 @@ def test_two_processes_are_one_run_that_looks_like_one(text_file: Path, plain_ru
     mirrored = {int(line["step"]): line["train/loss"] for line in history if "train/loss" in line}
     assert mirrored == series(folder, "train/loss")
     assert len(mirrored) == 6
-    assert {line["eval/loss"] for line in history if "eval/loss" in line} == set(series(folder, "eval/loss").values())
+    assert {line["eval/loss"] for line in history if "eval/loss" in line} == set(
+        series(folder, "eval/loss").values()
+    )
 
     assert_same_losses(folder, plain_run)
 
 
 @long_form
-def test_torchrun_gives_the_losses_of_one_process(text_file: Path, plain_run: Path, tmp_path: Path) -> None:
+def test_torchrun_gives_the_losses_of_one_process(
+    text_file: Path, plain_run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
     run([*torchrun(2), GPT, *flags]).assert_ok()
@@ -63,18 +90,42 @@ def assert_same_losses(folder: Path, reference: Path) -> None:
         assert series(folder, key) == series(reference, key)
 
 
-def test_losses_differ_where_the_run_differs(text_file: Path, plain_run: Path, tmp_path: Path) -> None:
+def test_losses_differ_where_the_run_differs(
+    text_file: Path, plain_run: Path, tmp_path: Path
+) -> None:
     """The comparison above can fail: another seed is another run."""
     folder = tmp_path / "run"
-    run([*PYTHON, GPT, *TINY, "--seed", "1", "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run(
+        [
+            *PYTHON,
+            GPT,
+            *TINY,
+            "--seed",
+            "1",
+            "--dataset",
+            str(text_file),
+            "--output_dir",
+            str(folder),
+        ]
+    ).assert_ok()
     with pytest.raises(AssertionError):
         assert_same_losses(folder, plain_run)
 
 
 def test_what_a_run_leaves(plain_run: Path) -> None:
-    assert {path.name for path in plain_run.iterdir()} >= {"run.json", "status.json", "metrics.jsonl", "model"}
+    assert {path.name for path in plain_run.iterdir()} >= {
+        "run.json",
+        "status.json",
+        "metrics.jsonl",
+        "model",
+    }
     checkpoint = plain_run / "checkpoints" / "step-00000006"
-    assert {path.name for path in checkpoint.iterdir()} == {"model", "optimizer", "state.json", "MANIFEST.json"}
+    assert {path.name for path in checkpoint.iterdir()} == {
+        "model",
+        "optimizer",
+        "state.json",
+        "MANIFEST.json",
+    }
     record = read_json(plain_run / "run.json")
     assert record["settings"]["n_layer"] == {"value": 2, "from": "command line"}
     assert record["settings"]["dropout"] == {"value": 0.0, "from": "recipe"}
@@ -84,15 +135,26 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert set(before) == {*always, "train/weight_norm"}
     assert set(first) == {*always, "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert set(second) == {
-        *(*always, "train/loss", "train/grad_norm", "train/weight_norm", "train/learning_rate", "batch"),
+        *(
+            *always,
+            "train/loss",
+            "train/grad_norm",
+            "train/weight_norm",
+            "train/learning_rate",
+            "batch",
+        ),
         *("train/tokens_per_second", "train/gradient_syncs", "train/mfu", "phases", "memory"),
     }
     assert not list(plain_run.rglob(".tmp-*"))
     assert not [path for path in plain_run.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
-@pytest.mark.parametrize("config", ["cpu", "single_gpu", pytest.param("multi_gpu", marks=long_form)])
-def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", ["cpu", "single_gpu", pytest.param("multi_gpu", marks=long_form)]
+)
+def test_every_shipped_config_starts_the_recipe(
+    config: str, text_file: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(folder)]
     ended = run([*accelerate(config), GPT, *flags]).assert_ok()
@@ -102,14 +164,26 @@ def test_every_shipped_config_starts_the_recipe(config: str, text_file: Path, tm
         assert start["mixed_precision"] == "bf16"
         if start["device"] == "cpu":
             assert "over gloo (no GPU here)" in ended.out
-            assert cpu_has_bfloat16() or "which this CPU emulates: --mixed_precision no" in ended.out
+            assert (
+                cpu_has_bfloat16() or "which this CPU emulates: --mixed_precision no" in ended.out
+            )
     else:
         assert start["processes"] == 1
 
 
 def test_a_plain_launch_without_any_config(text_file: Path, tmp_path: Path) -> None:
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    run([*accelerate("x")[:2], "--num_processes", "1", GPT, *flags, "--eval_steps", "0"]).assert_ok()
+    flags = [
+        *TINY,
+        "--max_steps",
+        "2",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    run(
+        [*accelerate("x")[:2], "--num_processes", "1", GPT, *flags, "--eval_steps", "0"]
+    ).assert_ok()
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
     assert not series(tmp_path / "run", "eval/loss"), "and nothing is held against what is held out"
 

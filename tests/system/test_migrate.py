@@ -16,7 +16,14 @@ LOSS = re.compile(r"update +(\d+)  loss ([\d.]+)")
 @long_form
 def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path) -> None:
     def losses(command: list[str], step: str, *flags: str) -> tuple[dict[int, float], str]:
-        words = ["env", "-C", str(tmp_path), *command, str(ROOT / "docs" / "migrate" / f"{step}.py"), *flags]
+        words = [
+            "env",
+            "-C",
+            str(tmp_path),
+            *command,
+            str(ROOT / "docs" / "migrate" / f"{step}.py"),
+            *flags,
+        ]
         ended = run(words, env={"ACCELERATE_USE_CPU": "true"}).assert_ok()
         return {int(number): float(loss) for number, loss in LOSS.findall(ended.out)}, ended.out
 
@@ -29,9 +36,18 @@ def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path)
     assert losses(config, "3_accelerate")[0] == pytest.approx(plain, abs=2e-4)
     losses(config, "4_llmtrain", "--report_to", "none", "--output_dir", str(tmp_path / "run"))
     assert series(tmp_path / "run", "train/loss") == pytest.approx(plain, abs=2e-4)
-    longer = ["--max_steps", "24", "--resume_from_checkpoint", str(tmp_path / "run"), "--report_to", "none"]
+    longer = [
+        "--max_steps",
+        "24",
+        "--resume_from_checkpoint",
+        str(tmp_path / "run"),
+        "--report_to",
+        "none",
+    ]
     said = losses(PYTHON, "4_llmtrain", *longer, "--output_dir", str(tmp_path / "longer"))[1]
-    assert "max_steps 20 -> 24; the learning rate goes from 0.003 in update 20 to 0.003 next" in said
+    assert (
+        "max_steps 20 -> 24; the learning rate goes from 0.003 in update 20 to 0.003 next" in said
+    )
     page = PAGE.read_text()
     shown = re.search(r"```\n(.*?)```", page, re.DOTALL)
     assert shown is not None

@@ -10,25 +10,41 @@ from llmtrain.errors import UserError
 from tests.forked import run_forked
 from tests.launching import BIN, PYTHON, ROOT, long_form, run, series, torchrun
 
-FLAGS = ["--max_steps", "60", "--eval_steps", "30", "--logging_steps", "5", "--report_to", "none", "--output_dir"]
+FLAGS = [
+    "--max_steps",
+    "60",
+    "--eval_steps",
+    "30",
+    "--logging_steps",
+    "5",
+    "--report_to",
+    "none",
+    "--output_dir",
+]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL
+    )
     assert code.count("\n") < 60
     path = tmp_path_factory.mktemp("own") / "sums.py"
     path.write_text(code)
     return path
 
 
-def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(recipe: Path, tmp_path: Path) -> None:
+def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
+    recipe: Path, tmp_path: Path
+) -> None:
     run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
     losses, right = series(tmp_path / "run", "eval/loss"), series(tmp_path / "run", "eval/accuracy")
     assert [*losses] == [*right] == [0, 30, 60]
     assert losses[60] < 0.6 * losses[0]
     assert right[0] < 0.3 < right[60] < 1
-    ended = run_forked([*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")])
+    ended = run_forked(
+        [*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")]
+    )
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert "data of its own" in ended.err
 
@@ -38,18 +54,28 @@ def test_two_processes_measure_what_one_does(recipe: Path, tmp_path: Path) -> No
     run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "one")]).assert_ok()
     run_forked([*torchrun(2), str(recipe), *FLAGS, str(tmp_path / "two")]).assert_ok()
     for key in ("train/loss", "eval/loss", "eval/accuracy"):
-        assert series(tmp_path / "two", key) == pytest.approx(series(tmp_path / "one", key), rel=1e-4)
+        assert series(tmp_path / "two", key) == pytest.approx(
+            series(tmp_path / "one", key), rel=1e-4
+        )
     run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()
 
 
-def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_records_are_one_line() -> None:
+def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_records_are_one_line() -> (
+    None
+):
     data = DataConfig(tokenizer="byte", eval_fraction=0.0)
     texts = ["one", "two"]
     first = tokenize(data, 8, records=lambda: iter(texts)).facts
     assert (first.documents, first.train_tokens) == (2, 2 * 4)
     texts.append("three")
     assert tokenize(data, 8, records=lambda: iter(texts)).facts.documents == 3
-    assert tokenize(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).facts.documents == 2
-    for bad, says in (([3], "record 0 is 3, neither text nor fields"), ([{"body": "a"}], "no field 'text'")):
+    assert (
+        tokenize(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).facts.documents
+        == 2
+    )
+    for bad, says in (
+        ([3], "record 0 is 3, neither text nor fields"),
+        ([{"body": "a"}], "no field 'text'"),
+    ):
         with pytest.raises(UserError, match=says):
             tokenize(data, 8, records=lambda bad=bad: iter(bad))

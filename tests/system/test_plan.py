@@ -10,11 +10,41 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.errors import UserError
 from llmtrain.plan.subject import subject_of
-from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, long_form, read_json, run
+from tests.launching import (
+    FINETUNE,
+    GPT,
+    PYTHON,
+    SMALL_LLAMA,
+    TINY,
+    accelerate,
+    long_form,
+    read_json,
+    run,
+)
 from tests.memory import can_measure, measured, predicted_most
 
-SIZES = ["--n_layer", "4", "--n_head", "4", "--n_embd", "256", "--block_size", "128", "--tokenizer", "byte"]
-RUN = ["--global_batch_size", "16", "--per_device_train_batch_size", "4", "--max_steps", "5", "--report_to", "none"]
+SIZES = [
+    "--n_layer",
+    "4",
+    "--n_head",
+    "4",
+    "--n_embd",
+    "256",
+    "--block_size",
+    "128",
+    "--tokenizer",
+    "byte",
+]
+RUN = [
+    "--global_batch_size",
+    "16",
+    "--per_device_train_batch_size",
+    "4",
+    "--max_steps",
+    "5",
+    "--report_to",
+    "none",
+]
 RUN += ["--eval_fraction", "0", "--resume_from_checkpoint", "never"]
 LAUNCHERS = {
     "one process": PYTHON,
@@ -39,13 +69,23 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
 @pytest.mark.parametrize(
-    "name", ["one process", *(pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 2", "PP 2"))]
+    "name",
+    [
+        "one process",
+        *(pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 2", "PP 2")),
+    ],
 )
 def test_a_run_holds_what_was_predicted(
-    name: str, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], score: Callable[[str], None]
+    name: str,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    score: Callable[[str], None],
 ) -> None:
     flags = [*SIZES, *RUN, "--dataset", str(text_file)]
-    flags += ["--architecture", "gpt2"] if name == "PP 2" else []  # whose first stage holds most of everything
+    flags += (
+        ["--architecture", "gpt2"] if name == "PP 2" else []
+    )  # whose first stage holds most of everything
     processes = ["--processes", "1" if name == "one process" else "2"]
     found = planned(capsys, GPT, *flags, *processes, "--device", "cpu", "--per_machine", "2")
     [way] = [way for way in found["ways"] if way["name"] == name]
@@ -53,7 +93,9 @@ def test_a_run_holds_what_was_predicted(
     seen = measured(LAUNCHERS[name], GPT, [*flags, *stages], tmp_path / "run")
     assert way["bytes"]["weights"] == seen["weights"]
     assert way["bytes"]["optimizer"] == seen["optimizer"]
-    whole = found["ways"][0]["bytes"]["gradients"]  # between micro-batches FSDP has all, then its part
+    whole = found["ways"][0]["bytes"][
+        "gradients"
+    ]  # between micro-batches FSDP has all, then its part
     assert way["bytes"]["gradients"] == (whole if name == "FSDP2" else seen["gradients"])
     gradients = 0 if name == "DDP" else way["bytes"]["gradients"]
     predicted, most = predicted_most(way) - gradients, seen["most"] - gradients
@@ -64,7 +106,14 @@ def test_a_run_holds_what_was_predicted(
 @pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
 def test_a_large_model_is_planned_without_memory_for_it() -> None:
     words = [GPT, "--n_layer", "48", "--n_head", "20", "--n_embd", "1600", "--block_size", "1024"]
-    words += ["--global_batch_size", "512", "--per_device_train_batch_size", "8", "--tokenizer", "byte"]
+    words += [
+        "--global_batch_size",
+        "512",
+        "--per_device_train_batch_size",
+        "8",
+        "--tokenizer",
+        "byte",
+    ]
     words += ["--processes", "64", "--device", "h100-80gb", "--link", "400Gbit", "--json"]
     ended = run([*PYTHON, "-c", SPEAKS, "plan", *words]).assert_ok()
     found, _, resident = ended.out.rpartition("resident")
@@ -84,15 +133,26 @@ def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     for heading in ("GiB a process", "seconds", "efficiency at"):
         assert heading in out
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(("DDP", "FSDP2", "TP", "PP"))] == 3 * [
-        *("DDP", "FSDP2", "TP", "PP")
-    ]
+    assert [
+        line.split()[0]
+        for line in out.splitlines()
+        if line.startswith(("DDP", "FSDP2", "TP", "PP"))
+    ] == 3 * [*("DDP", "FSDP2", "TP", "PP")]
 
 
 def test_a_model_of_transformers_is_planned_from_its_configuration(
     text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [FINETUNE, *SMALL_LLAMA, "--dataset", str(text_file), "--processes", "2", "--device", "a100-40gb"]
+    words = [
+        FINETUNE,
+        *SMALL_LLAMA,
+        "--dataset",
+        str(text_file),
+        "--processes",
+        "2",
+        "--device",
+        "a100-40gb",
+    ]
     found = planned(capsys, *words)
     assert [way["name"] for way in found["ways"]] == ["DDP", "FSDP2", "TP 2"]
     whole, half = found["ways"][0]["bytes"], found["ways"][1]["bytes"]
@@ -100,7 +160,9 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
 
 
 @long_form
-def test_a_few_real_updates_correct_a_plan(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_real_updates_correct_a_plan(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = planned(
         capsys,
         GPT,
@@ -115,7 +177,9 @@ def test_a_few_real_updates_correct_a_plan(text_file: Path, capsys: pytest.Captu
         "2",
         "--calibrate",
     )
-    guessed = planned(capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2")
+    guessed = planned(
+        capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2"
+    )
     for measured_way, way in zip(found["ways"], guessed["ways"], strict=True):
         assert measured_way["bytes"] == way["bytes"]
         assert measured_way["step"]["compute"] != way["step"]["compute"] > 0
@@ -127,14 +191,19 @@ def test_a_few_real_updates_correct_a_plan(text_file: Path, capsys: pytest.Captu
         (["--processes", "16", "--device", "h100-80gb"], "--link 400Gbit"),
         (["--processes", "0"], "one or more"),
         (["--mfu", "2"], "is a share"),
-        (["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"], "does not divide"),
+        (
+            ["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"],
+            "does not divide",
+        ),
         (["--device", "abacus"], "abacus is not known"),
         (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
         (["--n_lyer", "2"], "did you mean --n_layer"),
         (["--processes", "3", "--device", "h100-80gb"], "does not divide among 3 groups"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", GPT, *TINY, *words])
     err = capsys.readouterr().err
@@ -153,7 +222,9 @@ def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: P
         subject_of(str(tmp_path / "other.py"), [], "no")
 
 
-@pytest.mark.parametrize("how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 4")])
+@pytest.mark.parametrize(
+    "how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 4")]
+)
 def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
     how: str, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
@@ -171,7 +242,9 @@ def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
         resident, seconds = found[world]["resident"] / 2**20, found[world]["seconds"]
         score(f"dry run: {how}: {world} processes: set up in {seconds:.2f} s, {resident:.0f} MiB")
     few, many = found[8], found[1024]
-    assert many["resident"] < 2 * few["resident"]  # what torch touches as it starts differs by a quarter
+    assert (
+        many["resident"] < 2 * few["resident"]
+    )  # what torch touches as it starts differs by a quarter
     if how == "DDP":
         assert (many["weights"], many["states"]) == (few["weights"], few["states"])
     else:

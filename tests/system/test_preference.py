@@ -24,7 +24,15 @@ from tests.launching import (
 )
 
 VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify"]
-COMPARED = ["--from_config", "llama", "--chat_template", "chatml", *SMALL_LLAMA, "--block_size", "64"]
+COMPARED = [
+    "--from_config",
+    "llama",
+    "--chat_template",
+    "chatml",
+    *SMALL_LLAMA,
+    "--block_size",
+    "64",
+]
 COMPARED += ["--learning_rate", "1e-2"]
 
 
@@ -43,8 +51,21 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("kto", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
     ],
 )
-def test_ragged_pairs_make_the_same_run_on_any_layout(loss: str, layouts: str, bits: list[str], pairs: Path) -> None:
-    command = [*VERIFY, "layout", "--layouts", layouts, "--steps", "3", PREFERENCE, "--loss_type", loss, *COMPARED]
+def test_ragged_pairs_make_the_same_run_on_any_layout(
+    loss: str, layouts: str, bits: list[str], pairs: Path
+) -> None:
+    command = [
+        *VERIFY,
+        "layout",
+        "--layouts",
+        layouts,
+        "--steps",
+        "3",
+        PREFERENCE,
+        "--loss_type",
+        loss,
+        *COMPARED,
+    ]
     ended = run([*command, *bits, "--dataset", str(pairs)], timeout=400).assert_ok()
     assert "passed: the same run" in ended.out
     if bits:
@@ -54,22 +75,56 @@ def test_ragged_pairs_make_the_same_run_on_any_layout(loss: str, layouts: str, b
 @long_form
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_a_killed_comparison_goes_on_in_the_same_bits(loss: str, pairs: Path) -> None:
-    command = [*VERIFY, "resume", "--steps", "30", "--layouts", "2", PREFERENCE, "--loss_type", loss, *COMPARED]
-    assert "passed: the same run" in run([*command, "--dataset", str(pairs)], timeout=400).assert_ok().out
+    command = [
+        *VERIFY,
+        "resume",
+        "--steps",
+        "30",
+        "--layouts",
+        "2",
+        PREFERENCE,
+        "--loss_type",
+        loss,
+        *COMPARED,
+    ]
+    assert (
+        "passed: the same run"
+        in run([*command, "--dataset", str(pairs)], timeout=400).assert_ok().out
+    )
 
 
 @pytest.mark.parametrize(
     ("bug", "loss", "says"),
     [
-        pytest.param("a mean of ranks' means of pairs", "sigmoid", "gradient norm differs by", marks=long_form),
-        pytest.param("a pair split over two processes", "sigmoid", "2x2x2: token counts differ by", marks=long_form),
-        pytest.param("a baseline of each process", "kto", "gradient norm differs by", marks=long_form),
+        pytest.param(
+            "a mean of ranks' means of pairs",
+            "sigmoid",
+            "gradient norm differs by",
+            marks=long_form,
+        ),
+        pytest.param(
+            "a pair split over two processes",
+            "sigmoid",
+            "2x2x2: token counts differ by",
+            marks=long_form,
+        ),
+        pytest.param(
+            "a baseline of each process", "kto", "gradient norm differs by", marks=long_form
+        ),
     ],
 )
 def test_a_planted_bug_of_pairs_fails_the_verification_which_names_it(
     bug: str, loss: str, says: str, pairs: Path
 ) -> None:
-    command = [*VERIFY, "layout", "--layouts", "1x1x8,2x2x2", "--steps", "3", "tests/system/planted.py"]
+    command = [
+        *VERIFY,
+        "layout",
+        "--layouts",
+        "1x1x8,2x2x2",
+        "--steps",
+        "3",
+        "tests/system/planted.py",
+    ]
     command += ["--loss_type", loss, *COMPARED, "--dataset", str(pairs)]
     ended = run(command, env={"PLANTED": bug}, timeout=200)
     assert ended.status == 1, ended.out + ended.err
@@ -87,14 +142,24 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
     capsys: pytest.CaptureFixture,
 ) -> None:
     chats = tmp_path / "chats.jsonl"
-    chats.write_text(pairs.read_text().replace('"chosen"', '"completion"').replace(', "rejected": ', ', "not": '))
+    chats.write_text(
+        pairs.read_text().replace('"chosen"', '"completion"').replace(', "rejected": ', ', "not": ')
+    )
     text = tmp_path / "text.txt"
     text.write_text("\n".join(re.findall(r'"[a-e]+"', pairs.read_text())) * 3)
     shape = ["--architecture", "lfm2", "--n_layer", "2", "--n_head", "2", "--n_embd", "64"]
     steps = {GPT: 20, FINETUNE: 40, PREFERENCE: 40}
     more = {
         GPT: ["--dataset", str(text), "--tokenizer", "byte", *shape],
-        FINETUNE: ["--dataset", str(chats), "--chat_template", "chatml", "--learning_rate", "3e-3", "--no_packing"],
+        FINETUNE: [
+            "--dataset",
+            str(chats),
+            "--chat_template",
+            "chatml",
+            "--learning_rate",
+            "3e-3",
+            "--no_packing",
+        ],
         PREFERENCE: [
             "--dataset",
             str(pairs),
@@ -108,16 +173,48 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
         ],
     }
     for before, recipe in zip((None, GPT, FINETUNE), steps, strict=True):
-        model = [] if before is None else ["--model_name_or_path", str(tmp_path / Path(before).stem / "model")]
-        flags = ["--block_size", "64", "--max_steps", str(steps[recipe]), "--eval_steps", "20", "--warmup_steps", "5"]
-        flags += ["--global_batch_size", "8", "--report_to", "none", "--output_dir", str(tmp_path / Path(recipe).stem)]
+        model = (
+            []
+            if before is None
+            else ["--model_name_or_path", str(tmp_path / Path(before).stem / "model")]
+        )
+        flags = [
+            "--block_size",
+            "64",
+            "--max_steps",
+            str(steps[recipe]),
+            "--eval_steps",
+            "20",
+            "--warmup_steps",
+            "5",
+        ]
+        flags += [
+            "--global_batch_size",
+            "8",
+            "--report_to",
+            "none",
+            "--output_dir",
+            str(tmp_path / Path(recipe).stem),
+        ]
         run([*PYTHON, recipe, *more[recipe], *model, *flags], timeout=280).assert_ok()
     right = series(tmp_path / "preference", "eval/rewards/accuracies")
     losses = series(tmp_path / "preference", "eval/loss")
-    score(f"preferences: held-out accuracy {right[0]:.2f} before, {right[40]:.2f} after {steps[PREFERENCE]} updates")
+    score(
+        f"preferences: held-out accuracy {right[0]:.2f} before, {right[40]:.2f} after {steps[PREFERENCE]} updates"
+    )
     assert right[40] > max(right[0], 0.7)
     assert losses[40] < losses[0] == pytest.approx(0.693147, abs=1e-5)
     assert read_json(tmp_path / "preference" / "run.json")["task"] == "preferences"
     monkeypatch.setattr("sys.stdin", io.StringIO("abce\n"))
-    main(["chat", str(tmp_path / "preference"), "--temperature", "0", "--max_new_tokens", "12", "--json"])
+    main(
+        [
+            "chat",
+            str(tmp_path / "preference"),
+            "--temperature",
+            "0",
+            "--max_new_tokens",
+            "12",
+            "--json",
+        ]
+    )
     assert json.loads(capsys.readouterr().out)["content"]

@@ -15,7 +15,9 @@ FLAGS = [*TINY, "--max_steps", "12", "--save_steps", "5", "--dropout", "0.1", "-
 
 
 def made(folder: Path, launcher: list[str], text_file: Path) -> Path:
-    run_forked([*launcher, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked(
+        [*launcher, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ).assert_ok()
     return folder
 
 
@@ -30,15 +32,21 @@ def again(capsys: pytest.CaptureFixture, folder: Path, step: int) -> dict:
     return json.loads(out)
 
 
-def assert_rows_are_those_of_the_update(found: dict, folder: Path, step: int, text_file: Path) -> None:
+def assert_rows_are_those_of_the_update(
+    found: dict, folder: Path, step: int, text_file: Path
+) -> None:
     line = next(line for line in metrics(folder) if line["step"] == step and "train/loss" in line)
     total = sum(row["loss"] * row["targets"] for row in found["rows"])
-    assert total / sum(row["targets"] for row in found["rows"]) == pytest.approx(line["train/loss"], rel=1e-5)
+    assert total / sum(row["targets"] for row in found["rows"]) == pytest.approx(
+        line["train/loss"], rel=1e-5
+    )
     ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert sorted(row["row"] for row in found["rows"]) == sorted(ledger[step - 1]["rows"])
     losses = [row["loss"] for row in found["rows"]]
     assert losses == sorted(losses, reverse=True)
-    assert sum(row["text"] in text_file.read_text() for row in found["rows"]) >= 7  # the first has a special token, too
+    assert (
+        sum(row["text"] in text_file.read_text() for row in found["rows"]) >= 7
+    )  # the first has a special token, too
 
 
 def test_an_update_with_dropout_is_made_again_to_the_last_bit_and_shown_by_rows(
@@ -71,7 +79,9 @@ def test_a_run_of_an_earlier_version_is_replayed_without_its_retired_flags_or_re
 
 
 @long_form
-def test_two_processes_make_their_update_again_to_the_last_bit(text_file: Path, tmp_path: Path, capsys) -> None:
+def test_two_processes_make_their_update_again_to_the_last_bit(
+    text_file: Path, tmp_path: Path, capsys
+) -> None:
     folder = made(tmp_path / "run", torchrun(2), text_file)
     found = again(capsys, folder, 11)
     assert (found["from"], found["same"]) == (10, True)
@@ -79,7 +89,9 @@ def test_two_processes_make_their_update_again_to_the_last_bit(text_file: Path, 
 
 
 @long_form
-def test_an_update_that_was_another_is_not_called_the_same(folder: Path, tmp_path: Path, capsys) -> None:
+def test_an_update_that_was_another_is_not_called_the_same(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
     lines = metrics(folder)
     for line in lines:
         if line["step"] == 3 and "train/grad_norm" in line:
@@ -93,7 +105,9 @@ def test_an_update_that_was_another_is_not_called_the_same(folder: Path, tmp_pat
     assert len(out.splitlines()) == 5
 
 
-def test_what_cannot_be_made_again_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+def test_what_cannot_be_made_again_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys
+) -> None:
     def told(*words: str) -> str:
         status, _, err = ended(capsys, "replay", str(folder), *words)
         assert (status, err.count("\n")) == (2, 1)

@@ -38,7 +38,9 @@ LONG = [*TINY, "--max_steps", "60", "--save_steps", "10", "--dropout", "0.1"]
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    run_forked([*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked(
+        [*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ).assert_ok()
     return folder
 
 
@@ -58,14 +60,18 @@ def interrupt(command: list[str], folder: Path, number: int, readings: int = 25)
 
 def assert_same_end(folder: Path, reference: Path) -> None:
     for name in ("model", "checkpoints/step-00000060/model"):
-        ours, theirs = (load_file(path / name / "model.safetensors") for path in (folder, reference))
+        ours, theirs = (
+            load_file(path / name / "model.safetensors") for path in (folder, reference)
+        )
         assert all((ours[key] == theirs[key]).all() for key in theirs)
     for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens"):
         assert series(folder, key) == series(reference, key)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=long_form), signal.SIGTERM])
-def test_one_process_ends_in_the_same_bits(number: int, text_file: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_one_process_ends_in_the_same_bits(
+    number: int, text_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     command = [*PYTHON, GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
     ended = interrupt(command, folder, number)
@@ -78,7 +84,10 @@ def test_one_process_ends_in_the_same_bits(number: int, text_file: Path, uninter
         assert stopped_at["state"] == "running"
     ended = run(command).assert_ok()
     assert "goes on from step" in ended.out
-    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [0, stopped_at["step"]]
+    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [
+        0,
+        stopped_at["step"],
+    ]
     assert_same_end(folder, uninterrupted)
 
 
@@ -92,7 +101,9 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(
     run_forked([*accelerate("cpu_ddp"), *flags]).assert_ok()
     assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [1, 2]
     assert series(folder, "tokens") == series(uninterrupted, "tokens")
-    assert series(folder, "train/loss") == pytest.approx(series(uninterrupted, "train/loss"), rel=1e-4)
+    assert series(folder, "train/loss") == pytest.approx(
+        series(uninterrupted, "train/loss"), rel=1e-4
+    )
 
 
 @long_form  # test_kills.py has a short one
@@ -106,8 +117,14 @@ def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
     interrupt([*torchrun(2), *flags, str(folder)], folder, signal.SIGTERM, 10)
     interrupt([*PYTHON, *flags, str(folder)], folder, signal.SIGKILL, 30)
     run_forked([*torchrun(last), *flags, str(folder)]).assert_ok()
-    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [2, 1, last]
-    ledger, expected = ((path / "rows.jsonl").read_text().splitlines() for path in (folder, straight))
+    assert [start["processes"] for start in read_json(folder / "run.json")["starts"]] == [
+        2,
+        1,
+        last,
+    ]
+    ledger, expected = (
+        (path / "rows.jsonl").read_text().splitlines() for path in (folder, straight)
+    )
     assert len(expected) == 60
     assert ledger == expected
     last = "checkpoints/step-00000060"
@@ -116,14 +133,24 @@ def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
 
 def test_four_processes_end_in_the_same_bits_once_their_buckets_are_settled(tmp_path: Path) -> None:
     """On two, a + b = b + a hides the difference. The whole run is test_verify.py's, in its long form."""
-    run_forked([*torchrun(4), "tests/system/resumed_ranks.py", str(tmp_path / "same.json")]).assert_ok()
+    run_forked(
+        [*torchrun(4), "tests/system/resumed_ranks.py", str(tmp_path / "same.json")]
+    ).assert_ok()
     assert read_json(tmp_path / "same.json") == {"settled": True, "not settled": False}
 
 
 @long_form
 def test_workers_do_not_outlive_a_launcher_that_is_killed(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*LONG, "--max_steps", "100000", "--dataset", str(text_file), "--output_dir", str(folder)]
+    flags = [
+        *LONG,
+        "--max_steps",
+        "100000",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(folder),
+    ]
     process = begin([*accelerate("cpu_ddp"), GPT, *flags])
     try:
         wait_for_readings(process, folder, 3)
@@ -144,7 +171,12 @@ def test_a_worker_whose_launcher_died_before_it_was_loaded_ends(tmp_path: Path) 
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     orphan = f"(echo $BASHPID > {tmp_path}/pid; sleep 1; exec {' '.join(PYTHON)} {GPT} --dataset README.md) &"
-    subprocess.run(["bash", "-c", orphan], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, check=True)
+    subprocess.run(
+        ["bash", "-c", orphan],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        check=True,
+    )
     time.sleep(0.3)
     worker = psutil.Process(int((tmp_path / "pid").read_text()))
     if worker.is_running() and worker.ppid() != 1:
@@ -157,7 +189,9 @@ def test_a_worker_whose_launcher_died_before_it_was_loaded_ends(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=long_form)])
-def test_a_signal_to_every_process_at_once_and_again_still_saves(number: int, text_file: Path, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_at_once_and_again_still_saves(
+    number: int, text_file: Path, tmp_path: Path
+) -> None:
     """As systemd, a batch system or a terminal's Ctrl-C send it: to the launcher and to the workers."""
     folder = tmp_path / "run"
     flags = [*LONG, "--max_steps", "100000", "--save_steps", "100000", "--dataset", str(text_file)]
@@ -180,7 +214,22 @@ def test_a_signal_to_every_process_at_once_and_again_still_saves(number: int, te
 def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning_rate(
     text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    flags = [*LONG, "--max_steps", "80", "--dataset", str(text_file), "--output_dir", str(tmp_path / "longer")]
-    ended = run_forked([*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]).assert_ok()
-    assert "changed   max_steps 60 -> 80; the learning rate goes from 0.000345 in update 60 to " in ended.out
-    assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(range(61, 81))
+    flags = [
+        *LONG,
+        "--max_steps",
+        "80",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "longer"),
+    ]
+    ended = run_forked(
+        [*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]
+    ).assert_ok()
+    assert (
+        "changed   max_steps 60 -> 80; the learning rate goes from 0.000345 in update 60 to "
+        in ended.out
+    )
+    assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(
+        range(61, 81)
+    )

@@ -41,7 +41,12 @@ LLAMA = {
     "num_attention_heads": 4,
     "vocab_size": 257,
 }
-LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 256, "eos_token_id": 256}
+LLAMA |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
 HEAD = """
 task: {name}
 dataset_path: json
@@ -76,14 +81,18 @@ def write_task(folder: Path, name: str, kind: str, count: int) -> None:
     ]
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "tasks").mkdir(exist_ok=True)
-    (folder / "tasks" / f"{name}.yaml").write_text(HEAD.format(name=name, data=folder / f"{name}.jsonl") + kind)
+    (folder / "tasks" / f"{name}.yaml").write_text(
+        HEAD.format(name=name, data=folder / f"{name}.jsonl") + kind
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> tuple[Path, Path]:
     """A run, and a folder with tasks: of 41 questions, of 41 texts, and of 800 questions."""
     folder = tmp_path_factory.mktemp("scores")
-    run_forked([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(folder / "run")]).assert_ok()
+    run_forked(
+        [*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(folder / "run")]
+    ).assert_ok()
     for name, kind, count in (("few", CHOICE, 41), ("whole", WHOLE, 41), ("many", CHOICE, 800)):
         write_task(folder, name, kind, count)
     return folder / "run", folder / "tasks"
@@ -91,7 +100,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> tuple[
 
 def scored(trained: tuple[Path, Path], *words: str, ranks: int = 1) -> list[str]:
     alone, together = [*PYTHON], accelerate("cpu_ddp", "--num_processes", str(ranks))
-    words = ("-m", "llmtrain", "eval", str(trained[0]), "--include_path", str(trained[1]), "--tasks", *words)
+    words = (
+        "-m",
+        "llmtrain",
+        "eval",
+        str(trained[0]),
+        "--include_path",
+        str(trained[1]),
+        "--tasks",
+        *words,
+    )
     return [*(alone if ranks == 1 else together), *words]
 
 
@@ -102,11 +120,17 @@ def by_hand(run_folder: Path, questions: Path) -> tuple[float, float]:
     def likelihood(before: list[int], after: list[int]) -> float:
         with torch.no_grad():
             logs = text.model(torch.tensor([before + after])).logits[0].log_softmax(-1)
-        return sum(float(logs[at - 1, (before + after)[at]]) for at in range(len(before), len(before + after)))
+        return sum(
+            float(logs[at - 1, (before + after)[at]])
+            for at in range(len(before), len(before + after))
+        )
 
     for line in map(json.loads, questions.read_text().splitlines()):
         asked = text.tokenizer(line["question"])["input_ids"]
-        wholes = [text.tokenizer(f"{line['question']} {choice}")["input_ids"] for choice in line["choices"]]
+        wholes = [
+            text.tokenizer(f"{line['question']} {choice}")["input_ids"]
+            for choice in line["choices"]
+        ]
         found = [likelihood(asked, whole[len(asked) :]) for whole in wholes]
         right.append(found.index(max(found)) == line["answer"])
         bits -= likelihood([text.tokenizer.bos_token_id], asked) / math.log(2)
@@ -122,7 +146,9 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
     for ranks in (1, 2):
         ended = run(scored(trained, "few", "whole", "--json", ranks=ranks), timeout=180).assert_ok()
         found = {line["task"]: line for line in json.loads(ended.out)}
-        asked = re.findall(r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err)  # by the first rank
+        asked = re.findall(
+            r"Running loglikelihood requests: +0%.* 0/(\d+)", ended.err
+        )  # by the first rank
         assert str(3 * -(-41 // ranks)) in asked
         assert found["few"]["value"] == pytest.approx(share)
         assert found["whole"]["value"] == pytest.approx(expected, rel=1e-5)
@@ -131,9 +157,13 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
     assert bits == expected
     history = History.of(trained[0])
     assert [one["step"] for one in history.scores] == [6] * 4
-    cells = re.findall(r"<td>few</td><td>acc</td><td class=\"number\">([\d.]+)</td>", html([history]))
+    cells = re.findall(
+        r"<td>few</td><td>acc</td><td class=\"number\">([\d.]+)</td>", html([history])
+    )
     assert cells == [f"{share:.4f}"] * 2
-    torn = history._replace(scores=[{"step": 6}, {**history.scores[0], "value": None, "stderr": None}])
+    torn = history._replace(
+        scores=[{"step": 6}, {**history.scores[0], "value": None, "stderr": None}]
+    )
     assert "<td>few</td>" in html([torn])
 
 
@@ -142,8 +172,17 @@ def test_an_adapter_is_scored_with_its_base(trained, tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=True)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64).save_pretrained(tmp_path / "base")
-    flags = ["--model_name_or_path", str(tmp_path / "base"), "--chat_template", "chatml", "--dataset", str(chats)]
+    tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64).save_pretrained(
+        tmp_path / "base"
+    )
+    flags = [
+        "--model_name_or_path",
+        str(tmp_path / "base"),
+        "--chat_template",
+        "chatml",
+        "--dataset",
+        str(chats),
+    ]
     flags += ["--lora_r", "4", "--learning_rate", "0.05", "--block_size", "64", *TINY[10:]]
     run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
     _, expected = by_hand(tmp_path / "run", trained[0].parent / "whole.jsonl")
@@ -163,7 +202,10 @@ def kept(folder: Path) -> int:
 
 @pytest.mark.timeout(400)
 def test_an_evaluation_that_is_killed_asks_only_what_is_missing(trained, tmp_path: Path) -> None:
-    answers, own = tmp_path / "answers", {"LLMTRAIN_CACHE": str(tmp_path)}  # others end in errors and leave theirs
+    answers, own = (
+        tmp_path / "answers",
+        {"LLMTRAIN_CACHE": str(tmp_path)},
+    )  # others end in errors and leave theirs
     process = begin(scored(trained, "many", "--batch_size", "1"), own)
     until = time.monotonic() + 120
     while kept(answers) < 100:

@@ -46,18 +46,57 @@ LAUNCHERS = {
     "PP 2": accelerate("cpu_ddp"),
     "PP 2 x DP 2": accelerate("cpu_ddp", "--num_processes", "4"),
 }
-TABLE = [f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)]
-MORE = ["gpt-each/4", "gpt-muon/1", "base-full/1", "base-dora/1", "tied-lora-grown/1", "base-dora-grown/1"]
-MORE += ["tied-full-again/4", "gpt2base-dora/1", "mixtral/1", "base_of_experts-lora/1", "lfm2/4", "lfm2-muon/1"]
-SHORT = {"FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]}
+TABLE = [
+    f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)
+]
+MORE = [
+    "gpt-each/4",
+    "gpt-muon/1",
+    "base-full/1",
+    "base-dora/1",
+    "tied-lora-grown/1",
+    "base-dora-grown/1",
+]
+MORE += [
+    "tied-full-again/4",
+    "gpt2base-dora/1",
+    "mixtral/1",
+    "base_of_experts-lora/1",
+    "lfm2/4",
+    "lfm2-muon/1",
+]
+SHORT = {
+    "FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]
+}
 SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "lfm2-muon/1"]
-CUT = ["qwen3/1", "phi3/1", "gpt_neox/1"]  # with norms inside of heads; with outputs that are joined; with fused heads
-TENSOR = ["gpt/1", "gpt/4", "llama/1", "llama/4", "gpt-muon/1", "gpt-each/4", "tied-full-again/4", "lfm2/4", *CUT]
+CUT = [
+    "qwen3/1",
+    "phi3/1",
+    "gpt_neox/1",
+]  # with norms inside of heads; with outputs that are joined; with fused heads
+TENSOR = [
+    "gpt/1",
+    "gpt/4",
+    "llama/1",
+    "llama/4",
+    "gpt-muon/1",
+    "gpt-each/4",
+    "tied-full-again/4",
+    "lfm2/4",
+    *CUT,
+]
 TENSOR += ["lfm2-muon/1"]
-SHORT |= {"TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "lfm2/4"]}
+SHORT |= {
+    "TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "lfm2/4"]
+}
 SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
-PIPELINE = ["gpt/1", "gpt/4", "gpt-muon/1", "lfm2/4"]  # with fewer micro-batches than stages, and with more
+PIPELINE = [
+    "gpt/1",
+    "gpt/4",
+    "gpt-muon/1",
+    "lfm2/4",
+]  # with fewer micro-batches than stages, and with more
 UPDATES = 10 if LONG_FORM else 3
 
 
@@ -66,7 +105,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders as others publish them, in several files."""
     folder = tmp_path_factory.mktemp("bases")
     ends = {"bos_token_id": 256, "eos_token_id": 256, "vocab_size": 257}
-    llama = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    llama = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+    }
     llama |= {"num_key_value_heads": 2, "max_position_embeddings": 64, **ends}
     gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, **ends}
     gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -78,7 +122,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **sizes)
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="100KB")
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            folder / name, max_shard_size="100KB"
+        )
     return folder
 
 
@@ -90,7 +136,9 @@ def found(bases: Path, shared_folder: Path) -> Callable[[str], dict[str, Any]]:
 
     def find(name: str) -> dict[str, Any]:
         if name not in known:
-            cases = {"o": [*TABLE, *MORE, *CUT], "T": TENSOR, "P": PIPELINE}.get(name[0], [*TABLE, *MORE])
+            cases = {"o": [*TABLE, *MORE, *CUT], "T": TENSOR, "P": PIPELINE}.get(
+                name[0], [*TABLE, *MORE]
+            )
             if name == "FSDP2 2 x TP 2":
                 cases = TENSOR
             if not LONG_FORM and name[0] != "P":
@@ -105,7 +153,9 @@ def found(bases: Path, shared_folder: Path) -> Callable[[str], dict[str, Any]]:
             for case, readings in known[name].items():
                 readings["folder"] = place / case.replace("/", "-")
                 tensors = dict(read_tensors(readings["folder"]))
-                readings["weights"] = torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+                readings["weights"] = torch.cat(
+                    [tensors[name].double().flatten() for name in sorted(tensors)]
+                )
         return known[name]
 
     return find
@@ -115,7 +165,9 @@ def apart(readings: dict[str, Any], reference: dict[str, Any]) -> dict[str, floa
     """Largest relative deviations."""
     pairs = {key: zip(readings[key], reference[key], strict=True) for key in ("losses", "norms")}
     weights = (readings["weights"] - reference["weights"]).norm() / reference["weights"].norm()
-    return {key: max(abs(a / b - 1) for a, b in both) for key, both in pairs.items()} | {"weights": float(weights)}
+    return {key: max(abs(a / b - 1) for a, b in both) for key, both in pairs.items()} | {
+        "weights": float(weights)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +179,21 @@ def offloading(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @long_form
-def test_parts_that_live_on_the_host_are_trained_alike(offloading: Path, bases: Path, tmp_path: Path, found) -> None:
-    command = [str(BIN / "accelerate"), "launch", "--config_file", str(offloading), *FLOAT32, SCRIPT, str(bases)]
-    run_forked([*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]).assert_ok()
+def test_parts_that_live_on_the_host_are_trained_alike(
+    offloading: Path, bases: Path, tmp_path: Path, found
+) -> None:
+    command = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        str(offloading),
+        *FLOAT32,
+        SCRIPT,
+        str(bases),
+    ]
+    run_forked(
+        [*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]
+    ).assert_ok()
     for case, readings in read_json(tmp_path / "found" / "found.json").items():
         assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
@@ -141,10 +205,15 @@ LAYOUTS += [pytest.param(name, marks=long_form) for name in OTHERS]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_makes_the_updates_of_one_process(name: str, found, score: Callable[[str], None]) -> None:
+def test_every_layout_makes_the_updates_of_one_process(
+    name: str, found, score: Callable[[str], None]
+) -> None:
     for case, readings in found(name).items():
         difference = apart(readings, found("one process")[case])
-        score(f"sharding: {name}: {case}: " + ", ".join(f"{key} {value:.1e}" for key, value in difference.items()))
+        score(
+            f"sharding: {name}: {case}: "
+            + ", ".join(f"{key} {value:.1e}" for key, value in difference.items())
+        )
         assert difference["losses"] < 1e-5, case
         assert difference["norms"] < 1e-4, case
         assert difference["weights"] < 1e-4, case
@@ -155,15 +224,24 @@ def test_every_layout_makes_the_updates_of_one_process(name: str, found, score: 
 def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found) -> None:
     for case, readings in found("FSDP2 2").items():
         assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
-        assert readings["same_parameters"], f"{case}: the optimizer has other parameters than the model"
+        assert readings["same_parameters"], (
+            f"{case}: the optimizer has other parameters than the model"
+        )
         tied = case.startswith(("tied", "gpt2base"))
         blocks, ends = 2, 0 if case.startswith(("gpt-", "gpt/", "lfm2")) else 1 if tied else 2
         assert readings["units"] == blocks + ends + 1, case
         assert readings.get("tied", False) is tied, case
     assert found("one process")["llama/1"]["units"] == 0
-    for name, share in (("TP 2", 0.5), ("FSDP2 2 x TP 2", 0.25), *((("HSDP 2x2", 0.5),) if LONG_FORM else ())):
+    for name, share in (
+        ("TP 2", 0.5),
+        ("FSDP2 2 x TP 2", 0.25),
+        *((("HSDP 2x2", 0.5),) if LONG_FORM else ()),
+    ):
         for case, readings in found(name).items():
-            assert math.isclose(readings["held"] / readings["all"], share, abs_tol=0.03), (name, case)
+            assert math.isclose(readings["held"] / readings["all"], share, abs_tol=0.03), (
+                name,
+                case,
+            )
             assert readings["same_parameters"], (name, case)
 
 
@@ -175,9 +253,14 @@ def test_what_a_sharded_model_leaves_is_what_others_load(case: str, found) -> No
         assert files == {"adapter_model.safetensors"}
         return
     assert files == {f"model-0000{part}-of-00002.safetensors" for part in (1, 2)}
-    model, about = AutoModelForCausalLM.from_pretrained(readings["folder"], output_loading_info=True)
+    model, about = AutoModelForCausalLM.from_pretrained(
+        readings["folder"], output_loading_info=True
+    )
     assert not any(about.values()), about
-    assert sum(tensor.numel() for _, tensor in read_tensors(readings["folder"])) == model.num_parameters()
+    assert (
+        sum(tensor.numel() for _, tensor in read_tensors(readings["folder"]))
+        == model.num_parameters()
+    )
 
 
 def test_gradients_are_reduced_once_an_update_or_in_each_micro_batch_where_asked(found) -> None:
@@ -200,7 +283,9 @@ def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> 
             for name in ("model/model", "optimizer/state")
             for part in (1, 2)
         ]
-        assert "No space left on device" in seen["full"]  # on both, though it was one of them that failed
+        assert (
+            "No space left on device" in seen["full"]
+        )  # on both, though it was one of them that failed
         assert "older checkpoints are untouched" in seen["full"]
         assert seen["left"] == ["step-00000001", "step-00000002"]
         assert seen["one disk"]
@@ -208,7 +293,16 @@ def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> 
 
 
 HALF, WHOLE = (30, 60) if LONG_FORM else (8, 16)
-LONG = [*TINY, "--max_steps", str(WHOLE), "--save_steps", str(HALF), "--dropout", "0.1", "--log_rows"]
+LONG = [
+    *TINY,
+    "--max_steps",
+    str(WHOLE),
+    "--save_steps",
+    str(HALF),
+    "--dropout",
+    "0.1",
+    "--log_rows",
+]
 LONG += ["--eval_steps", str(HALF)]
 WRITING = ["--sample_prompts", "The"]
 
@@ -216,19 +310,27 @@ WRITING = ["--sample_prompts", "The"]
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    run_forked([*PYTHON, GPT, *LONG, *WRITING, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    run_forked(
+        [*PYTHON, GPT, *LONG, *WRITING, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ).assert_ok()
     return folder
 
 
 def assert_went_on(folder: Path, reference: Path, first: int) -> float:
     """From update ``first`` on the rows and the losses are those of another run; the largest difference of a loss."""
-    ledger, expected = ((path / "rows.jsonl").read_text().splitlines() for path in (folder, reference))
+    ledger, expected = (
+        (path / "rows.jsonl").read_text().splitlines() for path in (folder, reference)
+    )
     assert ledger == expected[first - 1 :]
     losses, others = series(folder, "train/loss"), series(reference, "train/loss")
-    assert losses == pytest.approx({step: loss for step, loss in others.items() if step >= first}, rel=1e-5)
+    assert losses == pytest.approx(
+        {step: loss for step, loss in others.items() if step >= first}, rel=1e-5
+    )
     weights, expected = (series(path, "train/weight_norm") for path in (folder, reference))
     assert weights == pytest.approx({step: expected[step] for step in weights}, rel=1e-5)
-    read, batches = ({line["step"]: line.get("batch") for line in metrics(path)} for path in (folder, reference))
+    read, batches = (
+        {line["step"]: line.get("batch") for line in metrics(path)} for path in (folder, reference)
+    )
     assert read == {step: batches[step] for step in read}
     last = folder / "checkpoints" / f"step-{WHOLE:08d}"
     assert find_fault(last) is None
@@ -237,11 +339,21 @@ def assert_went_on(folder: Path, reference: Path, first: int) -> float:
     return max(abs(loss / others[step] - 1) for step, loss in losses.items())
 
 
-@pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", "PP 2", pytest.param("TP 2 x DP 2", marks=long_form)])
+@pytest.mark.parametrize(
+    "layout", ["FSDP2 2", "TP 2", "PP 2", pytest.param("TP 2 x DP 2", marks=long_form)]
+)
 def test_a_run_goes_on_where_its_model_is_sharded(
     layout: str, text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run"), "--async_save"]
+    flags = [
+        GPT,
+        *LONG,
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--async_save",
+    ]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / f"step-{HALF:08d}")]
     begun += ["--pipeline_stages", "2"] if layout.startswith("PP") else WRITING
     run_forked([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
@@ -260,37 +372,87 @@ def test_a_run_goes_on_where_its_model_is_sharded(
 def test_a_run_goes_on_under_any_layout(
     text_file: Path, uninterrupted: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    folder, layouts = tmp_path / "run", ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "one process", "PP 2", "FSDP2 2")
+    folder, layouts = (
+        tmp_path / "run",
+        ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "one process", "PP 2", "FSDP2 2"),
+    )
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
-    commands = [[*LAUNCHERS[name], *flags, "--pipeline_stages", "2" if name == "PP 2" else "1"] for name in layouts]
+    commands = [
+        [*LAUNCHERS[name], *flags, "--pipeline_stages", "2" if name == "PP 2" else "1"]
+        for name in layouts
+    ]
     for place, command in enumerate(commands[:-1]):
         interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
     run_forked(commands[-1]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
-    assert [start["sharded"] for start in starts] == ["1x4", None, "2x1x2", None, "1x1 in 2 stages", "1x2"]
+    assert [start["sharded"] for start in starts] == [
+        "1x4",
+        None,
+        "2x1x2",
+        None,
+        "1x1 in 2 stages",
+        "1x2",
+    ]
     assert all(start["step"] > 0 for start in starts[1:])
     worst = assert_went_on(folder, uninterrupted, 1)
     score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")
 
 
 @pytest.mark.parametrize("recipe", [GPT, FINETUNE])
-def test_the_shipped_config_shards_in_bfloat16(recipe: str, text_file: Path, bases: Path, tmp_path: Path) -> None:
+def test_the_shipped_config_shards_in_bfloat16(
+    recipe: str, text_file: Path, bases: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     flags = [*TINY, "--max_steps", "2"]
     if recipe == FINETUNE:
-        flags = ["--model_name_or_path", str(bases / "tied"), "--block_size", "32", *TINY[10:], "--max_steps", "2"]
-        flags += ["--lora_r", "4", "--tokenizer", "byte", "--eval_fraction", "0.1", "--gradient_checkpointing"]
-    command = [*accelerate("fsdp2"), recipe, *flags, "--dataset", str(text_file), "--output_dir", str(folder)]
+        flags = [
+            "--model_name_or_path",
+            str(bases / "tied"),
+            "--block_size",
+            "32",
+            *TINY[10:],
+            "--max_steps",
+            "2",
+        ]
+        flags += [
+            "--lora_r",
+            "4",
+            "--tokenizer",
+            "byte",
+            "--eval_fraction",
+            "0.1",
+            "--gradient_checkpointing",
+        ]
+    command = [
+        *accelerate("fsdp2"),
+        recipe,
+        *flags,
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(folder),
+    ]
     ended = run_forked(command).assert_ok()
-    blocks, ends = 2 * 2, 1 if recipe == GPT else 2  # a block and its norms; what is left; and the shared matrix
+    blocks, ends = (
+        2 * 2,
+        1 if recipe == GPT else 2,
+    )  # a block and its norms; what is left; and the shared matrix
     assert f"FSDP2 over 2 processes in {blocks + ends} units" in ended.out
     start = read_json(folder / "run.json")["starts"][0]
     assert start["processes"] == 2
     assert start["sharded"] == "1x2"
     assert start["mixed_precision"] == "bf16"
     losses = series(folder, "train/loss")
-    assert any(loss != float(torch.tensor(loss).bfloat16()) for loss in losses.values())  # nothing has rounded it
+    assert any(
+        loss != float(torch.tensor(loss).bfloat16()) for loss in losses.values()
+    )  # nothing has rounded it
     if recipe == GPT and LONG_FORM:
-        alone = [*accelerate("cpu", "--mixed_precision", "bf16"), recipe, *flags, "--dataset", str(text_file)]
+        alone = [
+            *accelerate("cpu", "--mixed_precision", "bf16"),
+            recipe,
+            *flags,
+            "--dataset",
+            str(text_file),
+        ]
         run([*alone, "--output_dir", str(tmp_path / "alone")]).assert_ok()
         assert losses == pytest.approx(series(tmp_path / "alone", "train/loss"), rel=2e-3)

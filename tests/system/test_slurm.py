@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, ROOT, TINY, begin, long_form, read_json, run, wait, wait_for_readings
+from tests.launching import (
+    BIN,
+    ROOT,
+    TINY,
+    begin,
+    long_form,
+    read_json,
+    run,
+    wait,
+    wait_for_readings,
+)
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -33,14 +43,25 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{BIN}:/usr/bin:/bin"
-    return {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_JOB_ID": "4321", "PATH": path}
+    return {
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "machine[1-2]",
+        "SLURM_JOB_ID": "4321",
+        "PATH": path,
+    }
 
 
 @long_form
 def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     slurm: dict[str, str], text_file: Path, tmp_path: Path
 ) -> None:
-    command = ["bash", "-c", f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm", "batch", *TINY]
+    command = [
+        "bash",
+        "-c",
+        f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm",
+        "batch",
+        *TINY,
+    ]
     command += ["--dataset", str(text_file), "--max_steps", "40", "--save_steps", "40"]
     for name in ("recipes", "accelerate_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -57,7 +78,10 @@ def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
     ended = run(command, env=slurm).assert_ok()
     assert "requeued" not in ended.out
-    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [0, status["step"]]
+    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [
+        0,
+        status["step"],
+    ]
     assert read_json(folder / "status.json")["state"] == "finished"
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, torchrun, write_chats
+from tests.launching import (
+    FINETUNE,
+    GPT,
+    PYTHON,
+    SMALL_LLAMA,
+    TINY,
+    accelerate,
+    torchrun,
+    write_chats,
+)
 
 UPDATES = 5
 FLAGS = ["--max_steps", "6", "--logging_steps", "100", "--eval_steps", "0", "--save_steps", "100"]
@@ -31,12 +40,23 @@ COMPILED = {
 }
 
 
-def updates_of(launcher: list[str], recipe: str, flags: list[str], tmp_path: Path, text_file: Path) -> list[dict]:
+def updates_of(
+    launcher: list[str], recipe: str, flags: list[str], tmp_path: Path, text_file: Path
+) -> list[dict]:
     """What syncs_ranks.py has found in each update but the first and the last, which get ready, and save."""
     data = text_file if recipe == GPT else write_chats(tmp_path / "chats.jsonl")
     flags = [*flags, *FLAGS, "--dataset", str(data)]
     if "--lora_r" in flags:
-        base = [*LLAMA[1:], *FLAGS, "--max_steps", "1", "--dataset", str(data), "--output_dir", str(tmp_path / "base")]
+        base = [
+            *LLAMA[1:],
+            *FLAGS,
+            "--max_steps",
+            "1",
+            "--dataset",
+            str(data),
+            "--output_dir",
+            str(tmp_path / "base"),
+        ]
         run_forked([*PYTHON, FINETUNE, *base]).assert_ok()
         flags += ["--model_name_or_path", str(tmp_path / "base" / "model")]
     found = tmp_path / "found.json"
@@ -57,8 +77,12 @@ def test_an_update_waits_once(run: str, tmp_path: Path, text_file: Path) -> None
 
 
 @pytest.mark.parametrize("run", COMPILED)
-def test_nothing_is_compiled_after_the_first_update(run: str, tmp_path: Path, text_file: Path) -> None:
+def test_nothing_is_compiled_after_the_first_update(
+    run: str, tmp_path: Path, text_file: Path
+) -> None:
     launcher, (recipe, *flags) = COMPILED[run]
-    updates = updates_of(launcher, recipe, [*flags, "--torch_compile", "always"], tmp_path, text_file)
+    updates = updates_of(
+        launcher, recipe, [*flags, "--torch_compile", "always"], tmp_path, text_file
+    )
     kinds = 2 if recipe == GPT else 1  # of blocks
     assert [update["graphs"] for update in updates] == [kinds] * (UPDATES - 1)

@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import BIN, FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, long_form, read_json, run, torchrun, write_text
+from tests.launching import (
+    BIN,
+    FINETUNE,
+    GPT,
+    ROOT,
+    SMALL_LLAMA,
+    TINY,
+    long_form,
+    read_json,
+    run,
+    torchrun,
+    write_text,
+)
 
 VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify", "layout"]
 
@@ -29,9 +41,31 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
     ("others", "architecture"),
     [("2", "lfm2"), *(pytest.param("2,4,8", which, marks=long_form) for which in ("gpt2", "lfm2"))],
 )
-def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, architecture: str, text_file: Path) -> None:
-    flags = [*TINY, "--per_device_train_batch_size", "1", "--dropout", "0.2", "--bitwise", "--dataset", str(text_file)]
-    command = [*VERIFY, "--layouts", others, "--steps", "3", "--json", GPT, *flags, "--architecture", architecture]
+def test_the_same_bits_on_any_number_of_processes_with_dropout(
+    others: str, architecture: str, text_file: Path
+) -> None:
+    flags = [
+        *TINY,
+        "--per_device_train_batch_size",
+        "1",
+        "--dropout",
+        "0.2",
+        "--bitwise",
+        "--dataset",
+        str(text_file),
+    ]
+    command = [
+        *VERIFY,
+        "--layouts",
+        others,
+        "--steps",
+        "3",
+        "--json",
+        GPT,
+        *flags,
+        "--architecture",
+        architecture,
+    ]
     ended = run(command, timeout=600).assert_ok()
     found = json.loads(ended.out)
     assert (found["same"], found["failures"]) == (True, [])
@@ -42,8 +76,20 @@ def test_the_same_bits_on_any_number_of_processes_with_dropout(others: str, arch
 
 @long_form
 def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_text(text_file: Path) -> None:
-    command = [*VERIFY, "--layouts", "2,4,8", "--steps", "4", FINETUNE, *SMALL_LLAMA, "--dataset", str(text_file)]
-    ended = run([*command, "--bitwise", "--per_device_train_batch_size", "1"], timeout=600).assert_ok()
+    command = [
+        *VERIFY,
+        "--layouts",
+        "2,4,8",
+        "--steps",
+        "4",
+        FINETUNE,
+        *SMALL_LLAMA,
+        "--dataset",
+        str(text_file),
+    ]
+    ended = run(
+        [*command, "--bitwise", "--per_device_train_batch_size", "1"], timeout=600
+    ).assert_ok()
     assert "passed: the same run" in ended.out
     assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
 
@@ -59,8 +105,18 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
     dynamo = "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
     plain = "mixed_precision: 'no'"
     assert plain in config
-    (tmp_path / "config.yaml").write_text(config + dynamo if change == "dynamo" else config.replace(plain, change))
-    command = [*VERIFY, "--config_file", str(tmp_path / "config.yaml"), "--layouts", "1x4x2,2x2x2", "--steps", "4"]
+    (tmp_path / "config.yaml").write_text(
+        config + dynamo if change == "dynamo" else config.replace(plain, change)
+    )
+    command = [
+        *VERIFY,
+        "--config_file",
+        str(tmp_path / "config.yaml"),
+        "--layouts",
+        "1x4x2,2x2x2",
+        "--steps",
+        "4",
+    ]
     ended = run([*command, GPT, *TINY, "--dataset", str(text_file)], timeout=230).assert_ok()
     _, rows, *_, weights, _ = ended.out.splitlines()[2].split()
     assert rows == "same"
@@ -68,12 +124,17 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
 
 
 @long_form
-def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_its_mending(text_file: Path) -> None:
+def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_its_mending(
+    text_file: Path,
+) -> None:
     resume = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts"]
     wide = [*TINY, "--n_embd", "128", "--dataset", str(text_file)]  # more than one bucket
     ended = run([*resume, "4", GPT, *wide]).assert_ok()
     assert "passed: the same run" in ended.out
-    ended = run([*resume, "4", "tests/system/planted.py", *wide], env={"PLANTED": "buckets that are not settled"})
+    ended = run(
+        [*resume, "4", "tests/system/planted.py", *wide],
+        env={"PLANTED": "buckets that are not settled"},
+    )
     assert ended.status == 1
     assert "killed, resumed: other bits of weights or optimizer" in ended.out
 
@@ -81,7 +142,18 @@ def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_
 @long_form
 @pytest.mark.parametrize("layout", ["1", "2"])
 def test_a_killed_run_of_lfm2_goes_on_in_the_same_bits(layout: str, text_file: Path) -> None:
-    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", layout, GPT, *TINY, "--architecture", "lfm2"]
+    command = [
+        *VERIFY[:-1],
+        "resume",
+        "--steps",
+        "60",
+        "--layouts",
+        layout,
+        GPT,
+        *TINY,
+        "--architecture",
+        "lfm2",
+    ]
     assert "passed: the same run" in run([*command, "--dataset", str(text_file)]).assert_ok().out
 
 
@@ -89,12 +161,25 @@ def test_a_killed_run_of_lfm2_goes_on_in_the_same_bits(layout: str, text_file: P
 def test_a_killed_llama_with_dropout_goes_on_in_the_same_bits(text_file: Path) -> None:
     command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", "1", FINETUNE, *SMALL_LLAMA]
     dropout = ["--config_overrides", f"{SMALL_LLAMA[1]},attention_dropout=0.1"]
-    assert "passed: the same run" in run([*command, *dropout, "--dataset", str(text_file)]).assert_ok().out
+    assert (
+        "passed: the same run"
+        in run([*command, *dropout, "--dataset", str(text_file)]).assert_ok().out
+    )
 
 
 @long_form
 def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
-    command = [*VERIFY, "--layouts", "1x4x2,1x1x8", "--steps", "4", GPT, *TINY, "--dataset", str(text_file)]
+    command = [
+        *VERIFY,
+        "--layouts",
+        "1x4x2,1x1x8",
+        "--steps",
+        "4",
+        GPT,
+        *TINY,
+        "--dataset",
+        str(text_file),
+    ]
     assert "passed: the same run" in run(command).assert_ok().out
 
 
@@ -102,18 +187,34 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
     ("bug", "says"),
     [
         pytest.param("a mean of means", "2 processes: gradient norm differs by", marks=long_form),
-        pytest.param("a forgotten data-parallel factor", "2 processes: gradient norm differs by", marks=long_form),
         pytest.param(
-            "a missing sync", "2 processes: replicas drifted: model.embed_tokens.weight of rank 1", marks=long_form
+            "a forgotten data-parallel factor",
+            "2 processes: gradient norm differs by",
+            marks=long_form,
         ),
         pytest.param(
-            "a sync in every micro-batch", "2 processes: gradients are reduced 2 times an update", marks=long_form
+            "a missing sync",
+            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
+            marks=long_form,
         ),
-        pytest.param("a scheduler stepped per rank", "2 processes: learning rate differs by", marks=long_form),
         pytest.param(
-            "unshifted token counts", "264 tokens are counted up to step 1; its rows hold 256", marks=long_form
+            "a sync in every micro-batch",
+            "2 processes: gradients are reduced 2 times an update",
+            marks=long_form,
         ),
-        pytest.param("a rank reading another's rows", "2 processes: other rows from step 2 on", marks=long_form),
+        pytest.param(
+            "a scheduler stepped per rank", "2 processes: learning rate differs by", marks=long_form
+        ),
+        pytest.param(
+            "unshifted token counts",
+            "264 tokens are counted up to step 1; its rows hold 256",
+            marks=long_form,
+        ),
+        pytest.param(
+            "a rank reading another's rows",
+            "2 processes: other rows from step 2 on",
+            marks=long_form,
+        ),
         pytest.param(
             "one weight perturbed on rank 1",
             "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
@@ -121,10 +222,17 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         ),
     ],
 )
-def test_a_planted_bug_fails_the_verification_which_names_it(bug: str, says: str, tmp_path: Path) -> None:
-    short = write_text(tmp_path / "text.txt", sentences=12)  # 17 rows: the third batch is one row and padding
+def test_a_planted_bug_fails_the_verification_which_names_it(
+    bug: str, says: str, tmp_path: Path
+) -> None:
+    short = write_text(
+        tmp_path / "text.txt", sentences=12
+    )  # 17 rows: the third batch is one row and padding
     flags = [*TINY, "--dataset", str(short)]
-    ended = run([*VERIFY, "--layouts", "2", "--steps", "3", "tests/system/planted.py", *flags], env={"PLANTED": bug})
+    ended = run(
+        [*VERIFY, "--layouts", "2", "--steps", "3", "tests/system/planted.py", *flags],
+        env={"PLANTED": bug},
+    )
     assert ended.status == 1, ended.out + ended.err
     assert says in ended.out
     assert ended.out.splitlines()[-1] == "FAILED: not the same run"
@@ -137,7 +245,10 @@ def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
         (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
         (["--config_file", "README.md", GPT], "README.md is no accelerate config"),
         (["--layouts", "2x2x2", GPT], "name two of them or more"),
-        (["--config_file", "accelerate_configs/cpu.yaml", GPT], "starts one process, distributed_type being NO"),
+        (
+            ["--config_file", "accelerate_configs/cpu.yaml", GPT],
+            "starts one process, distributed_type being NO",
+        ),
         (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
         ([GPT, *TINY, "--n_head", "3", "--dataset", str(text_file)], "--n_head 3 does not divide"),
     ):

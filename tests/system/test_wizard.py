@@ -47,18 +47,56 @@ def answer(config: Path, machine: str, processes: int) -> None:
 
 
 @long_form
-def test_the_wizards_file_for_one_cpu_process_starts_the_recipe(text_file: Path, tmp_path: Path) -> None:
+def test_the_wizards_file_for_one_cpu_process_starts_the_recipe(
+    text_file: Path, tmp_path: Path
+) -> None:
     answer(tmp_path / "wizard.yaml", "No distributed training", 1)
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    run([str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "wizard.yaml"), GPT, *flags]).assert_ok()
+    flags = [
+        *TINY,
+        "--max_steps",
+        "2",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    run(
+        [
+            str(BIN / "accelerate"),
+            "launch",
+            "--config_file",
+            str(tmp_path / "wizard.yaml"),
+            GPT,
+            *flags,
+        ]
+    ).assert_ok()
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
 
 
 @long_form
-def test_where_the_wizards_file_leads_into_a_trap_the_guard_prints_what_works(text_file: Path, tmp_path: Path) -> None:
+def test_where_the_wizards_file_leads_into_a_trap_the_guard_prints_what_works(
+    text_file: Path, tmp_path: Path
+) -> None:
     answer(tmp_path / "wizard.yaml", "multi-CPU", 2)
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    ended = run([str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "wizard.yaml"), GPT, *flags])
+    flags = [
+        *TINY,
+        "--max_steps",
+        "2",
+        "--dataset",
+        str(text_file),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    ended = run(
+        [
+            str(BIN / "accelerate"),
+            "launch",
+            "--config_file",
+            str(tmp_path / "wizard.yaml"),
+            GPT,
+            *flags,
+        ]
+    )
     assert ended.status != 0
     (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert "2 processes were asked for and accelerate started one" in line

@@ -11,15 +11,44 @@ from tests.forked import run_forked
 from tests.launching import BIN, GPT, TINY, long_form, metrics, run, torchrun
 from tests.test_cli import ended
 
-MODEL = [*TINY[:4], "--n_embd", "128", *TINY[6:10], "--global_batch_size", "16", "--ddp_bucket_cap_mb", "0.5"]
+MODEL = [
+    *TINY[:4],
+    "--n_embd",
+    "128",
+    *TINY[6:10],
+    "--global_batch_size",
+    "16",
+    "--ddp_bucket_cap_mb",
+    "0.5",
+]
 
 
 @pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=long_form)])
 def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
-    micro_batches: int, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    micro_batches: int,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    flags = [*MODEL, "--per_device_train_batch_size", str(8 // micro_batches), "--dataset", str(text_file)]
-    words = ["xray", GPT, "--processes", "2", *flags, "--updates", "3:5", "--output_dir", str(tmp_path / "run")]
+    flags = [
+        *MODEL,
+        "--per_device_train_batch_size",
+        str(8 // micro_batches),
+        "--dataset",
+        str(text_file),
+    ]
+    words = [
+        "xray",
+        GPT,
+        "--processes",
+        "2",
+        *flags,
+        "--updates",
+        "3:5",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     done = run([str(BIN / "llmtrain"), *words]).assert_ok()
     events = json.loads((tmp_path / "run" / "xray" / "trace.json").read_text())["traceEvents"]
     sent = [event for event in events if re.fullmatch(r"bucket \d+", event["name"])]
@@ -32,7 +61,9 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     parameters = [name for event in sent[: len(buckets)] for name in event["args"]["parameters"]]
     assert len(parameters) == len(set(parameters))
     assert "model.layers.0.conv.conv.weight" in parameters
-    assert f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in done.out
+    assert (
+        f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in done.out
+    )
     assert ("none in the 3 micro-batches before" in done.out) == (micro_batches == 4)
     counted = re.search(r"the network devices sent [\d.]+, ([\d.]+) of that", done.out)
     assert counted is not None
@@ -43,7 +74,9 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert summary["collectives"] == [[*[0] * (micro_batches - 1), len(buckets)]] * 3
     assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
     assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]
-    assert all(0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"])
+    assert all(
+        0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"]
+    )
 
     def same_run(command: list[str], **_: object) -> None:
         shutil.copytree(tmp_path / "run", command[-1])
@@ -70,17 +103,32 @@ if __name__ == "__main__": launch(gpt.main)
 @long_form
 def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    flags = [*TINY, "--max_steps", "11", "--logging_steps", "2", "--eval_fraction", "0", "--dataset", str(text_file)]
+    flags = [
+        *TINY,
+        "--max_steps",
+        "11",
+        "--logging_steps",
+        "2",
+        "--eval_fraction",
+        "0",
+        "--dataset",
+        str(text_file),
+    ]
     ended = run_forked(
         [*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]
     ).assert_ok()
     late = re.findall(
-        r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):", ended.out
+        r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):",
+        ended.out,
     )
-    (seconds,) = [float(taken) for rank, taken, phase in late if (rank, phase) == ("1", "data loading")]
+    (seconds,) = [
+        float(taken) for rank, taken, phase in late if (rank, phase) == ("1", "data loading")
+    ]
     assert seconds > 600
     *readings, _ = [
         line["phases"] for line in metrics(tmp_path / "run") if "phases" in line
     ]  # the last has less to load
     assert all(reading["data"][1] > reading["data"][0] + 0.5 for reading in readings)
-    assert all(reading["count"][0] > reading["count"][1] + 0.5 for reading in readings), "rank 0 waits"
+    assert all(reading["count"][0] > reading["count"][1] + 0.5 for reading in readings), (
+        "rank 0 waits"
+    )

@@ -37,7 +37,9 @@ def is_compiled(model: GPT) -> bool:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes no time."""
 
-    monkeypatch.setattr(compiling, "_compile", functools.partial(compiling._compile, backend="eager"))
+    monkeypatch.setattr(
+        compiling, "_compile", functools.partial(compiling._compile, backend="eager")
+    )
 
 
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -46,11 +48,21 @@ def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_run_is_compiled_where_it_is_long_and_gains(accelerator: Accelerator, monkeypatch, capsys) -> None:
-    for passes, before, after, expected in [(100, 1.0, 0.5, False), (400, 1.0, 0.5, True), (400, 1.0, 0.99, False)]:
+def test_a_run_is_compiled_where_it_is_long_and_gains(
+    accelerator: Accelerator, monkeypatch, capsys
+) -> None:
+    for passes, before, after, expected in [
+        (100, 1.0, 0.5, False),
+        (400, 1.0, 0.5, True),
+        (400, 1.0, 0.99, False),
+    ]:
         model = gpt()
         times(monkeypatch, before, after)
-        assert choose(accelerator, model, BATCH, passes, "auto", None) == is_compiled(model) == expected
+        assert (
+            choose(accelerator, model, BATCH, passes, "auto", None)
+            == is_compiled(model)
+            == expected
+        )
     assert "a micro-batch takes 0.50x its time before" in capsys.readouterr().out
 
 
@@ -58,10 +70,18 @@ def test_a_run_is_compiled_where_it_is_long_and_gains(accelerator: Accelerator, 
 def test_a_run_stays_with_what_it_has_chosen(accelerator: Accelerator) -> None:
     for earlier in (True, False):
         model = gpt()
-        assert choose(accelerator, model, BATCH, MANY, "auto", earlier) == is_compiled(model) == earlier
+        assert (
+            choose(accelerator, model, BATCH, MANY, "auto", earlier)
+            == is_compiled(model)
+            == earlier
+        )
     for wanted in ("always", "never"):
         model = gpt()
-        assert choose(accelerator, model, BATCH, 1, wanted, None) == is_compiled(model) == (wanted == "always")
+        assert (
+            choose(accelerator, model, BATCH, 1, wanted, None)
+            == is_compiled(model)
+            == (wanted == "always")
+        )
 
 
 def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
@@ -80,7 +100,9 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
     assert not choose(accelerator, model, BATCH, MANY, "auto", None)
     assert not is_compiled(model)
     assert "no C++ compiler" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Leave it out"):
+    with pytest.raises(
+        UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Leave it out"
+    ):
         choose(accelerator, gpt(), BATCH, MANY, "always", None)
 
 
@@ -98,21 +120,32 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
     torch.manual_seed(1)
     choose(accelerator, model, BATCH, MANY, "auto", None)
     assert torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) and b.grad is None
+        for a, b in zip(before, model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long_form)])
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
-def test_compiled_blocks_compute_what_they_computed(backend: str, accelerator: Accelerator, monkeypatch) -> None:
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
+def test_compiled_blocks_compute_what_they_computed(
+    backend: str, accelerator: Accelerator, monkeypatch
+) -> None:
     eager, model = gpt(), gpt()
     if backend != "inductor":  # which alone takes most of a minute
-        monkeypatch.setattr(compiling, "_compile", functools.partial(compiling._compile, backend=backend))
+        monkeypatch.setattr(
+            compiling, "_compile", functools.partial(compiling._compile, backend=backend)
+        )
     assert choose(accelerator, model, BATCH, 1, "always", None)
     for network in (eager, model):
         network(**BATCH).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in eager.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in eager.named_parameters()
+    ]
     with torch.no_grad(), eager_code(model):
         assert torch.equal(model(**BATCH), eager(**BATCH))
 
@@ -134,7 +167,9 @@ def counting(graphs: list[Any]) -> Callable[..., Any]:
 
 
 def test_all_blocks_are_one_graph_and_stay_it(graphs: list[Any]) -> None:
-    model = GPT(GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=16, dropout=0.2), vocab_size=50).train()
+    model = GPT(
+        GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=16, dropout=0.2), vocab_size=50
+    ).train()
     compiling._compile(model, counting(graphs))
     for update in range(20):
         for key in range(2):
@@ -160,9 +195,13 @@ def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -
     assert len(graphs) == 1
 
 
-def test_trying_it_leaves_other_devices_alone(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trying_it_leaves_other_devices_alone(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forked: list[Any] = []
     honest = torch.random.fork_rng
-    monkeypatch.setattr(torch.random, "fork_rng", lambda *devices: forked.append(devices) or honest(*devices))
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda *devices: forked.append(devices) or honest(*devices)
+    )
     compiling._try(accelerator, gpt(), BATCH)
     assert forked == [([],)]  # without a list it is every GPU of the machine

@@ -12,10 +12,14 @@ from llmtrain.training.evaluate import evaluate
 
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
-def test_every_held_out_token_counts_once_whatever_the_batch(accelerator: Accelerator, micro: int) -> None:
+def test_every_held_out_token_counts_once_whatever_the_batch(
+    accelerator: Accelerator, micro: int
+) -> None:
     rows = [[(7 * i + 3 * j) % 20 for j in range(9)] for i in range(5)]
     rows[4][6:] = [-100] * 3
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8), 20, seed=2).requires_grad_(False)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8), 20, seed=2).requires_grad_(
+        False
+    )
     nll = tokens = 0.0
     for row in rows:
         ids = torch.tensor([[token for token in row if token >= 0]])

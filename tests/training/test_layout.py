@@ -41,11 +41,17 @@ def test_every_layout_that_is_accepted_computes_the_whole_batch(processes, micro
         refusal(24, micro, processes)
     else:
         layout = Layout.of(data(24, micro), processes)
-        assert layout.processes * layout.accumulation * layout.micro_batch == layout.global_batch_size == 24
+        assert (
+            layout.processes * layout.accumulation * layout.micro_batch
+            == layout.global_batch_size
+            == 24
+        )
         assert layout.micro_batch == min(micro, share)
 
 
-@pytest.mark.parametrize(("rows", "processes"), [(64, 3), (7, 2), (2, 4), (1, 8), (100, 7), (17, 16)])
+@pytest.mark.parametrize(
+    ("rows", "processes"), [(64, 3), (7, 2), (2, 4), (1, 8), (100, 7), (17, 16)]
+)
 def test_rows_that_do_not_divide_among_processes_are_answered_with_values_that_do(rows, processes):
     message = refusal(rows, 1, processes)
     named = re.search(r"; ([\d or]+) would, or --num_processes (\d+)\.", message)
@@ -56,8 +62,12 @@ def test_rows_that_do_not_divide_among_processes_are_answered_with_values_that_d
     assert Layout.of(data(rows, 1), int(named[2])).processes <= processes
 
 
-@pytest.mark.parametrize(("rows", "micro", "processes"), [(64, 7, 2), (10, 4, 1), (13, 6, 1), (36, 5, 3), (62, 30, 2)])
-def test_a_micro_batch_that_does_not_divide_the_share_is_answered_with_values_that_do(rows, micro, processes):
+@pytest.mark.parametrize(
+    ("rows", "micro", "processes"), [(64, 7, 2), (10, 4, 1), (13, 6, 1), (36, 5, 3), (62, 30, 2)]
+)
+def test_a_micro_batch_that_does_not_divide_the_share_is_answered_with_values_that_do(
+    rows, micro, processes
+):
     message = refusal(rows, micro, processes)
     named = re.search(r"; ([\d, ]+) would\.", message)
     assert named

@@ -23,7 +23,9 @@ def window(rows: int) -> Window:
 
 
 def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
-    def rows(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def rows(
+        model: Any, batch: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(model, Constant)
         count = torch.tensor(float(len(batch["labels"])))
         return {"squares": (count**2, count), "half": (count, torch.tensor(0.25))}
@@ -35,7 +37,9 @@ def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
 
 
 def test_names_that_come_and_go_are_refused(accelerator: Accelerator) -> None:
-    def some(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def some(
+        model: Any, batch: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {"rare": (torch.ones(()), torch.ones(()))} if len(batch["labels"]) == 3 else {}
 
     with pytest.raises(UserError, match="the same names for every batch"):

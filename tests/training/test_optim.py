@@ -26,9 +26,14 @@ SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
 
 
-def rates(schedule: str, max_steps: int, warmup_steps: int, learning_rate: float = 1.0) -> list[float]:
+def rates(
+    schedule: str, max_steps: int, warmup_steps: int, learning_rate: float = 1.0
+) -> list[float]:
     config = OptimConfig(
-        max_steps=max_steps, warmup_steps=warmup_steps, learning_rate=learning_rate, lr_scheduler_type=schedule
+        max_steps=max_steps,
+        warmup_steps=warmup_steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type=schedule,
     )
     return [lr_at(step, config) for step in range(max_steps)]
 
@@ -40,12 +45,28 @@ def rates(schedule: str, max_steps: int, warmup_steps: int, learning_rate: float
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("warmup_stable_decay", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
         # (1 + cos(pi k / 8)) / 2
-        ("cosine", [0.5, 1, 1, 0.96193977, 0.85355339, 0.69134172, 0.5, 0.30865828, 0.14644661, 0.03806023]),
+        (
+            "cosine",
+            [
+                0.5,
+                1,
+                1,
+                0.96193977,
+                0.85355339,
+                0.69134172,
+                0.5,
+                0.30865828,
+                0.14644661,
+                0.03806023,
+            ],
+        ),
     ],
 )
 def test_each_schedule_gives_its_known_learning_rates(schedule, golden):
     assert rates(schedule, 10, 2) == pytest.approx(golden, abs=1e-8)
-    assert rates(schedule, 10, 2, 3e-4) == pytest.approx([3e-4 * rate for rate in golden], abs=1e-11)
+    assert rates(schedule, 10, 2, 3e-4) == pytest.approx(
+        [3e-4 * rate for rate in golden], abs=1e-11
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -63,7 +84,9 @@ def test_the_rate_rises_to_the_peak_and_never_again(schedule, warmup):
 @pytest.mark.parametrize("schedule", FALLING)
 def test_a_falling_schedule_ends_next_to_zero(schedule):
     assert 0 < rates(schedule, 1000, 50)[-1] < 0.01
-    assert lr_at(1000, OptimConfig(max_steps=1000, lr_scheduler_type=schedule)) == pytest.approx(0, abs=1e-12)
+    assert lr_at(1000, OptimConfig(max_steps=1000, lr_scheduler_type=schedule)) == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 def test_the_stable_phase_holds_the_peak_until_the_last_fifth():
@@ -94,7 +117,9 @@ class Parts(nn.Module):
 def test_only_parameters_of_rank_two_and_more_decay():
     model = Parts()
     optimizer = make_optimizer(ALONE, model, OptimConfig(weight_decay=0.3))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
     assert found == {
         "table.weight": 0.3,
@@ -127,13 +152,17 @@ def test_the_optimizer_has_the_configured_moments():
 
 @pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
 def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architecture: str) -> None:
-    model = GPT.of(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30)
+    model = GPT.of(
+        GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30
+    )
     optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
     muon, *adamw = (
         {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
         for group in optimizer.param_groups
     )
-    assert muon == {name for name, p in model.named_parameters() if re.search(r"\.\d\.", name) and p.dim() == 2}
+    assert muon == {
+        name for name, p in model.named_parameters() if re.search(r"\.\d\.", name) and p.dim() == 2
+    }
     assert set().union(*adamw) == {name for name, _ in model.named_parameters()} - muon
     ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
     losses = []
@@ -146,7 +175,9 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architectur
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < 0.5 * losses[0]
-    assert muon == {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    assert muon == {
+        name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
@@ -156,7 +187,9 @@ def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: s
     muon, _ = make_optimizer(ALONE, model, OptimConfig(optim="muon")).parts
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {names[parameter] for parameter in muon.param_groups[0]["params"]}
-    outer = {names[module.weight] for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    outer = {
+        names[module.weight] for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
     outer.add(names[model.get_output_embeddings().weight])
     hidden = {name for name, parameter in model.named_parameters() if parameter.dim() == 2} - outer
     assert taken == hidden
@@ -186,12 +219,16 @@ def test_muon_is_torchs_but_for_the_rounding_to_bfloat16() -> None:
         mine.step()
         reference.step()
         for matrix, other, old in zip(ours, theirs, before, strict=True):
-            assert (matrix - other).norm() < 0.05 * (other - old).norm()  # bfloat16 has three digits
+            assert (matrix - other).norm() < 0.05 * (
+                other - old
+            ).norm()  # bfloat16 has three digits
             with torch.no_grad():
                 matrix.copy_(other)
 
 
-def test_muons_updates_are_orthogonal_whatever_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muons_updates_are_orthogonal_whatever_goes_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
     before = [matrix.detach().clone() for matrix in together]
     Muon(together, lr=0.1, weight_decay=0.0).step()
@@ -199,7 +236,9 @@ def test_muons_updates_are_orthogonal_whatever_goes_together(monkeypatch: pytest
     Muon(alone, lr=0.1, weight_decay=0.0).step()
     for matrix, other, old in zip(together, alone, before, strict=True):
         torch.testing.assert_close(matrix, other)
-        values = torch.linalg.svdvals((matrix - old).detach()) / (0.1 * 0.2 * max(matrix.shape) ** 0.5)
+        values = torch.linalg.svdvals((matrix - old).detach()) / (
+            0.1 * 0.2 * max(matrix.shape) ** 0.5
+        )
         assert 0.6 < values.min() <= values.max() < 1.3
 
 
@@ -208,29 +247,43 @@ def test_muon_computes_in_the_precision_of_the_gradients(dtype: torch.dtype) -> 
     [matrix] = _matrices((8, 24))
     exact = orthogonal(matrix.grad[None].double())[0]  # whose size does not matter
     found = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad)
-    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}[
+        dtype
+    ]
     rounded = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad, torch.bfloat16)
     assert 1e-3 < (rounded - exact).norm() / exact.norm() < 0.03
 
 
-def _direction(matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _direction(
+    matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     matrix.grad = gradient.to(matrix.dtype)
     before = matrix.detach().clone()
     Muon([matrix], lr=1.0, weight_decay=0.0, dtype=dtype).step()
     return (before - matrix.detach()).double() / (0.2 * max(matrix.shape) ** 0.5)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)])
-def test_muon_has_the_runs_precision_and_momentum(precision: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)]
+)
+def test_muon_has_the_runs_precision_and_momentum(
+    precision: str, dtype: torch.dtype | None
+) -> None:
     config = OptimConfig(optim="muon", adam_beta1=0.7)
-    accelerator = SimpleNamespace(mixed_precision=precision, ddp_handler=None, state=None, num_processes=1)
+    accelerator = SimpleNamespace(
+        mixed_precision=precision, ddp_handler=None, state=None, num_processes=1
+    )
     muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
 
 
-def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(capsys: pytest.CaptureFixture) -> None:
+def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
+    capsys: pytest.CaptureFixture,
+) -> None:
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
     settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
-    run: Any = SimpleNamespace(step=3, settings=settings, choice=Choice(Path(), before={"update": before}))
+    run: Any = SimpleNamespace(
+        step=3, settings=settings, choice=Choice(Path(), before={"update": before})
+    )
     _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

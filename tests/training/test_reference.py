@@ -26,7 +26,9 @@ SMALL = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,head_dim=8"
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Tokenized:
     path = write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", 400)
-    made = tokenize(DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.1), 64, PairConfig())
+    made = tokenize(
+        DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.1), 64, PairConfig()
+    )
     assert 2 * CHUNK < len(made.train) < 3 * CHUNK, "two whole chunks and a part of one"
     return made
 
@@ -67,7 +69,10 @@ class Asking:
             built.model.register_forward_pre_hook(interrupt)
         found = with_reference(self.accelerator, seed, self.rows, built)
         assert found.eval is not None
-        train, held_out = (np.array(side.data.column("reference").to_pylist()) for side in (found.train, found.eval))
+        train, held_out = (
+            np.array(side.data.column("reference").to_pylist())
+            for side in (found.train, found.eval)
+        )
         return train, held_out
 
 
@@ -126,7 +131,9 @@ def _swap(data: bytearray, rows: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [_flip, _tear, _lengthen, _swap])
-def test_what_is_damaged_is_computed_again_and_said(damage: Callable, asking, rows, kept, capsys) -> None:
+def test_what_is_damaged_is_computed_again_and_said(
+    damage: Callable, asking, rows, kept, capsys
+) -> None:
     first, _ = asking.reference()
     (path,) = kept.glob("*-train")
     whole = path.read_bytes()
@@ -149,13 +156,18 @@ def test_what_was_interrupted_is_extended(asking, rows, kept) -> None:
     (path,) = kept.iterdir()
     begun = path.read_bytes()
     train, _ = asking.reference()
-    assert asking.asked == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows)) - passes
+    assert (
+        asking.asked
+        == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows)) - passes
+    )
     assert path.read_bytes().startswith(begun)
     path.unlink()
     assert np.array_equal(asking.reference()[0], train), "lost, it is computed again"
 
 
-def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(asking, kept, capsys) -> None:
+def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(
+    asking, kept, capsys
+) -> None:
     first, _ = asking.reference()
     (mine,) = kept.glob("*-train")
     others, _ = asking.reference(seed=1)

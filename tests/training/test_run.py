@@ -30,11 +30,17 @@ class CrashError(Exception):
 
 @pytest.fixture(scope="module")
 def rows() -> Tokenized:
-    return tokenize(DataConfig(tokenizer="byte"), 8, records=lambda: iter(["a text", "another text", "and more of it"]))
+    return tokenize(
+        DataConfig(tokenizer="byte"),
+        8,
+        records=lambda: iter(["a text", "another text", "and more of it"]),
+    )
 
 
 @pytest.fixture
-def opened(accelerator: Accelerator, tmp_path: Path, rows: Tokenized, monkeypatch: pytest.MonkeyPatch):
+def opened(
+    accelerator: Accelerator, tmp_path: Path, rows: Tokenized, monkeypatch: pytest.MonkeyPatch
+):
     """Open a run in ``tmp_path/run`` of an identity that the test chooses."""
 
     def go(identity: dict = IDENTITY, **flags: object):
@@ -55,7 +61,9 @@ def finish(run: Run, model: torch.nn.Module) -> None:
 def begin(accelerator: Accelerator, opened):
     """Open a run, save at ``steps``, and end as told."""
 
-    def go(identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str):
+    def go(
+        identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str
+    ):
         model = torch.nn.Linear(3, 2)
         optimizer = make_optimizer(accelerator, model, OptimConfig())
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -84,9 +92,14 @@ def test_an_unfinished_run_goes_on_from_its_newest_checkpoint(begin, tmp_path: P
     assert begin(steps=(10, 20), crash=True) == ("run", 0)
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
     assert read_json(tmp_path / "run/status.json")["reason"] == "out of luck"
-    (tmp_path / "run/metrics.jsonl").open("a").write('{"step": 25, "train/loss": 9}\n{"step": 26, "tr')
+    (tmp_path / "run/metrics.jsonl").open("a").write(
+        '{"step": 25, "train/loss": 9}\n{"step": 26, "tr'
+    )
     assert begin(steps=(30,)) == ("run", 20)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [10, 20, 30]
     record = read_json(tmp_path / "run/run.json")
     assert [start["step"] for start in record["starts"]] == [0, 20]
@@ -123,7 +136,10 @@ def test_a_run_that_another_process_holds_is_left_alone(
     begin(steps=(10,), crash=True)
     with filelock.FileLock(tmp_path / "run/.lock"):
         assert begin() == ("run-2", 0)
-    assert "is in use; waiting 0.1 s for it to end before taking another name" in capsys.readouterr().out
+    assert (
+        "is in use; waiting 0.1 s for it to end before taking another name"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_whose_last_process_is_just_ending_is_waited_for(begin, tmp_path: Path) -> None:
@@ -170,7 +186,9 @@ def test_a_named_checkpoint_is_gone_on_from_in_a_new_folder(begin, tmp_path: Pat
     assert begin(numbered, resume_from_checkpoint=named) == ("run-3", 10)
 
 
-def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(begin, tmp_path: Path) -> None:
+def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
+    begin, tmp_path: Path
+) -> None:
     begin(steps=(10,))
     with pytest.raises(UserError, match=r"another model: width 4 there, 5 here") as error:
         begin({**IDENTITY, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
@@ -194,7 +212,11 @@ def test_the_record_says_what_ran_and_keeps_its_name(begin, tmp_path: Path) -> N
 
 
 def test_a_tracker_that_fails_does_not_stop_the_run(
-    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened,
+    accelerator: Accelerator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     with opened(report_to=["tensorboard"]) as run:
         monkeypatch.setattr(accelerator.trackers[0], "log", lambda *_, **__: 1 / 0)
@@ -206,7 +228,9 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     assert capsys.readouterr().err.count("tracking stopped: division by zero") == 1
 
 
-def test_tensorboard_holds_what_the_file_holds(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_tensorboard_holds_what_the_file_holds(
+    opened, accelerator: Accelerator, tmp_path: Path
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with opened(report_to=["tensorboard"]) as run:
@@ -214,10 +238,15 @@ def test_tensorboard_holds_what_the_file_holds(opened, accelerator: Accelerator,
             run.step = step
             run.log({"train/loss": step / 4})
         finish(run, torch.nn.Linear(2, 2))
-    (events,) = [path.parent for path in run.folder.path.rglob("events.*") if path.parent.name == "llmtrain"]
+    (events,) = [
+        path.parent for path in run.folder.path.rglob("events.*") if path.parent.name == "llmtrain"
+    ]
     reader = EventAccumulator(str(events))
     reader.Reload()
-    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
+    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +264,9 @@ def test_updates_to_record_are_two_numbers(steps: str) -> None:
         LoopConfig(xray_steps=steps)
 
 
-def test_weights_that_are_not_finite_are_never_saved(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_saved(
+    opened, accelerator: Accelerator, tmp_path: Path
+) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with torch.no_grad():
@@ -249,7 +280,9 @@ def test_weights_that_are_not_finite_are_never_saved(opened, accelerator: Accele
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
 
 
-def test_a_number_that_json_has_no_word_for_is_null(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_number_that_json_has_no_word_for_is_null(
+    opened, accelerator: Accelerator, tmp_path: Path
+) -> None:
     with opened() as run:
         run.log({"train/loss": float("nan"), "train/grad_norm": 1.0})
         finish(run, torch.nn.Linear(2, 2))
@@ -257,7 +290,11 @@ def test_a_number_that_json_has_no_word_for_is_null(opened, accelerator: Acceler
 
 
 def test_where_wandb_does_not_answer_the_run_is_logged_offline(
-    opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    opened,
+    accelerator: Accelerator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
@@ -273,7 +310,9 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
     assert [line["train/loss"] for line in read_history(file)] == [0.5]
 
 
-def test_a_run_whose_folder_was_taken_over_saves_nothing_more(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
+    opened, accelerator: Accelerator, tmp_path: Path
+) -> None:
     """As where a file system does not keep locks between machines."""
     model = torch.nn.Linear(2, 2)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
@@ -283,13 +322,19 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(opened, accelerato
         status = read_json(tmp_path / "run/status.json")
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
         run.step = 2
-        with pytest.raises(UserError, match="another run has taken over this folder; nothing was saved here"):
+        with pytest.raises(
+            UserError, match="another run has taken over this folder; nothing was saved here"
+        ):
             run.save(model, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
-    assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", "it is the other's to write"
+    assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", (
+        "it is the other's to write"
+    )
 
 
-def test_the_best_checkpoint_stays_beside_the_newest(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_beside_the_newest(
+    opened, accelerator: Accelerator, tmp_path: Path
+) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
@@ -299,7 +344,11 @@ def test_the_best_checkpoint_stays_beside_the_newest(opened, accelerator: Accele
                 run.log({"eval/loss": loss})
             run.save(model, optimizer)
         finish(run, model)
-    assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [2, 5, 6]
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        2,
+        5,
+        6,
+    ]
 
 
 def test_a_save_in_the_background_that_fails_stops_the_run(
@@ -348,7 +397,9 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
-    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7))
+    monkeypatch.setattr(
+        accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    )
     with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
         run.step, run.tokens = 1, 10

@@ -9,10 +9,14 @@ from llmtrain.models.generation import Sampling
 from llmtrain.training.evaluate import sample
 
 
-def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(accelerator: Accelerator) -> None:
+def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(
+    accelerator: Accelerator,
+) -> None:
     texts = ["the kernel waits for the bucket"]
     tokenizer = as_pretrained(train_tokenizer("char", texts, lambda: iter(texts)), 8)
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5), len(tokenizer), seed=1)
+    model = GPT(
+        GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5), len(tokenizer), seed=1
+    )
     model.train()
     state, how = torch.get_rng_state(), Sampling(max_new_tokens=20, seed=0)
     first = sample(accelerator, model, tokenizer, ["the k", ""], how)

@@ -24,7 +24,9 @@ VOCABULARY = 40
 
 @pytest.fixture
 def model() -> GPT:
-    return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12), VOCABULARY, seed=1).double()
+    return GPT(
+        GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12), VOCABULARY, seed=1
+    ).double()
 
 
 def ragged_batch(rows: int = 8) -> dict[str, torch.Tensor]:
@@ -40,19 +42,29 @@ def ragged_batch(rows: int = 8) -> dict[str, torch.Tensor]:
 
 def split(batch: dict[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
     rows = len(batch["labels"])
-    return [{name: column[i : i + micro] for name, column in batch.items()} for i in range(0, rows, micro)]
+    return [
+        {name: column[i : i + micro] for name, column in batch.items()}
+        for i in range(0, rows, micro)
+    ]
 
 
-def updated(accelerator: Accelerator, model: GPT, window: list, steps: int = 3) -> tuple[list[float], torch.Tensor]:
+def updated(
+    accelerator: Accelerator, model: GPT, window: list, steps: int = 3
+) -> tuple[list[float], torch.Tensor]:
     model = copy.deepcopy(model)
     optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
     model, optimizer = accelerator.prepare(model, optimizer)
-    norms = [train_step(accelerator, model, optimizer, window, max_grad_norm=0.5).grad_norm for _ in range(steps)]
+    norms = [
+        train_step(accelerator, model, optimizer, window, max_grad_norm=0.5).grad_norm
+        for _ in range(steps)
+    ]
     return norms, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_every_split_of_a_ragged_batch_makes_the_same_update(accelerator: Accelerator, model: GPT, micro: int) -> None:
+def test_every_split_of_a_ragged_batch_makes_the_same_update(
+    accelerator: Accelerator, model: GPT, micro: int
+) -> None:
     batch = ragged_batch()
     norms, weights = updated(accelerator, model, [batch])
     split_norms, split_weights = updated(accelerator, model, split(batch, micro))
@@ -112,18 +124,26 @@ def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_makes_no_update(accelerator: Accelerator, model: GPT, poison: float) -> None:
+def test_a_gradient_that_is_not_finite_makes_no_update(
+    accelerator: Accelerator, model: GPT, poison: float
+) -> None:
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = poison
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
-    assert not math.isfinite(train_step(accelerator, model, optimizer, [ragged_batch()], 1.0).grad_norm)
+    assert not math.isfinite(
+        train_step(accelerator, model, optimizer, [ragged_batch()], 1.0).grad_norm
+    )
     after = model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before if name != "transformer.ln_f.bias")
+    assert all(
+        torch.equal(before[name], after[name]) for name in before if name != "transformer.ln_f.bias"
+    )
 
 
-def test_a_batch_without_any_target_changes_nothing_but_decay(accelerator: Accelerator, model: GPT) -> None:
+def test_a_batch_without_any_target_changes_nothing_but_decay(
+    accelerator: Accelerator, model: GPT
+) -> None:
     optimizer = make_optimizer(accelerator, model, OptimConfig(weight_decay=0.0))
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -141,7 +161,9 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 100])
-def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next_meeting(every: int) -> None:
+def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next_meeting(
+    every: int,
+) -> None:
     for step in range(1, 300):
         assert Due(step, False, 1, False).at(every) == (step % every == 0)
     meetings = [step for step in range(1, 300) if Due(step, False, 16, False).together]
