@@ -76,6 +76,6 @@ class ParallelConfig(Config):
 class PipelineConfig(ParallelConfig):
     """How processes share the work on a model that can be split into stages. Each field is a flag."""
 
-    pipeline_stages: int = flag(
+    pipeline_stages: int = flag(  # type: ignore[misc]
         1, "stages into which the model's layers are split, each on a process of its own"
-    )  # type: ignore[misc]
+    )
