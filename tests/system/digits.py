@@ -1,138 +1,201 @@
-"""Short runs of a source tree, and the digits that they end in: `python -m tests.system.digits TREE FOLDER` writes
-FOLDER/digits.json. A refactor leaves every digit as it was; test_digits.py compares a tree with the commit before."""
+"""Measure the digits of short training runs, to compare two versions of the source.
 
+`python -m tests.system.digits TREE FOLDER` makes every run with the source in TREE and writes FOLDER/digits.json.
+A refactoring leaves every digit as it was. `test_digits.py` compares this tree with an earlier commit.
+"""
+
+import hashlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import safe_open
 
 from tests.launching import (
     BIN,
     FINETUNE,
     GPT,
+    PREFERENCE,
     PYTHON,
     SMALL_LLAMA,
     TINY,
-    read_json,
-    series,
+    begin,
+    metrics,
     torchrun,
     wait,
     write_chats,
+    write_pairs,
     write_text,
 )
-from tests.launching import begin as begin_here
 
-KEYS = (
+Digits: TypeAlias = dict[str, dict[str, Any]]  # name of a run -> metric or checkpoint -> values
+
+# The metrics that are compared, by today's names.
+METRICS = (
     "tokens",
     "batch",
     "train/loss",
     "train/grad_norm",
     "train/weight_norm",
     "train/learning_rate",
+    "eval/loss",
+    "eval/bits_per_byte",
+    "train/rewards/margins",
 )
-KEYS += ("eval/loss", "eval/bits_per_byte")
-EVERY = ["--save_steps", "3", "--eval_steps", "3"]
+
+# Earlier name -> today's name, of metrics, files of a checkpoint and tensors. A rename is not a change of digits.
+RENAMED: dict[str, str] = {}
 
 
-def commands(folder: Path) -> dict[str, tuple[list[str], list[str], dict[str, str]]]:
-    """Launcher, recipe with its flags, and environment of each run, in an order in which they can be started."""
-    text, more, chats = folder / "text.txt", folder / "more.txt", folder / "chats.jsonl"
-    gpt = [GPT, *TINY, "--dataset", str(text), *EVERY]
-    llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *EVERY]
-    adapt = [
-        FINETUNE,
-        "--model_name_or_path",
-        str(folder / "runs/full/model"),
-        *SMALL_LLAMA[2:],
-        *EVERY,
-    ]
-    chat = ["--dataset", str(chats)]
+class Command(NamedTuple):
+    """How a run is started."""
+
+    launcher: list[str]
+    recipe: list[str]
+    environment: dict[str, str] | None = None
+
+
+def commands(folder: Path) -> dict[str, Command]:
+    """Return the command of each run by its name; a run may load what an earlier one saved."""
+    text = str(folder / "text.txt")
+    more_text = str(folder / "more.txt")
+    chats = ["--dataset", str(folder / "chats.jsonl")]
+    pairs = ["--dataset", str(folder / "pairs.jsonl")]
+    runs = folder / "runs"
+
+    often = ["--save_steps", "3", "--eval_steps", "3"]
+    gpt = [GPT, *TINY, "--dataset", text, *often]
+    with_dropout = [*gpt, "--dropout", "0.1"]
+    twelve_rows = [*with_dropout, "--global_batch_size", "12"]
+    llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *often]
+    load_llama = ["--model_name_or_path", str(runs / "full" / "model"), *SMALL_LLAMA[2:], *often]
+    experts = [FINETUNE, "--from_config", "mixtral", *SMALL_LLAMA, *often]
+    hybrid = [FINETUNE, "--from_config", "lfm2", *SMALL_LLAMA, *often]
+    preference = [PREFERENCE, "--from_config", "llama", *SMALL_LLAMA, *often, *pairs]
+    preference += ["--chat_template", "chatml", "--block_size", "64", "--learning_rate", "1e-2"]
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    middle = str(folder / "runs/dropout/checkpoints/step-00000003")
 
-    def sharded(config: str, processes: int = 2) -> list[str]:
-        name = f"accelerate_configs/{config}.yaml"
-        count = ["--num_processes", str(processes), "--mixed_precision", "no"]
-        return [str(BIN / "accelerate"), "launch", "--config_file", name, *count]
+    def resume(name: str) -> list[str]:
+        return ["--resume_from_checkpoint", str(runs / name / "checkpoints" / "step-00000003")]
 
     return {
-        "adamw": (PYTHON, [*gpt, "--optim", "adamw"], {}),
-        "muon": (PYTHON, gpt, {}),
-        "muon bf16": (PYTHON, gpt, bf16),
-        "dropout": (PYTHON, [*gpt, "--dropout", "0.1"], {}),
-        "accumulation": (PYTHON, [*gpt, "--per_device_train_batch_size", "1"], {}),
-        "two processes": (torchrun(2), gpt, {}),
-        "bitwise": (torchrun(2), [*gpt, "--bitwise"], {}),
-        "fsdp2": (sharded("fsdp2"), gpt, {}),
-        "tensor parallel": (sharded("tensor_parallel"), gpt, {}),
-        "pipeline": (torchrun(2), [*gpt, "--pipeline_stages", "2"], {}),
-        "full": (PYTHON, [*llama, *chat], {}),
-        "lora": (PYTHON, [*adapt, *chat, "--lora_r", "4", "--lora_dropout", "0.1"], {}),
-        "fine-tuned on text": (PYTHON, [*llama, "--dataset", str(text)], {}),
-        "mixture": (
-            PYTHON,
-            [*llama, "--dataset", str(text), str(more), "--mixture", "0.7", "0.3"],
-            {},
+        "adamw": Command(PYTHON, [*gpt, "--optim", "adamw"]),
+        "muon": Command(PYTHON, gpt),
+        "muon bf16": Command(PYTHON, gpt, bf16),
+        "gpt2": Command(PYTHON, [*with_dropout, "--architecture", "gpt2"]),
+        "dropout": Command(PYTHON, with_dropout),
+        "accumulation": Command(PYTHON, [*gpt, "--per_device_train_batch_size", "1"]),
+        "two processes": Command(torchrun(2), gpt),
+        "three processes": Command(torchrun(3), twelve_rows),
+        "bitwise": Command(torchrun(2), [*gpt, "--bitwise"]),
+        "fsdp2": Command(sharded("fsdp2"), gpt),
+        "tensor parallel": Command(sharded("tensor_parallel"), gpt),
+        "pipeline": Command(torchrun(2), [*gpt, "--pipeline_stages", "2"]),
+        "full": Command(PYTHON, [*llama, *chats]),
+        "lora": Command(
+            PYTHON, [FINETUNE, *load_llama, *chats, "--lora_r", "4", "--lora_dropout", "0.1"]
         ),
-        "fsdp2 llama": (sharded("fsdp2"), [*llama, *chat], {}),
-        "resumed": (PYTHON, [*gpt, "--dropout", "0.1", "--resume_from_checkpoint", middle], {}),
+        "fine-tuned on text": Command(PYTHON, [*llama, "--dataset", text]),
+        "mixture of data sets": Command(
+            PYTHON, [*llama, "--dataset", text, more_text, "--mixture", "0.7", "0.3"]
+        ),
+        "fsdp2 llama": Command(sharded("fsdp2"), [*llama, *chats]),
+        "experts": Command(torchrun(2), [*experts, *chats]),
+        "hybrid": Command(PYTHON, [*hybrid, *chats]),
+        "dpo": Command(torchrun(2), [*preference, "--loss_type", "sigmoid"]),
+        "kto": Command(torchrun(2), [*preference, "--loss_type", "kto"]),
+        "reward": Command(PYTHON, [*preference, "--loss_type", "reward", "--optim", "adamw"]),
+        "resumed": Command(PYTHON, [*with_dropout, *resume("dropout")]),
+        "three processes, resumed": Command(
+            torchrun(3), [*twelve_rows, *resume("three processes")]
+        ),
     }
 
 
-def digits_of(run: Path) -> dict[str, Any]:
-    """Everything of a finished run that a refactor must not change."""
-    record = read_json(run / "run.json")
-    found: dict[str, Any] = {
-        key: {str(step): value for step, value in series(run, key).items()} for key in KEYS
-    }
-    for manifest in sorted(run.glob("checkpoints/*/MANIFEST.json")):
-        hashes = {
-            name: about["sha256"]
-            for name, about in read_json(manifest).items()
-            if name.endswith(".safetensors")
-        }
-        found[manifest.parent.name] = hashes
-    found["identity"], found["run.json"] = record["identity_sha256"], sorted(record)
-    found["start"] = sorted(record["starts"][0])
-    return found
+def sharded(config: str) -> list[str]:
+    """Return the launcher of a two-process run that shards its model in float32."""
+    return [
+        *(str(BIN / "accelerate"), "launch"),
+        *("--config_file", f"accelerate_configs/{config}.yaml"),
+        *("--num_processes", "2", "--mixed_precision", "no"),
+    ]
 
 
-def measure(tree: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Make every run with the sources of ``tree``; returns the digits of each by its name."""
+def measure(tree: Path, folder: Path) -> Digits:
+    """Make every run with the source in ``tree`` and return the digits of each."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "text.txt")
     write_text(folder / "more.txt", seed=1)
     write_chats(folder / "chats.jsonl")
-    found = {}
-    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
-    fixed |= {"PYTHONPATH": str(tree), "HF_HOME": str(folder / "hf")}
-    for name, (launcher, recipe, env) in commands(folder).items():
+    write_pairs(folder / "pairs.jsonl")
+
+    environment = {
+        "OMP_NUM_THREADS": "1",  # sums over more threads round differently
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "LLMTRAIN_CACHE": str(folder / "cache"),
+        "PYTHONPATH": str(tree),
+    }
+
+    digits = {}
+    for name, command in commands(folder).items():
         run = folder / "runs" / name
-        words = [*launcher, *recipe, "--output_dir", str(run)]
-        ended = wait(begin_here(words, {**fixed, **env}, tree))
-        assert ended.status == 0, (
-            f"{name}: status {ended.status}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
-        )
-        found[name] = digits_of(run)
-    return found
+        words = [*command.launcher, *command.recipe, "--output_dir", str(run)]
+        ended = wait(begin(words, {**environment, **(command.environment or {})}, tree))
+        output = f"{ended.out[-2000:]}\n{ended.err[-2000:]}"
+        assert ended.status == 0, f"{name}: status {ended.status}\n{output}"
+        digits[name] = digits_of(run)
+    return digits
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Which digits of which runs differ."""
-    names = [*dict.fromkeys([*one, *other])]
-    pairs = {name: (one.get(name, {}), other.get(name, {})) for name in names}
-    return [
-        f"{name}: {key}"
-        for name, (a, b) in pairs.items()
-        for key in dict.fromkeys([*a, *b])
-        if a.get(key) != b.get(key)
-    ]
+def digits_of(run: Path) -> dict[str, Any]:
+    """Return everything in the folder of a finished run that a refactoring must not change."""
+    digits: dict[str, Any] = {name: {} for name in METRICS}
+    for line in metrics(run):
+        for key, value in line.items():
+            name = RENAMED.get(key, key)
+            if name in METRICS:
+                digits[name][str(line["step"])] = value
+
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    assert checkpoints, f"{run} has no checkpoint"
+    for checkpoint in checkpoints:
+        for path in sorted(checkpoint.rglob("*.safetensors")):
+            file = str(path.relative_to(checkpoint))
+            digits[f"{checkpoint.name}/{RENAMED.get(file, file)}"] = tensors_digest(path)
+    return digits
+
+
+def tensors_digest(path: Path) -> str:
+    """Return the sha256 over the names, types, shapes and bytes of all tensors in a file, in order of their names."""
+    digest = hashlib.sha256()
+    with safe_open(path, framework="pt") as file:
+        names = {RENAMED.get(name, name): name for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        for today, stored in sorted(names.items()):
+            tensor = file.get_tensor(stored)
+            digest.update(f"{today} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def differences(before: Digits, after: Digits) -> list[str]:
+    """Return which digits of which runs differ, as ``run: metric``."""
+    different = []
+    for run in dict.fromkeys([*before, *after]):
+        first = before.get(run, {})
+        second = after.get(run, {})
+        for key in dict.fromkeys([*first, *second]):
+            if first.get(key) != second.get(key):
+                different.append(f"{run}: {key}")
+    return different
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    where = Path(sys.argv[2])
-    result = measure(Path(sys.argv[1]).resolve(), where.resolve())
-    (where / "digits.json").write_text(json.dumps(result, indent=1))
-    print(f"{len(result)} runs")
+    target = Path(sys.argv[2]).resolve()
+    measured = measure(Path(sys.argv[1]).resolve(), target)
+    (target / "digits.json").write_text(json.dumps(measured, indent=1))
+    print(f"{len(measured)} runs")
