@@ -134,10 +134,7 @@ def _before(history: History, step: int) -> tuple[str, int]:
 
 
 def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) -> None:
-    from llmtrain.config import without_retired
-    from llmtrain.training.settings import RETIRED
-
-    recipe, *flags = without_retired(start["command"], RETIRED)
+    recipe, *flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(
             f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started."

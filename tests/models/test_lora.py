@@ -435,7 +435,6 @@ def test_the_start_of_a_run_is_recorded_as_by_earlier_versions(bases):
     }
     assert built.start["lora"] == {**settings, "use_rslora": False, "use_dora": False}
     assert built.start.keys() == {"weights", "lora", "freeze"}
-    assert not LoraConfig.retired["use_rslora"].harmless
 
 
 def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
