@@ -46,9 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         history.state != "finished"
     )  # the update that ended it may be the one to look at
     require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
-    start: Facts = next(
-        (start for start in reversed(history.starts) if start.get("step", 0) < step), {}
-    )
+    start: Facts = next((start for start in reversed(history.starts) if start["step"] < step), {})
     require(
         start.get("command"), f"{history.folder}/run.json does not say how the run was started."
     )

@@ -86,13 +86,12 @@ def digits_of(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         key: {str(step): value for step, value in series(run, key).items()} for key in KEYS
     }
-    for manifest in sorted(run.glob("checkpoints/*/MANIFEST.json")):
-        hashes = {
-            name: about["sha256"]
-            for name, about in read_json(manifest).items()
-            if name.endswith(".safetensors")
+    for path in sorted(run.glob("checkpoints/*/MANIFEST.json")):
+        manifest = read_json(path)
+        files = manifest.get("files", manifest)  # commits before format version 1 have no "files"
+        found[path.parent.name] = {
+            name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")
         }
-        found[manifest.parent.name] = hashes
     found["identity"], found["run.json"] = record["identity_sha256"], sorted(record)
     found["start"] = sorted(record["starts"][0])
     return found
