@@ -11,7 +11,7 @@ from typing import NoReturn
 from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
-from llmtrain.errors import UserError, explained, require
+from llmtrain.errors import UserError, explained
 
 COMMANDS = [
     module.name for module in pkgutil.iter_modules(commands.__path__) if module.name[0] != "_"
@@ -31,10 +31,6 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        require(
-            "--debug" not in argv,
-            "--debug is retired: set LLMTRAIN_DEBUG=1 to see where an error arose.",
-        )
         parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
         added = parser.add_subparsers(

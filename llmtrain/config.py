@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -25,19 +25,11 @@ _YAML_NULL = ("", "~", "null", "Null", "NULL")
 S = TypeVar("S")
 
 
-class Retired(NamedTuple):
-    """A flag that earlier versions had, and what to do instead."""
-
-    use: str  # what to do instead, a sentence's end after "it is retired: "
-    harmless: bool = True  # without it a run computes what it did with it
-
-
 class Config:
     """The base of every dataclass of settings. Each of its fields is a flag."""
 
     _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
     acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
-    retired: ClassVar[Mapping[str, Retired]] = {}
     origins: Mapping[
         str, str
     ] = {}  # sources of the flags that a person has set: the command line or a file
@@ -129,24 +121,6 @@ def resolved(settings: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_retired(argv: list[str], retired: Mapping[str, Retired]) -> list[str]:
-    """Return the command line of an earlier version without the flags that are retired since.
-
-    Raises :class:`UserError` for a flag without which something else would be computed.
-    """
-    kept, dropping = [], False
-    for word in argv:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0]
-            found = retired.get(name.removeprefix("no_"))
-            if found is not None and not found.harmless:
-                raise UserError(f"--{name} is retired: {found.use}.")
-            dropping = found is not None
-        if not dropping:
-            kept.append(word)
-    return kept
-
-
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Shows one name a flag (HF's parser also accepts dashes), and the default where there is one."""
 
@@ -197,9 +171,6 @@ class _Parser(HfArgumentParser):
         self.set_defaults(
             **{name: getattr(config, name) for config in configs for name in flags_of(config)}
         )
-        self.retired = {
-            name: about for config in configs for name, about in type(config).retired.items()
-        }
         hidden = {
             name
             for one in configs
@@ -241,14 +212,8 @@ class _Parser(HfArgumentParser):
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
                 self.error(f"'{word}' is not a flag and follows none")
-            self.check_retired(word.lstrip("-"))
             self.error(f"unknown flag {word}{did_you_mean(word, self.flags)}")
         return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
-
-    def check_retired(self, name: str) -> None:
-        found = self.retired.get(name.removeprefix("no_"))
-        if found is not None:
-            raise UserError(f"{self.place}--{name} is retired: {found.use}.")
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(
@@ -290,7 +255,6 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
     for key_node, value in tree.value:
         key = str(key_node.value)
         if key not in names:
-            parser.check_retired(key)
             raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
         require(key not in seen, f"{path}: '{key}' stands there twice.")
         seen.add(key)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from llmtrain.config import Config, Retired, configs_of, flag, parse, resolved, without_retired
+from llmtrain.config import Config, configs_of, flag, parse, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
@@ -21,10 +21,6 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 @dataclass
 class Toy(Config):
     _argument_group_name: ClassVar[str] = "toys"
-    retired: ClassVar[dict[str, Retired]] = {
-        "fur": Retired("stroke it"),
-        "teeth": Retired("buy a --maker that has them", harmless=False),
-    }
 
     size: int = flag(3, "how large it is, 100% of the time")
     rate: float = flag(0.5, "a rate")
@@ -349,24 +345,6 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
     assert "--no_soft" in text, "of a switch that is on, how to turn it off"
     assert "--soft" not in text
     assert "--secret" in help_text(capsys, monkeypatch, together(Toy()), flag="--help_all")
-
-
-@pytest.mark.parametrize("where", ["flag", "file"])
-def test_a_retired_flag_is_a_line_that_says_what_to_use(tmp_path, where):
-    said = (
-        complaint(toy, "--fur", "3")
-        if where == "flag"
-        else complaint(from_yaml, tmp_path, "fur: 3")
-    )
-    assert said.endswith("--fur is retired: stroke it.")
-
-
-def test_the_command_line_of_an_earlier_version_is_read_without_its_retired_flags():
-    old = ["--size", "4", "--fur", "3", "4", "--name", "duck", "--no_fur", "--loud"]
-    assert without_retired(old, Toy.retired) == ["--size", "4", "--name", "duck", "--loud"]
-    assert "--teeth is retired: buy a --maker" in complaint(
-        without_retired, ["--teeth=3"], Toy.retired
-    )
 
 
 @pytest.mark.parametrize(("recipe", "shown"), [("gpt", 43), ("finetune", 56)])

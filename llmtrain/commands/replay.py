@@ -46,9 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         history.state != "finished"
     )  # the update that ended it may be the one to look at
     require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
-    start: Facts = next(
-        (start for start in reversed(history.starts) if start.get("step", 0) < step), {}
-    )
+    start: Facts = next((start for start in reversed(history.starts) if start["step"] < step), {})
     require(
         start.get("command"), f"{history.folder}/run.json does not say how the run was started."
     )
@@ -134,10 +132,7 @@ def _before(history: History, step: int) -> tuple[str, int]:
 
 
 def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) -> None:
-    from llmtrain.config import without_retired
-    from llmtrain.training.settings import RETIRED
-
-    recipe, *flags = without_retired(start["command"], RETIRED)
+    recipe, *flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(
             f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started."

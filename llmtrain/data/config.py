@@ -1,10 +1,9 @@
 """The settings of the data of a run, of its global batch, and of conversations and pairs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.config import Config, flag, require_at_least
 from llmtrain.errors import require
 
 
@@ -34,12 +33,6 @@ class BatchConfig(Config):
 @dataclass
 class DataConfig(BatchConfig):
     """Texts, their tokenizer, and how many rows of them make an update. Each field is a flag."""
-
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "dataset_config_name": Retired(
-            "name the configuration after a colon: --dataset NAME:CONFIGURATION", False
-        )
-    }
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],

@@ -2,11 +2,10 @@
 
 import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.config import Config, flag, require_at_least
 from llmtrain.errors import UserError, require
 
 
@@ -118,11 +117,6 @@ class LoraConfig(Config):
 
     _argument_group_name: ClassVar[str] = "LoRA"
     acts: ClassVar[str] = "model"
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "use_rslora": Retired(
-            "multiply --lora_alpha by the square root of --lora_r", harmless=False
-        )
-    }
 
     lora_r: int = flag(0, "rank of the trained matrices; 0 trains the model itself")
     lora_alpha: int = flag(32, "their product is scaled by alpha / r")

@@ -146,11 +146,11 @@ def load_model(
     weights = with_magnitudes(
         trained, ((names[key], whole) for key, whole in first() if key in names)
     )
-    asked = lora and {
-        **asdict(lora),
-        "use_rslora": False,
-    }  # as earlier versions have it in a run's identity
-    start: Facts = {"weights": origin, "lora": asked, "freeze": config.freeze}
+    start: Facts = {
+        "weights": origin,
+        "lora": asdict(lora) if lora else None,
+        "freeze": config.freeze,
+    }
     weight = balance_weight(model.config)
     start |= (
         {"preference": asdict(preference)} if preference else {"balance": weight} if weight else {}

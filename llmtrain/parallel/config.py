@@ -1,10 +1,9 @@
 """Flags of how processes share the work."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.config import Config, flag, require_at_least
 from llmtrain.errors import require
 
 
@@ -14,15 +13,6 @@ class ParallelConfig(Config):
 
     _argument_group_name: ClassVar[str] = "processes"
     acts: ClassVar[str] = "layout"
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "ddp_static_graph": Retired("leave it out"),
-        "ddp_gradient_as_bucket_view": Retired(
-            "leave it out; gradients always live in the buckets that are sent"
-        ),
-        "ddp_first_bucket_mb": Retired(
-            "give --ddp_bucket_cap_mb two sizes, of the first bucket and of the others"
-        ),
-    }
 
     ddp_comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = flag(
         "none",

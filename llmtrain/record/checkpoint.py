@@ -3,8 +3,8 @@
     step-00000400/
       model/            what from_pretrained loads: one file, or one of each rank where the model is sharded
       optimizer/        safetensors, keyed by parameter name
-      state.json        step, tokens, identity, layout
-      MANIFEST.json     bytes and sha256 of every file above
+      state.json        format version, step, tokens, identity, layout
+      MANIFEST.json     format version; bytes and sha256 of every file above
 
 A folder is filled under another name and renamed when all of it is on the disk: the rename is the commit.
 """
@@ -27,6 +27,7 @@ from llmtrain.contract import Facts, ModelWriter, Published, Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, write_hashed
 from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
 from llmtrain.record.team import ALONE, Team
 from llmtrain.record.tensors import Share, as_it_is, write_tensors
@@ -65,13 +66,15 @@ def write_checkpoint(
             written += team.each(
                 lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
             )
-            manifest = {name: about for one in written for name, about in one.items()}
             if team.is_main:
+                hashes = {name: entry for file in written for name, entry in file.items()}
                 _write_beside(working / "model", files, weights)
-                manifest["state.json"] = write_hashed(working / "state.json", [_as_json(state)])
-                manifest |= {
-                    name: read_hashed(working / name) for name in _files(working) - manifest.keys()
-                }
+                content = _as_json(with_version(state))
+                hashes["state.json"] = write_hashed(working / "state.json", [content])
+                for name in _files(working) - hashes.keys():
+                    hashes[name] = read_hashed(working / name)
+
+                manifest = with_version({"files": hashes})
                 write_hashed(working / MANIFEST, [_as_json(manifest)])
     except (OSError, UserError) as error:
         why = first_line(error).rstrip(".")
@@ -118,10 +121,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = None) -> Path | None:
-    """Return the newest checkpoint that is whole, and of the run with this identity's sha256.
+    """Return the newest checkpoint that is whole, or ``None`` if the run has never saved one.
 
-    ``None`` where there never was one. Damaged ones are named; with ``set_aside`` they are renamed, too. Raises
-    :class:`UserError` where there are checkpoints and none is whole: starting afresh would hide the loss.
+    Args:
+        folder: the run's folder ``checkpoints``.
+        set_aside: rename damaged checkpoints, so that no later start reads them again.
+        identity: sha256 of the run's identity. A checkpoint of another run counts as damaged.
+
+    Raises:
+        UserError: there are checkpoints, and none is whole: starting afresh would hide the loss.
+            Or the newest is in a newer format: an older one would silently repeat its steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -143,8 +152,12 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
 def find_fault(path: Path, identity: str | None = None) -> str | None:
     """Return why a checkpoint cannot be trusted, or ``None``.
 
-    Exactly the files of its manifest must be there, with their bytes. It must be of the step that its name says, and
-    of the run with this identity's sha256. No name in a manifest is followed, nor is a link.
+    The folder must hold exactly the files of its manifest, with their bytes. Its state must
+    belong to the step in its name, and to the run whose identity has this sha256. Neither a link
+    nor a name in a manifest is followed.
+
+    Raises:
+        UserError: the checkpoint is in a newer format, which is no damage.
     """
     try:
         return next(_faults(path, identity), None)
@@ -156,25 +169,31 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
     if path.is_symlink():
         yield "it is a link"
     present = _files(path)
-    manifest = json.loads((path / MANIFEST).read_text()) if MANIFEST in present else {}
-    yield from (
-        f"{part} is missing"
-        for part in _PARTS
-        if not any(Path(name).match(part) for name in present)
-    )
-    yield from (
-        f"{name} is missing" for name in sorted({MANIFEST, "state.json", *manifest} - present)
-    )
-    yield from (
-        f"{name} is not in the manifest" for name in sorted(present - {MANIFEST} - manifest.keys())
-    )
+    if MANIFEST not in present:
+        yield f"{MANIFEST} is missing"
+    manifest = json.loads((path / MANIFEST).read_text())
+    check_not_newer(path / MANIFEST, manifest)
+    if fault := version_fault(MANIFEST, manifest):
+        yield fault
+
+    hashes = manifest["files"]
+    for part in _PARTS:
+        if not any(Path(name).match(part) for name in present):
+            yield f"{part} is missing"
+    for name in sorted({"state.json", *hashes} - present):
+        yield f"{name} is missing"
+    for name in sorted(present - {MANIFEST} - hashes.keys()):
+        yield f"{name} is not in the manifest"
+
     with ThreadPoolExecutor() as readers:
-        for name, found in zip(
-            manifest, readers.map(lambda name: read_hashed(path / name), manifest), strict=True
-        ):
-            if found != manifest[name]:
+        contents = readers.map(lambda name: read_hashed(path / name), hashes)
+        for name, content in zip(hashes, contents, strict=True):
+            if content != hashes[name]:
                 yield f"{name} differs from its hash"
+
     state = read_state(path)
+    if fault := version_fault("state.json", state):
+        yield fault
     if state["step"] != int(path.name.removeprefix("step-")):
         yield f"it is of step {state['step']}"
     if identity not in (None, state.get("identity_sha256")):
@@ -182,8 +201,20 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
 
 
 def read_state(path: Path) -> Facts:
-    """Return the content of a checkpoint's ``state.json``."""
-    return dict(json.loads((path / "state.json").read_text()))
+    """Return the content of a checkpoint's ``state.json``.
+
+    Raises:
+        UserError: a newer llmtrain has written the checkpoint.
+    """
+    state = dict(json.loads((path / "state.json").read_text()))
+    check_not_newer(path / "state.json", state)
+    return state
+
+
+def bytes_of(path: Path) -> int:
+    """Return the size of a checkpoint's files, or 0 if its manifest cannot be read."""
+    hashes = read_versioned(path / MANIFEST).get("files", {})
+    return sum(entry["bytes"] for entry in hashes.values())
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -220,11 +251,15 @@ def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
 
 
 def digest_of(path: Path) -> str:
-    """Return one sha256 over the weights and the optimizer of a checkpoint, to compare runs bit for bit."""
+    """Return one sha256 over a checkpoint's weights and optimizer, to compare runs bit for bit."""
     manifest = json.loads((path / MANIFEST).read_text())
-    return digest(
-        {name: entry["sha256"] for name, entry in manifest.items() if name.endswith(".safetensors")}
-    )
+    check_not_newer(path / MANIFEST, manifest)
+    hashes = {
+        name: entry["sha256"]
+        for name, entry in manifest["files"].items()
+        if name.endswith(".safetensors")
+    }
+    return digest(hashes)
 
 
 def optimizer_tensors(

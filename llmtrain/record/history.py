@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 from llmtrain.files import read_object
+from llmtrain.record.format import read_versioned
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts
@@ -33,20 +34,33 @@ class History(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> History:
-        """Read a run's folder. Raises :class:`UserError` where there is no run."""
-        require(
-            is_run(folder), f"{folder} is no run's folder: it has neither run.json nor status.json."
-        )
+        """Read a run's folder.
+
+        Raises:
+            UserError: the folder holds no run, or a newer llmtrain has written it.
+        """
+        if not is_run(folder):
+            raise UserError(
+                f"{folder} is no run's folder: it has neither run.json nor status.json."
+            )
         return cls.found(folder)
 
     @classmethod
     def found(cls, folder: Path) -> History:
-        """Read whatever there is in a folder."""
-        record, status = (read_object(folder / f"{name}.json") for name in ("run", "status"))
-        names = ("metrics", "incidents", "samples", "scores")
-        lines, incidents, samples, scores = (read_lines(folder / f"{name}.jsonl") for name in names)
+        """Read whatever there is in a folder.
+
+        Raises:
+            UserError: a newer llmtrain has written ``run.json``.
+        """
         return cls(
-            folder, record, status, lines, incidents, samples, scores, _is_held(folder / ".lock")
+            folder=folder,
+            record=read_versioned(folder / "run.json"),
+            status=read_object(folder / "status.json"),
+            readings=read_lines(folder / "metrics.jsonl"),
+            incidents=read_lines(folder / "incidents.jsonl"),
+            samples=read_lines(folder / "samples.jsonl"),
+            scores=read_lines(folder / "scores.jsonl"),
+            in_progress=_is_held(folder / ".lock"),
         )
 
     @property

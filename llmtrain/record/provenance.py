@@ -17,7 +17,7 @@ import torch
 from llmtrain._version import __version__
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError
-from llmtrain.files import read_object
+from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.team import Team
 from llmtrain.secrets import redacted
 
@@ -134,7 +134,7 @@ def run_record(
         "git_sha": _git_sha(),
         "code_sha256": code_digest(),
     }
-    return {
+    record = {
         "run_id": choice.run_id,
         "identity": identity,
         "identity_sha256": digest(identity),
@@ -143,8 +143,9 @@ def run_record(
             k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()
         },
         **redacted(details),
-        "starts": [*read_object(folder / "run.json").get("starts", []), this_start],
+        "starts": [*read_versioned(folder / "run.json").get("starts", []), this_start],
     }
+    return with_version(record)
 
 
 def _git_sha() -> str | None:

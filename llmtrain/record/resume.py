@@ -15,6 +15,7 @@ from llmtrain.contract import Facts
 from llmtrain.errors import UserError, require
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
+from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import difference, digest
 
 _WAIT_SECONDS = 60.0
@@ -125,9 +126,14 @@ def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | N
     """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running.
 
     Where a checkpoint was named, ``source``, the run must have begun from it.
+
+    Raises:
+        UserError: a newer llmtrain has written the unfinished run.
     """
-    record, status = read_object(folder / "run.json"), read_object(folder / "status.json")
-    if status.get("state") == "finished" or record.get("identity_sha256") != digest(identity):
+    if read_object(folder / "status.json").get("state") == "finished":
+        return None
+    record = read_versioned(folder / "run.json")
+    if record.get("identity_sha256") != digest(identity):
         return None
     if (
         source is not None
@@ -167,12 +173,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
         )
     if found is path and (fault := checkpoint.find_fault(path)):
         raise UserError(f"{named} is damaged: {fault}.")
-    state = checkpoint.read_state(found)
-    require(
-        {"identity", "step", "tokens"} <= state.keys(),
-        f"{named}: its state.json is not one of llmtrain's.",
-    )
-    before: Facts = state["identity"]
+    before: Facts = checkpoint.read_state(found)["identity"]
     for key, value in json.loads(
         json.dumps(identity)
     ).items():  # whose keys are words, as those of a file

@@ -102,9 +102,7 @@ def bars(runs: Sequence[History]) -> Bars | None:
         readings = [line["phases"] for line in run.readings if isinstance(line.get("phases"), dict)]
         width = len(next(iter(readings[-1].values()), [])) if readings else 0
         readings = [
-            phases
-            for phases in readings
-            if {len(phases.get(phase, ())) for phase in PHASES} == {width}
+            phases for phases in readings if {len(phases[phase]) for phase in PHASES} == {width}
         ]
         ranks = [
             {

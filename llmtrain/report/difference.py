@@ -124,8 +124,12 @@ _ROUNDING = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 _GROWTH = 30  # times, from one reading to the next: what is faster is no rounding
 _LAYOUT = ("processes", "sharded", "device", "threads", "versions", "host")
 _LAYOUT_SETTINGS = (
-    *("per_device_train_batch_size", "pipeline_stages", "torch_compile", "gradient_checkpointing"),
-    *("bitwise", "ddp_bucket_cap_mb", "ddp_first_bucket_mb", "ddp_static_graph"),
+    "per_device_train_batch_size",
+    "pipeline_stages",
+    "torch_compile",
+    "gradient_checkpointing",
+    "bitwise",
+    "ddp_bucket_cap_mb",
 )
 
 
@@ -244,7 +248,7 @@ def _made_of(run: History) -> Facts:
 
 
 def groups_of_settings() -> dict[str, list[str]]:
-    """Return the groups that say where each setting of this package acts; a retired one is absent."""
+    """Return the groups that say where each setting of this package acts."""
     from llmtrain.training.settings import CONFIGS
 
     flags = [

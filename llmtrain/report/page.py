@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.contract import Facts
-from llmtrain.files import read_object
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, bars, charts, most_memory, names_of
@@ -189,7 +188,7 @@ def incidents(runs: Sequence[History]) -> list[Incident]:
 
 def saved(runs: Sequence[History]) -> list[Saved]:
     """Return the checkpoints that are there, newest first."""
-    from llmtrain.record.checkpoint import MANIFEST, checkpoints, held_out_losses
+    from llmtrain.record.checkpoint import MANIFEST, bytes_of, checkpoints, held_out_losses
 
     found = []
     for number, run in enumerate(runs):
@@ -197,10 +196,10 @@ def saved(runs: Sequence[History]) -> list[Saved]:
         losses = held_out_losses(paths)
         best = min(losses, key=losses.__getitem__, default=None)
         for path in reversed(paths):
-            manifest, step = read_object(path / MANIFEST), int(path.name.removeprefix("step-"))
-            size = sum(entry.get("bytes", 0) for entry in manifest.values())
+            step = int(path.name.removeprefix("step-"))
+            size = bytes_of(path)
             with contextlib.suppress(OSError):  # a run in progress deletes old ones
-                written = (path / MANIFEST if manifest else path).stat().st_mtime
+                written = (path / MANIFEST if size else path).stat().st_mtime
                 found.append(Saved(number, step, written, size, losses.get(path), path == best))
     return found
 

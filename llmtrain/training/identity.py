@@ -1,4 +1,4 @@
-"""The identity of a run: all that its updates depend on."""
+"""The identity of a run: everything that its steps depend on."""
 
 from dataclasses import asdict
 
@@ -11,29 +11,37 @@ from llmtrain.training.settings import AnySettings
 
 
 def identity_of(
-    accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built, layout: Layout
+    accelerator: Accelerator,
+    settings: AnySettings,
+    rows: Tokenized,
+    built: Built,
+    layout: Layout,
 ) -> Facts:
-    """Return all that the updates depend on, and nothing of how they are computed, but for the bits of ``--bitwise``.
+    """Return everything that a run's steps depend on, as a JSON object.
 
-    A checkpoint of another identity is never loaded.
+    It says nothing about how the steps are computed, except with ``--bitwise``, whose bits depend
+    on it. A checkpoint with another identity is never loaded.
     """
-    patience = s.loop.early_stopping_patience
+    stopping = None
+    if settings.loop.early_stopping_patience:
+        stopping = [
+            settings.loop.early_stopping_patience,
+            settings.loop.metric_for_best_model,
+            settings.loop.eval_steps,
+        ]
+
     return {
         "model": built.files.config,
-        **({"start": built.start} if built.start is not None else {}),
+        "start": built.start,
         "data": rows.facts.data_sha256,
-        "mixture": s.data.proportions,
+        "mixture": settings.data.proportions,
         "tokenizer": rows.facts.tokenizer_sha256,
         "block_size": rows.facts.block_size,
-        "global_batch_size": s.data.global_batch_size,
-        "seed": s.loop.seed,
-        "bits": layout.bits(accelerator) if s.loop.bitwise else None,
-        "update": asdict(s.optim),
-        **({"exchange": s.parallel.approximation} if s.parallel.approximation else {}),
-        **({"order": "stored"} if rows.in_order else {}),
-        **(
-            {"stopping": [patience, s.loop.metric_for_best_model, s.loop.eval_steps]}
-            if patience
-            else {}
-        ),
+        "global_batch_size": settings.data.global_batch_size,
+        "seed": settings.loop.seed,
+        "bits": layout.bits(accelerator) if settings.loop.bitwise else None,
+        "update": asdict(settings.optim),
+        "exchange": settings.parallel.approximation,
+        "order": "stored" if rows.in_order else "shuffled",
+        "stopping": stopping,
     }

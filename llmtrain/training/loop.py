@@ -224,9 +224,8 @@ def _say_what_changed(run: Run) -> None:
         for key, value in now.items()
         if before.get(key) != value
     )
-    known = {
-        field.name for field in fields(OptimConfig)
-    }  # another version, or a recipe that notes more, had others
+    # A recipe may add settings of its own.
+    known = {field.name for field in fields(OptimConfig)}
     earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
     last, following = lr_at(run.step - 1, earlier), lr_at(run.step, run.settings.optim)
     say(

@@ -154,16 +154,19 @@ class Run:
         self.deadline.reserve("save", 2 * self.saver.longest_seconds)
 
     def _state(self) -> Facts:
-        at_step, results = self.evaluated or (None, {})
-        loss, scaler, patience = (
-            results.get("eval/loss", math.inf),
-            self.accelerator.scaler,
-            self.patience,
-        )
+        """Return the content of ``state.json``, except for its format version."""
+        eval_step, results = self.evaluated or (None, {})
+        eval_loss = results.get("eval/loss", math.inf)
+        is_current = eval_step == self.step and math.isfinite(eval_loss)
+        scaler = self.accelerator.scaler
+
         return {
-            **{name: getattr(self, name) for name in ("step", "tokens", "skipped", "compiled")},
-            "eval_loss": loss if at_step == self.step and math.isfinite(loss) else None,
-            **({"best": patience.state} if patience.allowed else {}),
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "compiled": self.compiled,
+            "eval_loss": eval_loss if is_current else None,
+            "best": self.patience.state if self.patience.allowed else None,
             "identity": self.identity,
             "identity_sha256": digest(self.identity),
             "processes": self.accelerator.num_processes,
@@ -174,26 +177,30 @@ class Run:
         }
 
     def restore(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
-        """Load the checkpoint that this run goes on from, where there is one.
+        """Load the checkpoint that this run resumes from, if there is one.
 
-        Rank 0 reads it and sends it to the others, which need not see its disk.
+        Rank 0 reads it and sends it to the other ranks, which need not see its disk.
         """
-        plain, path = plain_of(model), self.choice.checkpoint
+        path = self.choice.checkpoint
         if path is None:
             return
+
+        plain = plain_of(model)
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
-        state = handler_of(self.accelerator).exchange.keep(
+        tensors = handler_of(self.accelerator).exchange.keep(
             plain, self._from_main(path / "optimizer")
         )
-        checkpoint.restore_optimizer(plain, optimizer.optimizer, state)
-        facts = Team.everyone().main(lambda: checkpoint.read_state(path))
-        self.skipped, self.compiled = facts.get("skipped", 0), facts.get("compiled")
-        if (
-            "best" in facts and path.parent == self.folder.path / "checkpoints"
-        ):  # else the best is not here
-            self.patience.restore(facts["best"])
-        if self.accelerator.scaler is not None and facts["loss_scaler"]:
-            self.accelerator.scaler.load_state_dict(facts["loss_scaler"])
+        checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
+
+        state = Team.everyone().main(lambda: checkpoint.read_state(path))
+        self.skipped = state["skipped"]
+        self.compiled = state["compiled"]
+        # The best checkpoint of another run's folder may be deleted before this run ends.
+        is_own = path.parent == self.folder.path / "checkpoints"
+        if state["best"] and is_own:
+            self.patience.restore(state["best"])
+        if self.accelerator.scaler is not None and state["loss_scaler"]:
+            self.accelerator.scaler.load_state_dict(state["loss_scaler"])
 
     def end(self, model: nn.Module) -> None:
         """Note how the updates have ended: all of them made, or stopped before. A finished model is written."""

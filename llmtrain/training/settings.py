@@ -1,12 +1,11 @@
 """All settings of a run in one object, and those of the loop and of the run's folder."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from llmtrain.config import Config, Retired, flag, require_at_least
+from llmtrain.config import Config, flag, require_at_least
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError, require
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
@@ -52,13 +51,6 @@ class LoopConfig(Config):
     """Settings of the loop: how updates are computed, and what is done beside them. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "loop"
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "check_replicas_steps": Retired(
-            "replicas are compared every 100 updates, and before each checkpoint"
-        ),
-        "sample_steps": Retired("the model goes on from --sample_prompts at every evaluation"),
-        "debug": Retired("set LLMTRAIN_DEBUG=1 in the environment"),
-    }
 
     seed: int = flag(0, "of weights, data order and dropout", acts="seed")
     logging_steps: int = flag(10, "updates between two readings of the training loss")
@@ -154,9 +146,6 @@ class RunConfig(Config):
     """A run's folder, what is kept in it, and who else is told. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "run"
-    retired: ClassVar[Mapping[str, Retired]] = {
-        "log_model": Retired("set WANDB_LOG_MODEL=end in the environment, as for transformers")
-    }
 
     output_dir: str = flag(
         "runs/run", "the run's folder; where it is taken by another run, the next free name"
@@ -227,6 +216,3 @@ CONFIGS: tuple[type[Config], ...] = (
     *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig, PairConfig, PreferenceConfig),
     *(OptimConfig, PipelineConfig, LoopConfig, RunConfig),
 )
-RETIRED: dict[str, Retired] = {
-    name: about for config in CONFIGS for name, about in config.retired.items()
-}

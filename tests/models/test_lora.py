@@ -419,7 +419,7 @@ def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
         load(accelerator, config)
 
 
-def test_the_start_of_a_run_is_recorded_as_by_earlier_versions(bases):
+def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
     built = load_model(
         ModelConfig(str(bases("untied")), block_size=64),
         LoraConfig(lora_r=4),
@@ -427,15 +427,14 @@ def test_the_start_of_a_run_is_recorded_as_by_earlier_versions(bases):
         3,
         "no",
     )
-    settings = {
+    assert built.start["lora"] == {
         "lora_r": 4,
         "lora_alpha": 32,
         "lora_target_modules": ["all-linear"],
         "lora_dropout": 0.0,
+        "use_dora": False,
     }
-    assert built.start["lora"] == {**settings, "use_rslora": False, "use_dora": False}
     assert built.start.keys() == {"weights", "lora", "freeze"}
-    assert not LoraConfig.retired["use_rslora"].harmless
 
 
 def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):

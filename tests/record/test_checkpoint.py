@@ -57,7 +57,7 @@ def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(
     assert checkpoint.read_state(path)["step"] == 7
     manifest = json.loads((path / "MANIFEST.json").read_text())
     files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-    assert set(manifest) == files - {"MANIFEST.json"}
+    assert set(manifest["files"]) == files - {"MANIFEST.json"}
     assert not list(tmp_path.glob(".tmp-*"))
 
 

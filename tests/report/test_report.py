@@ -325,7 +325,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
     one, other = (
         History.of(
             make(
-                tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, retired=name
+                tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, invented=name
             )
         )
         for number, name in enumerate(("a", "b"))
@@ -334,7 +334,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
         ("update", "--rate 0 and 1"),
         ("model", "--tokenizer a and b"),
         ("data", "--tokenizer a and b"),
-        ("any", "--retired a and b"),
+        ("any", "--invented a and b"),
     ]
 
 

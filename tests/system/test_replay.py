@@ -1,14 +1,13 @@
 """An update that is made again has the same bits, and its rows add up to its loss."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from llmtrain.commands import replay
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, TINY, long_form, metrics, read_json, torchrun
+from tests.launching import GPT, PYTHON, TINY, long_form, metrics, torchrun
 from tests.test_cli import ended
 
 FLAGS = [*TINY, "--max_steps", "12", "--save_steps", "5", "--dropout", "0.1", "--log_rows"]
@@ -57,25 +56,6 @@ def test_an_update_with_dropout_is_made_again_to_the_last_bit_and_shown_by_rows(
     assert (found["from"], found["same"]) == (10, True)
     assert_rows_are_those_of_the_update(found, folder, 12, text_file)
     assert sorted(path.name for path in folder.rglob("*")) == before
-
-
-def test_a_run_of_an_earlier_version_is_replayed_without_its_retired_flags_or_refused_in_a_line(
-    folder: Path, text_file: Path, tmp_path: Path, capsys
-) -> None:
-    older = shutil.copytree(folder, tmp_path / "older")
-    record = read_json(older / "run.json")
-
-    def told(*flags: str) -> None:
-        start = record["starts"][0]
-        starts = [{**start, "command": [*start["command"], *flags]}]
-        (older / "run.json").write_text(json.dumps({**record, "starts": starts}))
-
-    told("--sample_steps", "5", "--check_replicas_steps", "3", "--no_ddp_gradient_as_bucket_view")
-    assert again(capsys, older, 12)["same"]
-    told("--dataset_config_name", "old")
-    status, _, err = ended(capsys, "replay", str(older), "--step", "12")
-    assert status == 2
-    assert "--dataset_config_name is retired: name the configuration after a colon" in err
 
 
 @long_form

@@ -204,6 +204,7 @@ def test_the_record_says_what_ran_and_keeps_its_name(begin, tmp_path: Path) -> N
     begin()
     second = read_json(tmp_path / "run/run.json")
     assert first["run_id"] == second["run_id"]
+    assert first["format_version"] == 1
     assert first["identity"] == IDENTITY
     start = first["starts"][0]
     assert start["processes"] == 1
