@@ -40,8 +40,6 @@ HOW = {
     "whole gradients": [],
     "bf16": flags(ddp_comm_hook="bf16"),
     "powersgd": flags(ddp_comm_hook="powersgd"),
-    # not to the end at update 32, where a save averages the optimizer's state, too: once in --save_steps
-    "sync_every 16": flags(sync_every=16, logging_steps=16, max_steps=33),
 }
 
 
@@ -92,16 +90,18 @@ def main() -> None:
     with scratch() as folder, two_machines(MBIT) as names:
         for name, words in HOW.items():
             readings = train(names, folder / name.replace(" ", "-"), [*MODEL, *words])
-            readings = [reading for reading in readings if reading["step"] <= UPDATES]
-            counted = readings[-1:] if "--sync_every" in words else readings[4:]
-            update = statistics.median(seconds(reading) for reading in counted)
-            compute = statistics.median(seconds(reading, OWN) for reading in counted)
-            found[name] = {"update": update, "compute": compute, "loss": readings[-1]["train/loss"]}
+            figures = {
+                "update": statistics.median(seconds(reading) for reading in readings[4:]),
+                "compute": statistics.median(seconds(reading, OWN) for reading in readings[4:]),
+                "loss": readings[-1]["train/loss"],
+            }
+            found[name] = figures
             print(
-                f"{name:<18}{update:6.2f} s an update, {compute:.2f} of it its own; loss {found[name]['loss']:.3f}"
+                f"{name:<18}{figures['update']:6.2f} s a step, "
+                f"{figures['compute']:.2f} of it computing; loss {figures['loss']:.3f}"
             )
-    updates = {name: figures["update"] for name, figures in found.items()}
-    whole, alone = updates["whole gradients"], updates["sync_every 16"]
+
+    whole = found["whole gradients"]["update"]
     bound = 4 * 11.1e6 / (MBIT * 1e6 / 8)
     table = [
         Row(
@@ -112,22 +112,21 @@ def main() -> None:
             "s",
             "<= 10",
         ),
-        Row("an update with bf16", "with whole gradients", updates["bf16"], whole, "s", "<= 0.6"),
+        Row(
+            "an update with bf16",
+            "with whole gradients",
+            found["bf16"]["update"],
+            whole,
+            "s",
+            "<= 0.6",
+        ),
         Row(
             "an update with powersgd",
             "with whole gradients",
-            updates["powersgd"],
+            found["powersgd"]["update"],
             whole,
             "s",
             "<= 1",
-        ),
-        Row(
-            "an update with --sync_every 16",
-            "what it computes",
-            alone,
-            found["sync_every 16"]["compute"],
-            "s",
-            "<= 1.15",
         ),
     ]
     report("links", table, found=found, updates=UPDATES, bound_seconds=bound)

@@ -86,7 +86,7 @@ class Update(NamedTuple):
 
     nll: torch.Tensor  # this rank's sum over the window, in nats; float32 scalar
     tokens: int  # trained tokens of the global batch
-    grad_norm: float  # of the global batch's mean loss, before clipping; under sync_every the mean over the ranks
+    grad_norm: float  # of the global batch's mean loss, before clipping
     stop: bool  # whether any rank was asked to stop
     survey: torch.Tensor | None = None  # what a survey of the global batch has found
     units: int = 0  # what the loss is a mean over: trained tokens, or what the model counts
@@ -212,27 +212,20 @@ class Rows(Protocol):
 
 
 class Due(NamedTuple):
-    """How far the loop is after an update, and what is to be done there.
+    """How far the loop is after a step, and which periodic actions are due there."""
 
-    What needs the same weights on all ranks is done only when they are together.
-    """
-
-    step: int  # updates made
-    finished: bool
-    alone: int  # updates that each rank makes by itself, to the average of their weights
+    step: int  # steps made so far
+    finished: bool  # all steps of the run are made
     stop: bool  # the run stops here
 
-    @property
-    def together(self) -> bool:
-        """True where all ranks have the same weights."""
-        return self.finished or self.stop or self.step % self.alone == 0
-
     def at(self, every: int) -> bool:
-        """Return whether a multiple of ``every`` was reached since this could last be done; never for 0."""
-        before = (self.step - 1) // self.alone * self.alone
-        return every > 0 and (
-            self.finished or (self.together and self.step // every > before // every)
-        )
+        """Return whether an action that happens every ``every`` steps is due.
+
+        The last step makes every action due. 0 means never.
+        """
+        if every == 0:
+            return False
+        return self.finished or self.step % every == 0
 
 
 class Observer:

@@ -12,7 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from llmtrain.console import say
-from llmtrain.errors import require
+from llmtrain.errors import UserError, require
 from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
@@ -213,23 +213,20 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
 def _check_exchange(
     parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str
 ) -> None:
+    """Raise :class:`UserError` if gradients cannot be compressed in this run."""
     if parallel.approximation is None:
         return
-    alone = parallel.sync_every > 1
-    asked = (
-        f"--sync_every {parallel.sync_every}"
-        if alone
-        else f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    )
-    whys = {
-        # each rank would find a scale of its own, and owe in units of it
-        "does not go with fp16, whose loss scale moves; use bf16": precision == "fp16"
-        and (alone or parallel.ddp_comm_hook == "powersgd"),
-        "is approximate, and --bitwise is exact": bitwise,
-        "is for DDP, and the accelerate config shards the model": sharding is not None,
-    }
-    for why, holds in whys.items():
-        require(not holds, f"{asked} {why}; leave one of them out.")
+    hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
+    if precision == "fp16" and parallel.ddp_comm_hook == "powersgd":
+        raise UserError(
+            f"{hook} does not go with fp16, whose loss scale moves; use bf16; leave one of them out."
+        )
+    if bitwise:
+        raise UserError(f"{hook} is approximate, and --bitwise is exact; leave one of them out.")
+    if sharding is not None:
+        raise UserError(
+            f"{hook} is for DDP, and the accelerate config shards the model; leave one of them out."
+        )
 
 
 def _make_accelerator(

@@ -1,57 +1,71 @@
 """Slow links: sending less than the whole gradient, and what that costs.
 
-All of these are approximate by design, and the banner of a run says so: rounded to 16 bits (--ddp_comm_hook bf16), with
-a low rank and the rest owed to the next update (powersgd), or not at all for some updates, after which the weights are
-averaged (--sync_every).
+Both ways are approximate by design. Gradients can be rounded to 16 bits (--ddp_comm_hook bf16); a run then says so at
+its start. Or every process makes a few steps with its own rows only, and then all average their weights. That is local
+SGD, and this lesson writes it in a few lines of torch.
 """
 
-from functools import partial
+import contextlib
 
+import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, count_sent, my_rows, prepare, show, small_gpt
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.exchange import average
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import train_step
 
 PROCESSES = 2
-UPDATES = 60
+STEPS = 60
 
 
 def main() -> None:
     """Train the same model with each exchange."""
     accelerator = start_accelerator()
-    for name, parallel in (
-        ("whole gradients", ParallelConfig()),
-        ("--ddp_comm_hook bf16", ParallelConfig(ddp_comm_hook="bf16")),
-        ("--ddp_comm_hook powersgd", ParallelConfig(ddp_comm_hook="powersgd")),
-        ("--sync_every 4", ParallelConfig(sync_every=4)),
-    ):
-        sent, loss = _train(accelerator, parallel)
-        show(
-            f"{name}: {sent / 1024:.0f} KiB an update to add up; loss after {UPDATES} updates {loss:.1f}"
-        )
-        assert loss < 2.5  # from 4.2
+    exact = ParallelConfig()
+    compressed = ParallelConfig(ddp_comm_hook="bf16")
+
+    _show(accelerator, "whole gradients", exact)
+    _show(accelerator, "--ddp_comm_hook bf16", compressed)
+    _show(accelerator, "local SGD, averaged every 4 steps", exact, local_steps=4)
 
 
-def _train(accelerator: Accelerator, parallel: ParallelConfig) -> tuple[float, float]:
-    """Return the bytes of an update that are added up over the ranks, and the last loss in nats a token."""
+def _show(
+    accelerator: Accelerator, name: str, parallel: ParallelConfig, local_steps: int = 1
+) -> None:
+    """Train a small model, and print what was sent and the last loss.
+
+    Args:
+        accelerator: the Accelerator of this lesson.
+        name: what the line is about.
+        parallel: how gradients are sent.
+        local_steps: steps that every process makes alone before all average their weights. With
+            1, gradients are averaged in every step instead.
+    """
     accelerator.ddp_handler = DDPHandler(parallel)
     model, optimizer = prepare(accelerator, small_gpt())
     sent = count_sent(accelerator, model)
-    alone = parallel.sync_every > 1
-    forward_backward = Accumulation(accelerator, model, reduce="never" if alone else "once")
-    agree = partial(accelerator.reduce, reduction="mean") if alone else None
-    for step in range(UPDATES):
-        window = [batch(my_rows(accelerator, 16, step))]
-        update = train_step(
-            accelerator, model, optimizer, window, 1.0, forward_backward, agree=agree
-        )
-        if alone and (step + 1) % parallel.sync_every == 0:
-            average(model.parameters())
-            sent += [p.nbytes for p in model.parameters()]
-    return sum(sent) / UPDATES, float(
-        accelerator.reduce(update.nll, reduction="sum") / update.tokens
-    )
+    is_local = local_steps > 1
+
+    for step in range(STEPS):
+        micro_batches = [batch(my_rows(accelerator, 16, step))]
+        with accelerator.no_sync(model) if is_local else contextlib.nullcontext():
+            update = train_step(accelerator, model, optimizer, micro_batches, max_grad_norm=1.0)
+        if is_local and (step + 1) % local_steps == 0:
+            sent += _average_weights(model)
+
+    kib = sum(sent) / STEPS / 1024
+    nll = accelerator.reduce(update.nll, reduction="sum")
+    loss = float(nll / update.tokens)  # nats a token
+    show(f"{name}: {kib:.0f} KiB a step to add up; loss after {STEPS} steps {loss:.1f}")
+    assert loss < 2.5  # from 4.2
+
+
+def _average_weights(model: nn.Module) -> list[int]:
+    """Replace all weights by their mean over the processes; return the bytes of each tensor sent."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data.div_(dist.get_world_size())
+    return [parameter.nbytes for parameter in model.parameters()]

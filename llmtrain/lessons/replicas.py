@@ -5,7 +5,7 @@ import torch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.stage import batch, claim, my_rows, prepare, refusal, show, small_gpt
 from llmtrain.observe.replicas import check_replicas, fingerprint
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import train_step
 
 PROCESSES = 2
 
@@ -27,8 +27,8 @@ def main() -> None:
     claim("after an update, each with its own rows, the same weights on both", torch.equal(*after))
     claim("the update has changed them", not torch.equal(before[0], after[0]))
 
-    apart = Accumulation(accelerator, model, reduce="never")
-    train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, 1))], 1.0, apart)
+    with accelerator.no_sync(model):
+        train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, 1))], 1.0)
     same = torch.equal(*fingerprints())
     claim(
         "after another, without the sum of the gradients, the same weights on both",

@@ -19,12 +19,6 @@ class ParallelConfig(Config):
         "send less than the whole gradients, approximately: in 16 bits, or with a low rank",
         acts="gradient",
     )
-    sync_every: int = flag(
-        1,
-        "updates that each process makes alone before all average their weights",
-        acts="gradient",
-        hidden=True,
-    )
     sync_each_batch: bool = flag(
         False,
         "reduce gradients after every micro-batch: a sharded model holds less",
@@ -43,23 +37,18 @@ class ParallelConfig(Config):
     pipeline_stages: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "sync_every", "ddp_timeout", "pipeline_stages")
+        require_at_least(self, 1, "ddp_timeout", "pipeline_stages")
         sizes = self.ddp_bucket_cap_mb
         said = " ".join(map(str, sizes))
         good = len(sizes) in (1, 2) and all(0 < size < float("inf") for size in sizes)
         require(good, f"--ddp_bucket_cap_mb {said} is out of range: give one size above 0, or two.")
-        require(
-            self.sync_every == 1 or self.ddp_comm_hook == "none",
-            f"--sync_every {self.sync_every} sends no gradients, so --ddp_comm_hook {self.ddp_comm_hook} has nothing "
-            "to do; leave one of them out.",
-        )
 
     @property
-    def approximation(self) -> dict[str, str | int] | None:
-        """Settings that change what a run computes; ``None`` where its updates are those of one process."""
-        if self.ddp_comm_hook == "none" and self.sync_every == 1:
+    def approximation(self) -> dict[str, str] | None:
+        """Settings that change the gradients of a run; ``None`` if they are exact."""
+        if self.ddp_comm_hook == "none":
             return None
-        return {"ddp_comm_hook": self.ddp_comm_hook, "sync_every": self.sync_every}
+        return {"ddp_comm_hook": self.ddp_comm_hook}
 
 
 @dataclass

@@ -49,9 +49,6 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
         if self.config.ddp_comm_hook != "none":
             model.register_comm_hook(None, self.exchange.__call__)
             say("exchange", f"approximate: {self.exchange.approximate}")
-        if self.config.sync_every > 1:
-            alone = f"every process makes {self.config.sync_every} updates alone, then all average their weights"
-            say("exchange", f"approximate: {alone}")
 
     def watch(self, model: nn.Module, watcher: Watcher) -> None:
         """Call ``watcher`` for every bucket that DDP sends, where it does. Before the first update."""

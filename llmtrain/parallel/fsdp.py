@@ -198,7 +198,7 @@ def clip_grad_norm(accelerator: Accelerator, model: nn.Module, limit: float) -> 
 
 @torch.no_grad()
 def weight_norm(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
-    """Return the norm of all weights that are trained; the same on every rank, but where each makes updates alone."""
+    """Return the norm of all trained weights; the same on every rank."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     if is_sharded(accelerator):
         return _norm_of_shards(

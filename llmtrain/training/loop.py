@@ -1,13 +1,12 @@
-"""The loop: windows of micro-batches in, updates out. The step is its only state; the rest are observers."""
+"""The training loop. Its only state is the step; everything around a step is an observer."""
 
 import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
-from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +17,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.contract import Due, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.launching.process import settle
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.bitwise import BitwiseGradients
@@ -41,19 +40,30 @@ def train(
     held_out: DataLoaderShard | None = None,
     metric: Metric | None = None,
 ) -> None:
-    """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint that the run goes on from.
+    """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
 
-    Takes what ``accelerator.prepare`` returned. A ``metric`` of one's own is taken in every evaluation. A dry run shows
-    the rows that would be trained on. Raises :class:`UserError` where this cannot be trained.
+    With ``--dry_run`` it only shows the rows that it would train on.
+
+    Args:
+        run: the open run.
+        model: what ``accelerator.prepare`` returned.
+        optimizer: what ``accelerator.prepare`` returned.
+        batches: the loader of training batches, as ``accelerator.prepare`` returned it.
+        held_out: the loader of eval batches, likewise.
+        metric: a metric of your own, computed in every evaluation.
+
+    Raises:
+        UserError: if the model or the settings do not allow training.
     """
-    accelerator, s = run.accelerator, run.settings
+    settings = run.settings
     check_can_train(run, model, metric)
-    if s.loop.dry_run:
+    if settings.loop.dry_run:
         preview(run.rows.train, run.rows.tokenizer)
         return
+
     run.restore(model, optimizer)
     _say_what_changed(run)
-    alone, rank = s.parallel.sync_every, data_parallel_rank(accelerator)
+
     observers: list[Observer] = []
 
     def enter(phase: str) -> None:
@@ -61,11 +71,18 @@ def train(
             observer.enter(phase)
 
     forward_backward, forward = _passes(run, model, enter)
-    observers += observers_of(
-        Training(run, model, optimizer, held_out, forward, metric, enter, Timing(run, model))
+    training = Training(
+        run=run,
+        model=model,
+        optimizer=optimizer,
+        held_out=held_out,
+        forward=forward,
+        metric=metric,
+        enter=enter,
+        timing=Timing(run, model),
     )
-    # each rank has a gradient of its own: what is not finite on one is not finite on all
-    agree = functools.partial(accelerator.reduce, reduction="mean") if alone > 1 else None
+    observers += observers_of(training)
+
     with contextlib.ExitStack() as around:
         for observer in observers:
             around.enter_context(observer.around())
@@ -73,28 +90,57 @@ def train(
         for observer in observers:
             observer.begin()
         model.train()
-        for window in () if run.patience.over else _windows(accelerator, batches, enter):
-            for observer in observers:
-                observer.before_update(window)
-            share = run.step * data_parallel_size(accelerator) + rank
-            _seed(accelerator.device, key_of(s.loop.seed, share) >> 1)
-            for group in optimizer.param_groups:
-                group["lr"] = lr_at(run.step, s.optim)
-            stop = any([run.wants_to_stop(), *(observer.wants_to_stop() for observer in observers)])
-            how = s.optim.max_grad_norm, forward_backward, stop, agree, enter
-            update = train_step(accelerator, model, optimizer, window.batches, *how)
-            _count_skipped(run, window, update)
-            run.step += 1
-            run.tokens += update.tokens
-            enter("other")
-            due = Due(run.step, run.step == s.optim.max_steps, alone, update.stop)
-            for observer in observers:
-                observer.after_update(window, update, due)
+        for window in () if run.patience.over else _windows(run.accelerator, batches, enter):
+            due = _step(training, observers, window, forward_backward)
             if due.stop or run.patience.over:
                 break
         for observer in observers:
             observer.end()
         run.end(model)
+
+
+def _step(
+    training: Training,
+    observers: Sequence[Observer],
+    window: Window,
+    forward_backward: ForwardBackward,
+) -> Due:
+    """Make one step with a window, and call the observers before and after it."""
+    run = training.run
+    accelerator = run.accelerator
+    settings = run.settings
+
+    for observer in observers:
+        observer.before_update(window)
+    _seed_dropout(run)
+    for group in training.optimizer.param_groups:
+        group["lr"] = lr_at(run.step, settings.optim)
+    # Ask all of them, even after the first that wants to stop: each notes its own reason.
+    votes = [run.wants_to_stop(), *(observer.wants_to_stop() for observer in observers)]
+
+    update = train_step(
+        accelerator,
+        training.model,
+        training.optimizer,
+        window.batches,
+        max_grad_norm=settings.optim.max_grad_norm,
+        forward_backward=forward_backward,
+        stop=any(votes),
+        enter=training.enter,
+    )
+    _count_skipped(run, window, update)
+    run.step += 1
+    run.tokens += update.tokens
+
+    training.enter("other")
+    due = Due(
+        step=run.step,
+        finished=run.step == settings.optim.max_steps,
+        stop=update.stop,
+    )
+    for observer in observers:
+        observer.after_update(window, update, due)
+    return due
 
 
 def _windows(
@@ -117,56 +163,82 @@ def _windows(
             yield window
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the dropout of models that take no keys. ``torch.manual_seed`` looks for devices of every kind: 0.3 ms."""
+def _seed_dropout(run: Run) -> None:
+    """Seed the dropout of models that take no keys, by seed, step and data-parallel rank.
+
+    ``torch.manual_seed`` would look for devices of every kind, which takes 0.3 ms.
+    """
+    accelerator = run.accelerator
+    share = run.step * data_parallel_size(accelerator) + data_parallel_rank(accelerator)
+    seed = key_of(run.settings.loop.seed, share) >> 1
     torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+    if accelerator.device.type != "cpu":
+        torch.get_device_module(accelerator.device).manual_seed(seed)
 
 
 def _count_skipped(run: Run, window: Window, update: Update) -> None:
-    """Count an update that was skipped because its gradient is not finite.
+    """Count a step that was skipped because its gradient is not finite.
 
-    Raises :class:`UserError`, on every rank, where no more may be skipped.
+    Raises:
+        UserError: on every rank, if ``--skip_nonfinite`` allows no more of them.
     """
-    loop, scaler, number = run.settings.loop, run.accelerator.scaler, run.step + 1
-    allowed = loop.skip_nonfinite
-    if math.isfinite(update.grad_norm) or number == loop.replay_step:
+    number = run.step + 1
+    allowed = run.settings.loop.skip_nonfinite
+    if math.isfinite(update.grad_norm) or number == run.settings.loop.replay_step:
         return
-    if (
-        scaler is not None and scaler.get_scale() >= 1
-    ):  # fp16 finds its scale by such updates, but never below 1
+
+    # fp16 finds its loss scale by such steps, but never goes below 1.
+    scaler = run.accelerator.scaler
+    if scaler is not None and scaler.get_scale() >= 1:
         return
+
     rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
-    told = f"update {number} has a gradient norm of {update.grad_norm} and was not made; its rows are {rows}"
+    event = (
+        f"update {number} has a gradient norm of {update.grad_norm} and was not made; "
+        f"its rows are {rows}"
+    )
     if run.skipped == allowed:
         raise UserError(
-            f"{told}. Lower --learning_rate, or allow some with --skip_nonfinite. The newest checkpoint is untouched."
+            f"{event}. Lower --learning_rate, or allow some with --skip_nonfinite. "
+            "The newest checkpoint is untouched."
         )
     run.skipped += 1
-    run.incident("skipped", f"{told} ({run.skipped} of --skip_nonfinite {allowed})")
+    run.incident("skipped", f"{event} ({run.skipped} of --skip_nonfinite {allowed})")
 
 
 def _passes(
     run: Run, model: nn.Module, enter: Callable[[str], None]
 ) -> tuple[ForwardBackward, Forward | None]:
-    """Return what computes the gradients of a window; and the forward pass alone, where it is not the model's."""
-    accelerator, parallel = run.accelerator, run.settings.parallel
+    """Return what computes the gradients of a step, and what computes an eval loss.
+
+    The second is ``None`` if the model's own forward does that.
+    """
+    accelerator = run.accelerator
+    parallel = run.settings.parallel
     if not is_whole(accelerator):
         pipeline = Pipeline(accelerator, model)
         return pipeline, pipeline.forward
     if run.settings.loop.bitwise:
         return BitwiseGradients(accelerator, model, lambda: enter("exchange")), None
-    if is_sharded(accelerator) and not parallel.sync_each_batch and run.layout.accumulation > 1:
-        size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**20
-        held = f"of {run.layout.accumulation} micro-batches are held whole, {size:.1f} MiB a process, and reduced once"
-        say("gradients", f"{held}; --sync_each_batch holds this process's shard")
-    reduce: Literal["never", "each", "once"] = "each" if parallel.sync_each_batch else "once"
-    return Accumulation(accelerator, model, "never" if parallel.sync_every > 1 else reduce), None
+    if parallel.sync_each_batch:
+        return Accumulation(accelerator, model, reduce="each"), None
+    if is_sharded(accelerator) and run.layout.accumulation > 1:
+        numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say(
+            "gradients",
+            f"of {run.layout.accumulation} micro-batches are held whole, "
+            f"{4 * numbers / 2**20:.1f} MiB a process, and reduced once; "
+            "--sync_each_batch holds this process's shard",
+        )
+    return Accumulation(accelerator, model, reduce="once"), None
 
 
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise :class:`UserError` where a model is wrapped in a way that this loop does not support."""
+    """Check that a model is wrapped in a way that this loop supports.
+
+    Raises:
+        UserError: if it is not.
+    """
     handler_of(accelerator)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
@@ -176,47 +248,62 @@ def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
-    """Raise :class:`UserError` where the model or the settings do not meet the loop's requirements."""
-    s, accelerator, last = run.settings, run.accelerator, run.settings.optim.max_steps
-    check_wrapping(accelerator, model)
-    require(
-        run.step <= last,
-        f"--max_steps {last}: this run goes on from step {run.step}, which is past it.",
-    )
-    looked_at, wanted = s.loop.replay_step, s.loop.xray_range
-    reached = looked_at is None or run.step < looked_at <= last
-    require(
-        reached, f"--replay_step {looked_at}: there are updates {run.step + 1} to {last} to make."
-    )
-    inside = wanted is None or wanted[-1] <= last
-    require(inside, f"--xray_steps {s.loop.xray_steps}: the last update is --max_steps {last}.")
-    whole = is_whole(accelerator)
-    compiles = s.loop.torch_compile == "always"
-    require(
-        whole or not compiles,
-        "--torch_compile always: stages of a pipeline are not compiled; leave it out.",
-    )
-    require(
-        whole or not s.loop.sample_prompts,
-        "--sample_prompts: no process can run the whole model; leave it out.",
-    )
-    require(
-        whole or metric is None,
-        "a metric of one's own needs the whole model, which no process can run here.",
-    )
+    """Check that the model and the settings meet the loop's requirements.
+
+    Raises:
+        UserError: if they do not.
+    """
+    check_wrapping(run.accelerator, model)
+    _check_steps(run)
+    if not is_whole(run.accelerator):
+        _check_pipeline(run, metric)
     labels = inspect.signature(plain_of(model).forward).parameters.get("labels")
-    require(
-        labels is None or labels.default is not labels.empty or not s.loop.sample_prompts,
-        "--sample_prompts: this model gives a loss alone; give labels of its forward a default of None, for logits.",
-    )
+    needs_labels = labels is not None and labels.default is labels.empty
+    if needs_labels and run.settings.loop.sample_prompts:
+        raise UserError(
+            "--sample_prompts: this model gives a loss alone; give labels of its forward a default of None, for logits."
+        )
+
+
+def _check_steps(run: Run) -> None:
+    """Raise :class:`UserError` if a flag names steps that this run does not make."""
+    loop = run.settings.loop
+    last = run.settings.optim.max_steps
+    if run.step > last:
+        raise UserError(
+            f"--max_steps {last}: this run goes on from step {run.step}, which is past it."
+        )
+    if loop.replay_step is not None and not run.step < loop.replay_step <= last:
+        raise UserError(
+            f"--replay_step {loop.replay_step}: there are updates {run.step + 1} to {last} to make."
+        )
+    if loop.xray_range is not None and loop.xray_range[-1] > last:
+        raise UserError(f"--xray_steps {loop.xray_steps}: the last update is --max_steps {last}.")
+
+
+def _check_pipeline(run: Run, metric: Metric | None) -> None:
+    """Raise :class:`UserError` for what needs the whole model, of which each stage has a part."""
+    loop = run.settings.loop
+    if loop.torch_compile == "always":
+        raise UserError(
+            "--torch_compile always: stages of a pipeline are not compiled; leave it out."
+        )
+    if loop.sample_prompts:
+        raise UserError("--sample_prompts: no process can run the whole model; leave it out.")
+    if metric is not None:
+        raise UserError(
+            "a metric of one's own needs the whole model, which no process can run here."
+        )
 
 
 def _say_what_changed(run: Run) -> None:
-    """Say which settings of the update differ from those of the named checkpoint that the run goes on from."""
+    """Print which optimizer settings differ from those of the checkpoint this run resumes from."""
     wanted = run.settings.loop.xray_range
     if wanted is not None and run.step >= wanted.start:
         say("x-ray", f"none: this run goes on with update {run.step + 1}, after {wanted.start}")
-    before, now = (run.choice.before or {}).get("update"), asdict(run.settings.optim)
+
+    before = (run.choice.before or {}).get("update")
+    now = asdict(run.settings.optim)
     if before is None or before == now:
         return
     changed = ", ".join(
@@ -224,11 +311,13 @@ def _say_what_changed(run: Run) -> None:
         for key, value in now.items()
         if before.get(key) != value
     )
-    # A recipe may add settings of its own.
+    # A recipe with optimizer settings of its own may have recorded fields that are not known here.
     known = {field.name for field in fields(OptimConfig)}
     earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
-    last, following = lr_at(run.step - 1, earlier), lr_at(run.step, run.settings.optim)
+    last_rate = lr_at(run.step - 1, earlier)
+    next_rate = lr_at(run.step, run.settings.optim)
     say(
         "changed",
-        f"{changed}; the learning rate goes from {last:.3g} in update {run.step} to {following:.3g} next",
+        f"{changed}; the learning rate goes from {last_rate:.3g} in update {run.step} "
+        f"to {next_rate:.3g} next",
     )

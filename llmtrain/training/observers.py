@@ -31,7 +31,6 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.ddp import GradientSyncs, handler_of, settle_buckets
-from llmtrain.parallel.exchange import average
 from llmtrain.parallel.fsdp import is_sharded, weight_norm
 from llmtrain.parallel.mesh import gather_rows, is_whole, model_parallel_size
 from llmtrain.training.compiling import choose, eager_code
@@ -114,25 +113,24 @@ class _Watching(Observer):
 
 
 def observers_of(t: Training) -> list[Observer]:
-    """Return the observers of a run. After an update they are called in this order."""
-    loop, parallel = t.run.settings.loop, t.run.settings.parallel
-    replayed = (
-        loop.replay_step is not None
-    )  # nothing else that the run was asked for is wanted again
+    """Return the observers of a run, in the order in which they are called."""
+    loop = t.run.settings.loop
+    # A replayed step is only looked at. Nothing else that the run was asked for is done again.
+    is_replay = loop.replay_step is not None
+    evaluates = t.held_out is not None and loop.eval_steps > 0
     wanted: list[tuple[type[_Watching], bool]] = [
         (MemoryAdvice, True),
         (GettingReady, True),
-        (Replay, replayed),
+        (Replay, is_replay),
         (RowLedger, loop.log_rows),
-        (Averaging, parallel.sync_every > 1),
         (Replicas, True),
         (Readings, True),
-        (XRayed, loop.xray_steps is not None and not replayed),
-        (Evaluation, t.held_out is not None and loop.eval_steps > 0 and not replayed),
-        (Samples, bool(loop.sample_prompts) and not replayed),
-        (Checkpoints, not replayed),
+        (XRayed, loop.xray_steps is not None and not is_replay),
+        (Evaluation, evaluates and not is_replay),
+        (Samples, bool(loop.sample_prompts) and not is_replay),
+        (Checkpoints, not is_replay),
     ]
-    return [t.timing, *(kind(t) for kind, asked in wanted if asked)]
+    return [t.timing, *(kind(t) for kind, is_wanted in wanted if is_wanted)]
 
 
 class GettingReady(_Watching):
@@ -195,40 +193,11 @@ class RowLedger(_Watching):
         )
 
 
-class Averaging(_Watching):
-    """Averages the weights that the ranks have made alone.
-
-    A checkpoint holds one optimizer: before it the optimizers' state is averaged, too, and all ranks go on from it, as
-    a resumed run does.
-    """
-
-    def after_update(self, window: Window, update: Update, due: Due) -> None:
-        if not due.together:
-            return
-        self.t.enter("exchange")
-        average(parameter for parameter in self.t.model.parameters() if parameter.requires_grad)
-        if self.t.saves(due):
-            state = self.t.optimizer.optimizer.state
-            order = [
-                state[p]
-                for group in self.t.optimizer.param_groups
-                for p in group["params"]
-                if p in state
-            ]
-            average(
-                one
-                for entries in order
-                for one in entries.values()
-                if one.is_floating_point() and one.ndim
-            )
-        self.t.enter("other")
-
-
 class Replicas(_Watching):
     """Compares the ranks' weights now and then, and before each checkpoint."""
 
     def after_update(self, window: Window, update: Update, due: Due) -> None:
-        if self.t.saves(due) or due.at(_COMPARE_STEPS if due.alone == 1 else due.alone):
+        if self.t.saves(due) or due.at(_COMPARE_STEPS):
             check_replicas(self.accelerator, self.t.model)
 
 

@@ -68,10 +68,15 @@ def make_optimizer(
 
 
 def _may_share(accelerator: Accelerator) -> bool:
-    """Return whether all ranks have the same gradients, and may compute updates in other groups on other layouts."""
-    handler, sharding = accelerator.ddp_handler, sharding_of(accelerator)
-    alone = not isinstance(handler, DDPHandler) or handler.bitwise or handler.config.sync_every > 1
-    return not alone and sharding.together == 1
+    """Return whether ranks may share Muon's work: each computes the steps of some matrices.
+
+    Which matrices a rank takes depends on the layout, so ``--bitwise`` forbids it. With tensor
+    parallelism or pipeline stages the ranks hold different parameters.
+    """
+    handler = accelerator.ddp_handler
+    if not isinstance(handler, DDPHandler) or handler.bitwise:
+        return False
+    return sharding_of(accelerator).together == 1
 
 
 def hidden_matrices(model: Any) -> list[nn.Parameter]:

@@ -349,7 +349,7 @@ ACTS = {
     "lora_r": ["model"],
     **{name: ["model", "data"] for name in ("block_size", "tokenizer")},
     **{name: ["pass"] for name in ("dropout", "lora_dropout", "attn_implementation")},
-    **{name: ["gradient"] for name in ("ddp_comm_hook", "sync_every", "sync_each_batch")},
+    **{name: ["gradient"] for name in ("ddp_comm_hook", "sync_each_batch")},
     **{name: ["layout"] for name in ("bitwise", "torch_compile", "per_device_train_batch_size")},
     **{
         name: ["layout"]

@@ -1,6 +1,7 @@
 """Run by test_plan.py: set-up and two updates as one of many processes that are not there. `dry_ranks.py FOUND`, under
 the variables of a launcher; what is sent goes nowhere (torch's fake process group)."""
 
+import contextlib
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from llmtrain import GPT, Built, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import local_shard
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import train_step
 from tests.memory import resident
 from tests.record.test_checkpoint import Files
 
@@ -37,15 +38,9 @@ def main() -> None:
     ids = torch.zeros(2, 33, dtype=torch.int64)
     for _ in range(2):
         # DDP asks for a sum that was really made
-        how = None if accelerator.is_fsdp2 else Accumulation(accelerator, model, reduce="never")
-        train_step(
-            accelerator,
-            model,
-            optimizer,
-            [{"input_ids": ids, "labels": ids}],
-            1.0,
-            forward_backward=how,
-        )
+        sums = contextlib.nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
+        with sums:
+            train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
     held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
     found = {

@@ -1,6 +1,5 @@
 """Run on three ranks by test_exchange.py: what is sent of gradients, and what is owed. Writes what it finds as JSON."""
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler, settle_buckets
-from llmtrain.parallel.exchange import PowerSGD, average
+from llmtrain.parallel.exchange import PowerSGD
 from llmtrain.training.step import Accumulation, train_step
 
 
@@ -24,9 +23,9 @@ def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]
     return [{"input_ids": ids, "labels": ids}]
 
 
-def fresh(accelerator: Accelerator, hook: str = "none", **settings: Any) -> tuple[Any, Any]:
+def fresh(accelerator: Accelerator, hook: str = "none") -> tuple[Any, Any]:
     accelerator.ddp_handler = DDPHandler(
-        ParallelConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=[0.2], **settings)
+        ParallelConfig(ddp_comm_hook=hook, ddp_bucket_cap_mb=[0.2])
     )
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), 300, seed=1)
     return accelerator.prepare(
@@ -127,33 +126,6 @@ def resumed(accelerator: Accelerator, hook: str, settle: bool = True) -> bool:
     return torch.equal(flat(model.parameters()), straight)
 
 
-def alone(accelerator: Accelerator) -> dict[str, bool]:
-    model, optimizer = fresh(accelerator, sync_every=2)
-    never = Accumulation(accelerator, model, reduce="never")
-    mean = functools.partial(accelerator.reduce, reduction="mean")
-    for step in range(2):
-        window = batches(accelerator, step)
-        train_step(accelerator, model, optimizer, window, 1.0, forward_backward=never, agree=mean)
-    mine = flat(model.parameters())
-    apart = same_everywhere(accelerator, mine)
-    everyone = accelerator.gather(mine[None])
-    average(model.parameters())
-    found = {"alone": not apart, "together": same_everywhere(accelerator, flat(model.parameters()))}
-    poisoned = batches(accelerator, 3)
-    before = flat(model.parameters())
-    scale = float("nan") if accelerator.process_index == 1 else 1.0
-    hurt = lambda window, tokens: never(window, tokens * scale)  # noqa: E731
-    update = train_step(
-        accelerator, model, optimizer, poisoned, 1.0, forward_backward=hurt, agree=mean
-    )
-    return {
-        **found,
-        "the mean": bool(torch.allclose(before, everyone.mean(dim=0), atol=1e-6)),
-        "no one goes on alone past a NaN": update.grad_norm != update.grad_norm
-        and torch.equal(before, flat(model.parameters())),
-    }
-
-
 def poisoned(accelerator: Accelerator) -> dict[str, bool]:
     """One process's gradient is not finite, once; the weights stay, so what comes after must not know of it."""
     model, _ = fresh(accelerator, "powersgd")
@@ -184,7 +156,6 @@ def main() -> None:
     found["powersgd"] = powersgd(accelerator)
     found["resumed"] = {hook: resumed(accelerator, hook) for hook in ("none", "bf16", "powersgd")}
     found["forgotten"] = forgotten(accelerator)
-    found["alone"] = alone(accelerator)
     found["poisoned"] = poisoned(accelerator)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

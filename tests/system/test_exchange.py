@@ -45,27 +45,16 @@ def test_a_gradient_that_is_not_finite_is_not_owed(found: Any) -> None:
     assert found["poisoned"] == {"seen": True, "kept": True, "over": True}
 
 
-def test_processes_alone_meet_in_the_mean_of_their_weights(found: Any) -> None:
-    assert found["alone"] == {
-        "alone": True,
-        "together": True,
-        "the mean": True,
-        "no one goes on alone past a NaN": True,
-    }
-
-
 @pytest.mark.parametrize(
     "how",
     [
         ["--ddp_comm_hook", "powersgd"],
-        pytest.param(["--sync_every", "3"], marks=long_form),
         pytest.param(["--ddp_bucket_cap_mb", "0.01", "0.02"], marks=long_form),
     ],
 )
 def test_a_run_goes_on_in_the_bits_of_one_that_was_not_interrupted(
     how: list[str], text_file: Path, tmp_path: Path
 ) -> None:
-    """Saved at the meeting after update 4, and in the end."""
     flags = [
         *TINY,
         *how,
@@ -81,9 +70,7 @@ def test_a_run_goes_on_in_the_bits_of_one_that_was_not_interrupted(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     first = run_forked([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
     assert ("approximate" in first.out) == ("--ddp_bucket_cap_mb" not in how)
-    middle = (
-        straight / "checkpoints" / ("step-00000006" if "--sync_every" in how else "step-00000008")
-    )
+    middle = straight / "checkpoints" / "step-00000008"
     more = ["--resume_from_checkpoint", str(middle), "--output_dir", str(resumed)]
     second = run_forked([*torchrun(2), GPT, *flags, *more]).assert_ok()
     assert "changed" not in second.out

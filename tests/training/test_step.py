@@ -161,21 +161,15 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 100])
-def test_what_is_due_is_done_at_its_multiples_and_with_updates_alone_at_the_next_meeting(
-    every: int,
-) -> None:
+def test_periodic_actions_are_due_at_their_multiples_and_at_the_end(every: int) -> None:
     for step in range(1, 300):
-        assert Due(step, False, 1, False).at(every) == (step % every == 0)
-    meetings = [step for step in range(1, 300) if Due(step, False, 16, False).together]
-    assert meetings == list(range(16, 300, 16))
-    done = [step for step in range(1, 300) if Due(step, False, 16, False).at(every)]
-    assert done == sorted({-(-step // 16) * 16 for step in range(every, 289, every)})
-    assert Due(7, True, 16, False).at(every), "at the end all is done"
+        assert Due(step, finished=False, stop=False).at(every) == (step % every == 0)
+    assert Due(7, finished=True, stop=False).at(every), "at the end all is done"
 
 
-def test_a_run_that_was_asked_to_stop_meets_at_once() -> None:
-    assert Due(7, False, 16, True).together
-    assert not Due(7, False, 16, False).together
+def test_an_action_with_a_period_of_zero_is_never_due() -> None:
+    assert not Due(7, finished=False, stop=False).at(0)
+    assert not Due(7, finished=True, stop=False).at(0)
 
 
 def test_a_model_is_found_inside_the_wrappers_of_ddp_and_of_a_compiler(model: GPT) -> None:
