@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
@@ -236,6 +237,33 @@ def test_another_run_of_this_process_may_have_another_precision(accelerator, mon
     assert accelerator.mixed_precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start.start_accelerator().mixed_precision == "bf16"
+
+
+@pytest.fixture
+def arithmetic(monkeypatch: pytest.MonkeyPatch):
+    """Undo the process-wide settings of arithmetic after a test."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("accelerator", "arithmetic")
+def test_each_start_sets_precision_and_determinism_whatever_an_earlier_run_had(monkeypatch) -> None:
+    def settings_after_start(bitwise: bool) -> tuple[str, bool]:
+        start.start_accelerator(bitwise=bitwise)
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    monkeypatch.setattr(start, "use_cpu", lambda launcher: False)
+    for _ in range(2):
+        assert settings_after_start(bitwise=False) == ("high", False)
+        assert settings_after_start(bitwise=True) == ("highest", True)
+
+    monkeypatch.setattr(start, "use_cpu", lambda launcher: True)
+    assert settings_after_start(bitwise=False) == ("highest", False)
 
 
 RECIPE = """

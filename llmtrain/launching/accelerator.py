@@ -36,13 +36,7 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     check_launch()
     launcher, world = Launcher.find(), int(os.environ.get("WORLD_SIZE", "1"))
     cpu, timeout = use_cpu(launcher), timedelta(seconds=parallel.ddp_timeout + 60)
-    if not cpu:
-        torch.set_float32_matmul_precision("highest" if bitwise else "high")
-    if bitwise and not cpu:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS repeats itself only with a fixed workspace
-        torch.use_deterministic_algorithms(True)
+    _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     if cpu and not any(name.startswith("MALLOC_") for name in os.environ):
         _keep_freed_memory()
@@ -96,6 +90,23 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
         f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, {how}{said}",
     )
     return accelerator
+
+
+def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
+    """Set the precision of float32 products and the determinism of operations for this run.
+
+    Both are set whichever way the run wants them, because an earlier run of this process may have
+    wanted the other.
+    """
+    uses_tf32 = on_gpu and not bitwise
+    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+
+    is_deterministic = on_gpu and bitwise  # a CPU repeats itself anyway
+    if torch.are_deterministic_algorithms_enabled() != is_deterministic:
+        torch.use_deterministic_algorithms(is_deterministic)  # imports a compiler: a second or more
+    if is_deterministic:
+        # Without a fixed workspace cuBLAS may choose another algorithm each time.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_cpu(launcher: Launcher) -> bool:

@@ -250,18 +250,28 @@ def _into_gradient(
     return nll
 
 
-@functools.cache
 def _fused() -> Callable[..., Tensor] | None:
-    """Return the kernel of :func:`_into_gradient` for a GPU.
+    """Return the compiled kernel of :func:`_into_gradient` for a GPU, or ``None`` if there is none.
 
-    It is ``None`` where nothing compiles it, and where bits must not depend on which shapes came first.
+    There is none if nothing compiles it, or if algorithms must be deterministic: the bits of the
+    compiled code depend on which shapes came first.
     """
-    if torch.are_deterministic_algorithms_enabled():
+    return _compiled_kernel(
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    )
+
+
+@functools.cache
+def _compiled_kernel(deterministic: bool, matmul_precision: str) -> Callable[..., Tensor] | None:
+    """Compile the kernel once for each setting, as runs of one process may have different ones."""
+    if deterministic:
         return None
+
     try:
         torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
-    except Exception:  # of compilers there are many
+    except Exception:  # each compiler has errors of its own
         return None
+
     return torch.compile(functools.partial(_into_gradient, fused=True))
 
 

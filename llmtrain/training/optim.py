@@ -36,33 +36,44 @@ def lr_at(step: int, config: OptimConfig) -> float:
 def make_optimizer(
     accelerator: Accelerator, model: nn.Module, config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2019), which decays matrices and leaves vectors alone.
+    """Return the optimizer that ``--optim`` names, over the parameters that are trained.
 
-    With ``--optim muon``, Muon updates the matrices of hidden layers, in bfloat16 where that is the accelerator's
-    precision.
+    AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices and not to vectors. With
+    ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
+    if that is the accelerator's mixed precision.
+
+    Parameters on the meta device belong to another pipeline stage, which has its own optimizer.
     """
-    hidden = [p for p in hidden_matrices(model) if not p.is_meta] if config.optim == "muon" else []
-    taken = {id(p) for p in hidden}
-    rest = [
-        p for p in model.parameters() if p.requires_grad and not p.is_meta and id(p) not in taken
-    ]
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+
+    for_muon: list[nn.Parameter] = []
+    if config.optim == "muon":
+        for_muon = [p for p in hidden_matrices(model) if not p.is_meta]
+
+    muon_ids = {id(p) for p in for_muon}
+    for_adamw = [p for p in trained if id(p) not in muon_ids]
+    matrices = [p for p in for_adamw if p.dim() >= 2]
+    vectors = [p for p in for_adamw if p.dim() < 2]
+
     adamw = torch.optim.AdamW(
-        groups, config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), fused=True
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        fused=True,
     )
-    if not hidden:
+    if not for_muon:
         return adamw
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+
     muon = Muon(
-        hidden,
-        config.learning_rate,
-        config.weight_decay,
-        config.adam_beta1,
-        dtype,
-        _may_share(accelerator),
+        for_muon,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.adam_beta1,
+        dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
+        shared=_may_share(accelerator),
     )
     return MuonBesideAdamW(muon, adamw)
 
@@ -79,14 +90,33 @@ def _may_share(accelerator: Accelerator) -> bool:
     return sharding_of(accelerator).together == 1
 
 
-def hidden_matrices(model: Any) -> list[nn.Parameter]:
-    """Return the matrices between the embedding and the head."""
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if hasattr(model, "get_output_embeddings"):  # of our GPT-2 the embedding is the head
-        outer.append(model.get_output_embeddings())
-    known = {id(p) for module in outer for p in module.parameters()}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
-    return [p for name, p in named if id(p) not in known and "trainable_tokens" not in name]
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained matrices between the embedding and the head.
+
+    The head is the one that predicts tokens, or the ``score`` head of a reward model.
+    """
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends += _heads(model)
+    end_ids = {id(p) for module in ends for p in module.parameters()}
+
+    # peft keeps the rows it trains of an embedding in a module of its own, `trainable_tokens`.
+    return [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        and p.dim() == 2
+        and id(p) not in end_ids
+        and "trainable_tokens" not in name
+    ]
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """Return the output heads of a model, apart from a head that is the embedding itself."""
+    heads = [getattr(model, "score", None)]  # transformers' name for a sequence-classification head
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    if output_embeddings is not None:
+        heads.append(output_embeddings())  # None for sequence classification
+    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """The loss that never holds all logits, beside the one that does."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -402,3 +402,32 @@ def test_targets_must_be_one_a_position() -> None:
     hidden, weight, targets, _ = case()
     with pytest.raises(IndexError):
         linear_nll(hidden, weight, targets[:, 1:])
+
+
+@pytest.fixture
+def gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A compiler that pretends to find a GPU; what it compiles says so."""
+
+    def pretend_to_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *_, **__: f"compiled {function}"
+
+    real_zeros = torch.zeros
+
+    def zeros_on_the_host(*shape: int, device: str) -> torch.Tensor:
+        return real_zeros(*shape)
+
+    monkeypatch.setattr(torch, "compile", pretend_to_compile)
+    monkeypatch.setattr(torch, "zeros", zeros_on_the_host)
+    loss._compiled_kernel.cache_clear()
+    yield
+    loss._compiled_kernel.cache_clear()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+def test_a_deterministic_run_has_no_compiled_kernel_though_an_earlier_run_compiled_one() -> None:
+    for _ in range(2):
+        torch.use_deterministic_algorithms(False)
+        assert loss._fused() is not None
+        torch.use_deterministic_algorithms(True)
+        assert loss._fused() is None

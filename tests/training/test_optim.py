@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
@@ -194,6 +198,24 @@ def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: s
     hidden = {name for name, parameter in model.named_parameters() if parameter.dim() == 2} - outer
     assert taken == hidden
     assert len(taken) >= 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+def test_muon_leaves_the_score_head_of_a_reward_model_to_adamw(family: str) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+    config = AutoConfig.for_model(family, **sizes, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+
+    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon"))
+
+    muon, *adamw = (
+        {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
+        for group in optimizer.param_groups
+    )
+    assert "score.weight" in set().union(*adamw)
+    assert "score.weight" not in muon
+    assert len(muon) >= 4
+    assert muon | set().union(*adamw) == {name for name, _ in model.named_parameters()}
 
 
 def _matrices(*shapes: tuple[int, int]) -> list[torch.nn.Parameter]:
