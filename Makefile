@@ -21,6 +21,7 @@ test-all: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 $(READY): setup.cfg pyproject.toml constraints.txt

@@ -1,6 +1,5 @@
-"""The house: which room may know which, and what an import costs."""
+"""The package as a whole: what an import costs, pinned versions, public names."""
 
-import ast
 import configparser
 import inspect
 import re
@@ -17,41 +16,6 @@ from packaging.version import Version
 
 import llmtrain
 from tests.launching import ROOT
-
-ROOMS = ("data", "models", "parallel", "observe", "record")
-GROUND = {
-    "llmtrain.parallel.mesh",
-    "llmtrain.parallel.collectives",
-}  # what is sharded, all may know
-
-
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {name for name in found if name.startswith("llmtrain.")}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_do_not_know_each_other(room: str) -> None:
-    for path in (ROOT / "llmtrain" / room).glob("*.py"):
-        known = imports(path) - GROUND
-        strangers = {
-            name
-            for name in known
-            if name.split(".")[1] in {*ROOMS, "training", "commands"} - {room}
-        }
-        assert not strangers, f"{path.name} imports {strangers}"
-
-
-def test_nobody_imports_a_recipe_and_recipes_import_the_package_by_its_name() -> None:
-    for path in (ROOT / "llmtrain").rglob("*.py"):
-        assert "recipes" not in " ".join(imports(path))
-    for path in (ROOT / "recipes").glob("*.py"):
-        assert not imports(path), f"{path.name} reaches into the package"
 
 
 def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_ones_alone() -> None:

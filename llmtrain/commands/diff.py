@@ -1,29 +1,44 @@
-"""Say why two runs differ: the first update at which rows, losses, gradients or weights part, and possible causes.
+"""Say why two runs differ: the first step at which rows, losses, gradients or weights differ, and possible causes.
 
-Status 0: they are the same run, but for rounding where they were spread otherwise; else 1.
+The status is 0 if they are the same run, apart from rounding if their layouts differ; otherwise it is 1.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtrain.files import json_text
 from llmtrain.record.history import History
 
+if TYPE_CHECKING:
+    from llmtrain.report.difference import Comparison
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("one", metavar="RUN_A", help="a run's folder")
-    parser.add_argument("other", metavar="RUN_B", help="another's")
+    parser.add_argument("one", metavar="RUN_A", help="a run folder")
+    parser.add_argument("other", metavar="RUN_B", help="another run folder")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.report.difference import compare, lines
 
-    found = compare(*(History.of(Path(name)) for name in (arguments.one, arguments.other)))
+    one = History.of(Path(arguments.one))
+    other = History.of(Path(arguments.other))
+    comparison = compare(one, other)
     if arguments.json:
-        first = found.first._asdict() if found.first else None
-        partings = [parting._asdict() for parting in found.all]
-        print(json_text(found._asdict() | {"first": first, "all": partings}, indent=1))
+        print(json_text(_as_json(comparison), indent=1))
     else:
-        print("\n".join(lines((arguments.one, arguments.other), found)))
-    sys.exit(0 if found.first is None and found.readings else 1)
+        print("\n".join(lines((arguments.one, arguments.other), comparison)))
+
+    are_same = comparison.first is None and comparison.readings > 0
+    sys.exit(0 if are_same else 1)
+
+
+def _as_json(comparison: "Comparison") -> dict[str, object]:
+    first = comparison.first
+    return {
+        **comparison._asdict(),
+        "first": None if first is None else first._asdict(),
+        "all": [divergence._asdict() for divergence in comparison.all],
+    }

@@ -1,23 +1,33 @@
-"""Run some updates of a recipe, and show what each process does when.
+"""Run some steps of a recipe, and show what each process does when.
 
-It shows what is computed, when each bucket of gradients is full and travels, how much of that is hidden behind the
-backward pass, and who keeps the others waiting.
+It shows what is computed, when each bucket of gradients is full and sent, how much of that is hidden behind the
+backward pass, and which process keeps the others waiting.
 """
 
 import argparse
-import itertools
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.launching.children import command_of, gpus, read_config, run_to_end
+
+_OUTPUT_DIR = "runs/xray"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     take_recipe(parser)
-    default = "(default: as the accelerate config says, or one a GPU, at least 2)"
-    parser.add_argument("--processes", type=int, metavar="N", help=default)
-    which = "those to show; the first are not like others (%(default)s)"
-    parser.add_argument("--updates", default="6:8", metavar="A:B", help=which)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="(default: as the accelerate config says, or one for each GPU, at least 2)",
+    )
+    parser.add_argument(
+        "--updates",
+        default="6:8",
+        metavar="A:B",
+        help="steps to show; the first steps of a run take longer than the others (%(default)s)",
+    )
     parser.add_argument(
         "--config_file", metavar="FILE", help="accelerate config that the recipe is launched with"
     )
@@ -27,27 +37,54 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.record.resume import is_free, names
 
     own_and_recipes(arguments)
-    config = read_config(arguments.config_file) if arguments.config_file else {}
-    processes = arguments.processes or config.get("num_processes", max(2, gpus()))
-    words = [word for flag in arguments.flags for word in flag.split("=", 1)]
-    asked = next(
-        (value for flag, value in itertools.pairwise(words) if flag == "--output_dir"), "runs/xray"
-    )
-    folder = next(folder for folder in names(asked) if is_free(folder))
+    processes = _processes(arguments)
     first, _, last = arguments.updates.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
-        raise UserError(f"--updates {arguments.updates}: write two updates, such as 6:8.")
-    forced = {"xray_steps": arguments.updates, "max_steps": last, "report_to": "none"}
-    forced |= {"resume_from_checkpoint": "never", "output_dir": str(folder)}
-    command = command_of(
-        [arguments.recipe, *arguments.flags], forced, processes, arguments.config_file
-    )
+        raise UserError(f"--updates {arguments.updates}: write two steps, such as 6:8.")
+
+    output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
+    folder = next(folder for folder in names(output_dir) if is_free(folder))
+    forced: Facts = {
+        "xray_steps": arguments.updates,
+        "max_steps": last,
+        "report_to": "none",
+        "resume_from_checkpoint": "never",
+        "output_dir": str(folder),
+    }
+    recipe = [arguments.recipe, *arguments.flags]
+    command = command_of(recipe, forced, processes, arguments.config_file)
     run_to_end(command, on_cpu=not arguments.config_file and processes > gpus())
-    found = folder / "xray"
+
+    result = folder / "xray"
     if arguments.json:
-        print((found / "summary.json").read_text())
+        print((result / "summary.json").read_text())
         return
-    print((found / "table.txt").read_text())
+    print((result / "table.txt").read_text())
     print(
-        f"{found}/timeline.html shows it; {found}/trace.json is for ui.perfetto.dev or chrome://tracing"
+        f"Open {result}/timeline.html in a browser, or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
     )
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    """Return how many processes to start."""
+    if arguments.processes is not None:
+        processes: int = arguments.processes
+    elif arguments.config_file:
+        processes = read_config(arguments.config_file)["num_processes"]
+    else:
+        processes = max(2, gpus())
+
+    if processes < 1:
+        raise UserError(f"--processes {processes}: start at least one process.")
+    return processes
+
+
+def _last_value(flags: list[str], name: str) -> str | None:
+    """Return the value of a recipe's flag; the last one if it is repeated, as argparse does."""
+    value = None
+    for word, following in zip(flags, [*flags[1:], None], strict=True):
+        if word == name:
+            value = following
+        elif word.startswith(f"{name}="):
+            value = word.removeprefix(f"{name}=")
+    return value

@@ -1,37 +1,40 @@
-"""The difference between two runs: the first update at which anything of them parts, and the possible causes.
+"""Say where two runs diverge first, and what could be the cause.
 
-An update is a chain: weights and rows, the tokens in them, the labels, the loss, the gradient, the weights after it.
-What parts first along the chain points at the settings, or the code, that act there; the rest follows from it.
+A step is a chain: weights and rows, the tokens in the rows, the labels, the loss, the gradient, the weights after the
+step. The first link of the chain that differs points at the settings, or the code, that act there. Everything after it
+follows from it.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from llmtrain.config import flags_of
 from llmtrain.contract import Facts, Json
-from llmtrain.record.history import History, read_lines
-
-Read: TypeAlias = Callable[[History], Mapping[int, Json]]  # by update
+from llmtrain.record.history import History
+from llmtrain.report.comparison import (
+    NO_TOLERANCE,
+    QUANTITIES,
+    Tolerance,
+    differences,
+    tolerance_of,
+)
 
 
 class Link(NamedTuple):
-    """One thing of an update that is compared."""
+    """What a difference in one quantity says about its cause, if everything before it in the chain is the same."""
 
-    name: str
-    read: Read
-    acting: tuple[str, ...]  # groups of settings that act there
-    otherwise: str  # what else could be the cause, where no setting is
-    rounding: int = 0  # how much more than a loss it may round; 0: it has no rounding
-    of_same_data: bool = False  # else it is another before anything is wrong
+    acting: tuple[str, ...]  # the groups of settings that can change this quantity
+    otherwise: str  # the cause to name if none of those settings differs
+    given: str = ""  # what is known to be the same
+    needs_same_data: bool = False  # on other data this quantity differs with nothing wrong
 
 
-class Parting(NamedTuple):
-    """The first reading at which something parts."""
+class Divergence(NamedTuple):
+    """The first step at which two runs differ in one quantity."""
 
-    link: str
-    step: int  # the update; 0: before the first
+    link: str  # a key of CHAIN
+    step: int  # 0: before the first step
     one: Json
     other: Json
 
@@ -39,90 +42,69 @@ class Parting(NamedTuple):
 class Comparison(NamedTuple):
     """Two runs, compared."""
 
-    first: Parting | None  # the cause; of all that part at its step the first along the chain
-    all: list[Parting]  # by link
+    first: (
+        Divergence | None
+    )  # the earliest, and of those the first along the chain; the others follow from it
+    all: list[Divergence]  # in the order of the chain
     causes: list[str]
-    also: list[str]  # that differ, too, and act elsewhere
-    rounding: float  # the largest relative difference of a loss, where nothing parts
-    readings: int  # that both runs have
+    also: list[str]  # other settings and versions that differ
+    rounding: float  # the largest relative difference of a training loss
+    readings: int  # log entries that both runs have
 
 
-def _series(key: str, at_start: bool = False) -> Read:
-    """Return a reader of one key. A number that is not finite, for which JSON has no word, is read as NaN."""
-    return lambda run: {
-        line["step"]: math.nan if line[key] is None else line[key]
-        for line in run.readings
-        if key in line and not (at_start and line["step"])
-    }
-
-
-def _rows(run: History) -> Mapping[int, Json]:
-    return {line["step"]: line.get("rows") for line in read_lines(run.folder / "rows.jsonl")}
-
-
-def _fingerprint(place: int) -> Read:
-    return lambda run: {
-        line["step"]: line["batch"].split("-")[place]
-        for line in run.readings
-        if isinstance(line.get("batch"), str)
-    }
-
-
-_LABELS = "labels are masked or shifted otherwise"
-_COMPUTES = f"the model or its loss computes otherwise: attention, dropout, precision, or {_LABELS}"
+_LABELS = "labels are masked or shifted differently"
+_MODEL = f"the model or its loss computes differently: attention, dropout, precision, or {_LABELS}"
 _TOKENS = (
-    "text becomes tokens otherwise: another file, or tokens at the beginning or the end of a text that are put in "
-    "twice or left out; or rows are ordered otherwise (--log_rows tells)"
+    "text is tokenized differently: another file, or a token at the beginning or the end of a text that is added "
+    "twice or left out; or rows are ordered differently (--log_rows tells)"
 )
 _GRADIENT = (
-    "the gradient is put together otherwise: a mean of micro-batches' means for one over all tokens, a missing sync, "
-    "or a factor of the number of processes"
+    "the gradient is accumulated differently: a mean of micro-batches' means instead of one mean over all tokens, "
+    "a missing sync, or a factor of the number of processes"
 )
-_UPDATED = "the optimizer computes otherwise, or the gradient is clipped otherwise"
-_FIRST_WEIGHTS, _WEIGHTS = _series("train/weight_norm", at_start=True), _series("train/weight_norm")
-_FIRST_LOSS, _NORM = _series("eval/loss", at_start=True), _series("train/grad_norm")
-_DRAWN, _DEALT = "weights are drawn or loaded otherwise", "rows are ordered or dealt out otherwise"
-_FORWARD = ("model", "pass")
+_OPTIMIZER = "the optimizer or the clipping of the gradient computes differently"
+
+# The quantities of report/comparison.py, in the order in which a difference in one causes one in the next.
 CHAIN = {
-    "weights": Link(
-        "weights before the first update", _FIRST_WEIGHTS, ("model", "seed"), _DRAWN, 1
+    "initial_weights": Link(
+        acting=("model", "seed"), otherwise="weights are initialised or loaded differently"
     ),
-    "rows": Link("rows", _rows, ("data", "seed"), _DEALT),
-    "inputs": Link("tokens", _fingerprint(0), ("data", "seed"), _TOKENS),
-    "labels": Link("labels of the same tokens", _fingerprint(1), ("data",), _LABELS),
-    "tokens": Link(
-        "number of trained tokens", _series("tokens"), ("data",), f"{_LABELS}, or counted otherwise"
+    "rows": Link(acting=("data", "seed"), otherwise="rows are ordered or dealt out differently"),
+    "input_tokens": Link(acting=("data", "seed"), otherwise=_TOKENS),
+    "labels": Link(acting=("data",), otherwise=_LABELS, given="of the same tokens"),
+    "target_tokens": Link(acting=("data",), otherwise=f"{_LABELS}, or counted differently"),
+    "learning_rate": Link(acting=("update",), otherwise="the schedule is computed differently"),
+    "initial_loss": Link(
+        acting=("model", "pass"),
+        otherwise=_MODEL,
+        given="with the same weights",
+        needs_same_data=True,
     ),
-    "rate": Link(
-        "learning rate",
-        _series("train/learning_rate"),
-        ("update",),
-        "the schedule is computed otherwise",
+    "loss": Link(acting=("model", "pass"), otherwise=_MODEL),
+    "grad_norm": Link(
+        acting=("gradient", "pass", "model"), otherwise=_GRADIENT, given="with the same loss"
     ),
-    "first loss": Link(
-        "loss of the same weights", _FIRST_LOSS, _FORWARD, _COMPUTES, 1, of_same_data=True
+    "weight_norm": Link(
+        acting=("update", "gradient"), otherwise=_OPTIMIZER, given="after the same gradient"
     ),
-    "loss": Link("loss", _series("train/loss"), _FORWARD, _COMPUTES, 1),
-    "norm": Link(
-        "gradient norm of the same loss", _NORM, ("gradient", "pass", "model"), _GRADIENT, 10
+    "eval_loss": Link(
+        acting=("data", "pass"),
+        otherwise="the evaluation computes differently",
+        needs_same_data=True,
     ),
-    "updated": Link(
-        "weights after the same gradient", _WEIGHTS, ("update", "gradient"), _UPDATED, 1
-    ),
-    "held out": Link(
-        "held-out loss",
-        _series("eval/loss"),
-        ("data", "pass"),
-        "the evaluation computes otherwise",
-        1,
-        True,
+    "eval_bits_per_byte": Link(
+        acting=("data", "pass"),
+        otherwise="the bytes of the eval text are counted differently",
+        needs_same_data=True,
     ),
 }
+assert [*CHAIN] == [*QUANTITIES]
 
-# What rounding may do to a loss where a run is spread otherwise, relative to it; it grows from update to update.
-_ROUNDING = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-_GROWTH = 30  # times, from one reading to the next: what is faster is no rounding
-_LAYOUT = ("processes", "sharded", "device", "threads", "versions", "host")
+# Rounding errors grow from one log entry to the next, but by no more than this factor.
+_LARGEST_GROWTH = 30
+
+# Two runs on a CPU that agree in all of these must agree to the last bit.
+_LAYOUT_FACTS = ("processes", "sharded", "device", "threads", "versions", "host")
 _LAYOUT_SETTINGS = (
     "per_device_train_batch_size",
     "pipeline_stages",
@@ -134,84 +116,116 @@ _LAYOUT_SETTINGS = (
 
 
 def compare(one: History, other: History) -> Comparison:
-    """Compare two runs, of which either may have been interrupted, or made on another layout."""
-    precisions = {
-        str(run.starts[0].get("mixed_precision")) if run.starts else "no" for run in (one, other)
-    }
-    limit = (
-        0.0 if _same_layout(one, other) else max(_ROUNDING.get(name, 2e-2) for name in precisions)
-    )
-    same_data = one.record.get("data_sha256") == other.record.get("data_sha256")
-    found = [
-        _parting(name, one, other, limit)
-        for name, link in CHAIN.items()
-        if same_data or not link.of_same_data
+    """Compare two runs. Either may have been interrupted, and they may have had different parallel layouts."""
+    tolerance = _tolerance_between(one, other)
+    has_same_data = one.record.get("data_sha256") == other.record.get("data_sha256")
+    candidates = [
+        _divergence(key, one, other, tolerance)
+        for key, link in CHAIN.items()
+        if has_same_data or not link.needs_same_data
     ]
-    partings = [parting for parting in found if parting is not None]
-    first = min(partings, key=lambda parting: parting.step, default=None)
-    facts = differing_facts(one, other)
-    losses, others = one.series("train/loss"), other.series("train/loss")
-    steps = losses.keys() & others.keys()
-    rounding = max((_apart(losses[step], others[step]) for step in steps), default=0.0)
-    if first is None:
-        return Comparison(None, [], [], [said for _, said in facts], rounding, len(steps))
-    acting = {"any", *CHAIN[first.link].acting}
-    before = max((step for step in steps if step < first.step), default=0)
-    unseen = first.step - before > 1  # an update in between may have been another
-    if first.link in ("loss", "norm", "updated") and (unseen or (first.link == "loss" and before)):
-        acting |= {"model", "pass", "gradient", "update"}
-    causes = [said for group, said in facts if group in acting]
-    also = [said for group, said in facts if group not in acting]
-    if not causes:
-        code = [said for group, said in facts if group == "code"]
-        causes, also = (
-            [CHAIN[first.link].otherwise, *code],
-            [said for said in also if said not in code],
-        )
-    return Comparison(first, partings, causes, also, rounding, len(steps))
+    divergences = [candidate for candidate in candidates if candidate is not None]
+    first = min(divergences, key=lambda divergence: divergence.step, default=None)
+
+    losses = differences(QUANTITIES["loss"], one, other)
+    causes, also = _causes(first, differing_facts(one, other), [loss.step for loss in losses])
+    return Comparison(
+        first=first,
+        all=divergences,
+        causes=causes,
+        also=also,
+        rounding=max((loss.relative for loss in losses), default=0.0),
+        readings=len(losses),
+    )
 
 
-def _parting(name: str, one: History, other: History, limit: float) -> Parting | None:
-    """Return the first reading of a link that is further apart than rounding makes it.
+def _tolerance_between(one: History, other: History) -> Tolerance:
+    """Return the tolerance for two runs: none on the same layout, else that of the lower precision."""
+    if _has_same_layout(one, other):
+        return NO_TOLERANCE
 
-    It may also have grown from the reading before as fast as rounding does.
+    tolerances = []
+    for run in (one, other):
+        start = run.starts[0] if run.starts else {"mixed_precision": "no"}
+        tolerances.append(tolerance_of(str(start.get("mixed_precision"))))
+    return max(tolerances, key=lambda tolerance: tolerance.loss)
+
+
+def _divergence(key: str, one: History, other: History, tolerance: Tolerance) -> Divergence | None:
+    """Return the first step at which a quantity is further apart than rounding explains.
+
+    A difference above the tolerance is still rounding if it has grown from the log entry before as slowly as rounding
+    errors grow.
     """
-    link, before = CHAIN[name], 0.0
-    mine, others = link.read(one), link.read(other)
-    for step in sorted(mine.keys() & others.keys()):
-        apart = _apart(mine[step], others[step])
-        if apart > limit * link.rounding:
-            return (
-                None
-                if before and apart < _GROWTH * before
-                else Parting(name, step, mine[step], others[step])
-            )
-        before = apart
+    quantity = QUANTITIES[key]
+    limit = quantity.limit(tolerance)
+    before = 0.0
+    for difference in differences(quantity, one, other):
+        if difference.relative <= limit:
+            before = difference.relative
+            continue
+
+        has_grown_slowly = before > 0 and difference.relative < _LARGEST_GROWTH * before
+        if has_grown_slowly:
+            return None
+        return Divergence(
+            link=key, step=difference.step, one=difference.first, other=difference.second
+        )
     return None
 
 
-def _apart(one: Json, other: Json) -> float:
-    """Return the relative difference of two numbers; infinite between other values that differ."""
-    if one == other:
-        return 0.0
-    if not (isinstance(one, int | float) and isinstance(other, int | float)):
-        return math.inf
-    if math.isnan(one) and math.isnan(other):
-        return 0.0
-    return abs(one - other) / max(abs(one), abs(other)) if math.isfinite(one - other) else math.inf
+def _causes(
+    first: Divergence | None, facts: list[tuple[str, str]], steps: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """Split the facts that differ into possible causes of the first divergence, and the others.
+
+    Args:
+        first: The divergence to explain.
+        facts: What :func:`differing_facts` returns.
+        steps: The steps at which both runs have logged a loss.
+    """
+    if first is None:
+        return [], [text for _, text in facts]
+
+    acting = {"any", *CHAIN[first.link].acting}
+    if _may_begin_earlier(first, steps):
+        acting |= {"model", "pass", "gradient", "update"}
+    causes = [text for group, text in facts if group in acting]
+    also = [text for group, text in facts if group not in acting]
+    if causes:
+        return causes, also
+
+    code = [text for group, text in facts if group == "code"]
+    return [CHAIN[first.link].otherwise, *code], [text for text in also if text not in code]
 
 
-def _same_layout(one: History, other: History) -> bool:
-    """Return whether both were computed in the same way, so that on a CPU they have the same bits."""
-    ways = [[start.get(key) for key in _LAYOUT] for run in (one, other) for start in run.starts]
-    on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (one, other))
-    same_settings = all(
+def _may_begin_earlier(first: Divergence, steps: Sequence[int]) -> bool:
+    """Return whether a step before the first divergence may already have differed without being logged.
+
+    A loss shows what the step before it did to the weights, so only the very first loss is certain.
+    """
+    if first.link not in ("loss", "grad_norm", "weight_norm"):
+        return False
+
+    last_equal_step = max((step for step in steps if step < first.step), default=0)
+    has_unlogged_steps = first.step - last_equal_step > 1
+    return has_unlogged_steps or (first.link == "loss" and last_equal_step > 0)
+
+
+def _has_same_layout(one: History, other: History) -> bool:
+    """Return whether two runs were computed in the same way, so that on a CPU they have the same bits."""
+    starts = [*one.starts, *other.starts]
+    layouts = [[start.get(key) for key in _LAYOUT_FACTS] for start in starts]
+    has_same_starts = all(layout == layouts[0] for layout in layouts)
+    has_same_settings = all(
         one.settings.get(key) == other.settings.get(key) for key in _LAYOUT_SETTINGS
     )
-    return on_cpu and same_settings and all(way == ways[0] for way in ways)
+    on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (one, other))
+    return on_cpu and has_same_settings and has_same_starts
 
 
-_FACTS = {  # of a run's record or its first start: where it acts, and its name for a person
+# Facts of a run's record or its first start: the group that says where each acts, and its name in the output.
+_FACTS = {
     "data_sha256": ("data", "content of the data"),
     "tokenizer_sha256": ("data", "tokenizer"),
     "train_rows": ("data", "rows to train on"),
@@ -219,105 +233,142 @@ _FACTS = {  # of a run's record or its first start: where it acts, and its name 
     "mixed_precision": ("pass", "precision"),
     "code_sha256": ("code", "code of the package and the recipe"),
     "versions": ("code", "versions"),
-    **{name: ("layout", name) for name in ("processes", "sharded", "threads", "device")},
+    "processes": ("layout", "processes"),
+    "sharded": ("layout", "sharded"),
+    "threads": ("layout", "threads"),
+    "device": ("layout", "device"),
 }
 
 
 def differing_facts(one: History, other: History) -> list[tuple[str, str]]:
-    """Return how two runs' records differ: for each fact the group that says where it acts, and a line for a person."""
-    groups = groups_of_settings()
-    found = []
-    for name in dict.fromkeys([*one.settings, *other.settings]):
-        a, b = one.settings.get(name), other.settings.get(name)
-        if a != b:
-            said = f"--{name} {_short(a)} and {_short(b)}"
-            found += [(group, said) for group in groups.get(name, ["any"]) if group != "nowhere"]
-    if more := _tokens_a_document(one.record, other.record):
-        found.append(("data", more))
-    mine, others = map(_made_of, (one, other))
+    """Return how the records of two runs differ: for each fact the group that says where it acts, and a text."""
+    facts = _differing_settings(one, other)
+    extra_tokens = _extra_tokens_per_document(one.record, other.record)
+    if extra_tokens is not None:
+        facts.append(("data", extra_tokens))
+
+    one_record = _flat_record(one)
+    other_record = _flat_record(other)
     for key, (group, name) in _FACTS.items():
-        a, b = mine.get(key), others.get(key)
-        if a != b and None not in (a, b):
-            found.append((group, f"{name}: {_short(a)} and {_short(b)}"))
-    return [*dict.fromkeys(found)]
+        a = one_record.get(key)
+        b = other_record.get(key)
+        if a is not None and b is not None and a != b:
+            facts.append((group, f"{name}: {_short(a)} and {_short(b)}"))
+    return [*dict.fromkeys(facts)]
 
 
-def _made_of(run: History) -> Facts:
+def _differing_settings(one: History, other: History) -> list[tuple[str, str]]:
+    groups = groups_of_settings()
+    facts = []
+    for name in dict.fromkeys([*one.settings, *other.settings]):
+        a = one.settings.get(name)
+        b = other.settings.get(name)
+        if a == b:
+            continue
+        text = f"--{name} {_short(a)} and {_short(b)}"
+        facts += [(group, text) for group in groups.get(name, ["any"]) if group != "nowhere"]
+    return facts
+
+
+def _flat_record(run: History) -> Facts:
+    """Return the run's record and its first start as one object."""
     start = run.starts[0] if run.starts else {}
     return {**start, **run.record, "processes": start.get("processes")}
 
 
 def groups_of_settings() -> dict[str, list[str]]:
-    """Return the groups that say where each setting of this package acts."""
+    """Return for each flag of this package the groups that say where it acts."""
     from llmtrain.training.settings import CONFIGS
 
-    flags = [
-        (config, name, field) for config in CONFIGS for name, field in flags_of(config).items()
-    ]
-    return {name: (field.metadata["acts"] or config.acts).split() for config, name, field in flags}
+    groups = {}
+    for config in CONFIGS:
+        for name, field in flags_of(config).items():
+            groups[name] = (field.metadata["acts"] or config.acts).split()
+    return groups
 
 
-def _tokens_a_document(one: Facts, other: Facts) -> str | None:
-    """Return what the counts tell where the same documents have become other tokens."""
-    keys = ("documents", "eval_documents", "train_tokens")
-    if not all(isinstance(record.get(key), int) for record in (one, other) for key in keys):
+class _TokenCounts(NamedTuple):
+    train_tokens: int
+    documents: int
+    eval_documents: int
+
+
+def _token_counts(record: Facts) -> _TokenCounts | None:
+    counts = [count for key in _TokenCounts._fields if isinstance(count := record.get(key), int)]
+    if len(counts) < len(_TokenCounts._fields):
         return None
-    (documents, held_out, tokens), (*others, more) = sorted(
-        ([record[key] for key in keys] for record in (one, other)), key=lambda counts: counts[2]
-    )
-    apart, rest = divmod(more - tokens, max(documents - held_out, 1))
-    if (
-        [documents, held_out] != others or not apart or rest > 1
-    ):  # a first text may begin with one, too
+    return _TokenCounts(*counts)
+
+
+def _extra_tokens_per_document(one: Facts, other: Facts) -> str | None:
+    """Say how many tokens more each document has in one run, if the same documents have become other tokens.
+
+    Returns ``None`` if the counts do not show that.
+    """
+    one_counts = _token_counts(one)
+    other_counts = _token_counts(other)
+    if one_counts is None or other_counts is None:
+        return None
+    if one_counts[1:] != other_counts[1:]:
+        return None
+
+    fewer, more = sorted((one_counts.train_tokens, other_counts.train_tokens))
+    documents = one_counts.documents - one_counts.eval_documents
+    extra, rest = divmod(more - fewer, max(documents, 1))
+    # One token may be left over: the first text may begin with one, too.
+    if extra == 0 or rest > 1:
         return None
     return (
-        f"the same {documents - held_out} documents have {tokens:,} and {more:,} tokens, {apart} more for each: "
-        "a token at the beginning or the end of a text is put in twice, or left out"
+        f"the same {documents} documents have {fewer:,} and {more:,} tokens, {extra} more for each: "
+        "a token at the beginning or the end of a text is added twice, or left out"
     )
 
 
 def _short(value: Json) -> str:
     """Return the beginning of a hash, and all of another value."""
     text = str(value)
-    return f"{text[:12]}..." if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else text
+    is_hash = re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) is not None
+    return f"{text[:12]}..." if is_hash else text
 
 
-def lines(names: Sequence[str], found: Comparison) -> list[str]:
-    """Return the comparison for a person."""
-    one, other = names
-    also = [f"also      {fact}" for fact in found.also]
-    if found.first is None:
-        if not found.readings:
-            return [
-                "unknown   the two runs have no reading of the same update: nothing can be compared"
-            ]
-        exactly = (
-            f"within {found.rounding:.0e} of each other, as rounding may be"
-            if found.rounding
-            else "to the last bit"
-        )
-        return [
-            f"same      rows, losses, norms and weights of {found.readings} readings, {exactly}",
-            *also,
-        ]
-    link, step = CHAIN[found.first.link], found.first.step
-    when = f"at update {step}" if step else "before the first update"
-    values = f"{_value(found.first.one)} in {one}, {_value(found.first.other)} in {other}"
-    partings = sorted(
-        (parting for parting in found.all if parting != found.first),
-        key=lambda parting: parting.step,
+def lines(names: tuple[str, str], comparison: Comparison) -> list[str]:
+    """Return the comparison as text. ``names`` are those of the two runs."""
+    also = [f"also      {fact}" for fact in comparison.also]
+    if comparison.first is not None:
+        causes = [f"cause     {cause}" for cause in comparison.causes]
+        return [*_divergence_lines(names, comparison.first, comparison.all), *causes, *also]
+
+    if comparison.readings == 0:
+        return ["unknown   the two runs have logged no step in common: nothing can be compared"]
+
+    agreement = "to the last bit"
+    if comparison.rounding > 0:
+        agreement = f"within {comparison.rounding:.0e} of each other, as rounding explains"
+    quantities = f"rows, losses, norms and weights of {comparison.readings} log entries"
+    return [f"same      {quantities}, {agreement}", *also]
+
+
+def _divergence_lines(
+    names: tuple[str, str], first: Divergence, divergences: Sequence[Divergence]
+) -> list[str]:
+    """Return a line about the first divergence, and one about those that follow from it."""
+    when = f"at step {first.step}" if first.step > 0 else "before the first step"
+    what = f"{QUANTITIES[first.link].name} {CHAIN[first.link].given}".rstrip()
+    values = f"{_formatted(first.one)} in {names[0]}, {_formatted(first.other)} in {names[1]}"
+    text = [f"differs   {when}: {what}: {values}"]
+
+    later = sorted(
+        (divergence for divergence in divergences if divergence != first),
+        key=lambda divergence: divergence.step,
     )
-    later = ", ".join(f"{CHAIN[parting.link].name} at {parting.step}" for parting in partings)
-    then = [f"then      {later}"] if later else []
-    return [
-        f"parts     {when}: {link.name}: {values}",
-        *then,
-        *(f"cause     {cause}" for cause in found.causes),
-        *also,
-    ]
+    if later:
+        named = (f"{QUANTITIES[each.link].name} at step {each.step}" for each in later)
+        text.append(f"then      {', '.join(named)}")
+    return text
 
 
-def _value(value: Json) -> str:
+def _formatted(value: Json) -> str:
     if isinstance(value, list):
-        return f"{', '.join(map(str, value[:4]))}{', ...' if len(value) > 4 else ''}"
+        more = ", ..." if len(value) > 4 else ""
+        return ", ".join(str(item) for item in value[:4]) + more
     return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -377,5 +377,5 @@ def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_no
     bad = History.of(make(tmp_path / "bad", lines, starts))
     found = compare(fine, bad).first
     assert found is not None
-    assert (found.link, found.step) == ("norm", 2)
+    assert (found.link, found.step) == ("grad_norm", 2)
     assert compare(bad, bad).first is None

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from llmtrain.record.history import History
-from llmtrain.report.difference import CHAIN, Comparison, compare, lines
+from llmtrain.report.comparison import QUANTITIES
+from llmtrain.report.difference import Comparison, compare, lines
 from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate
 from tests.test_cli import ended
@@ -37,21 +38,23 @@ class Pair(NamedTuple):
 
 
 PAIRS = {
-    "seed": Pair("weights", "--seed 0 and 1", ("--seed", "1")),
-    "learning rate": Pair("rate", "--learning_rate 0.02 and 0.022", ("--learning_rate", "0.022")),
-    "weight decay": Pair("updated", "--weight_decay 0.1 and 0.2", ("--weight_decay", "0.2")),
+    "seed": Pair("initial_weights", "--seed 0 and 1", ("--seed", "1")),
+    "learning rate": Pair(
+        "learning_rate", "--learning_rate 0.02 and 0.022", ("--learning_rate", "0.022")
+    ),
+    "weight decay": Pair("weight_norm", "--weight_decay 0.1 and 0.2", ("--weight_decay", "0.2")),
     "dropout": Pair("loss", "--dropout 0.0 and 0.1", ("--dropout", "0.1")),
-    "optimizer": Pair("updated", "--optim muon and adamw", ("--optim", "adamw")),
+    "optimizer": Pair("weight_norm", "--optim muon and adamw", ("--optim", "adamw")),
     "batch size": Pair("rows", "--global_batch_size 8 and 6", ("--global_batch_size", "6")),
-    "depth": Pair("weights", "--n_layer 2 and 3", ("--n_layer", "3")),
-    "another file": Pair("inputs", "other.jsonl", ("--dataset", "OTHER")),
-    "order": Pair("rows", "ordered or dealt out otherwise", plant="another order"),
-    "a mean of means": Pair("norm", "a mean of micro-batches' means", plant="a mean of means"),
-    "unshifted labels": Pair("first loss", "shifted", plant="unshifted labels"),
-    "a token twice": Pair("inputs", "put in twice", plant="a token twice"),
+    "depth": Pair("initial_weights", "--n_layer 2 and 3", ("--n_layer", "3")),
+    "another file": Pair("input_tokens", "other.jsonl", ("--dataset", "OTHER")),
+    "order": Pair("rows", "ordered or dealt out differently", plant="another order"),
+    "a mean of means": Pair("grad_norm", "a mean of micro-batches' means", plant="a mean of means"),
+    "unshifted labels": Pair("initial_loss", "shifted", plant="unshifted labels"),
+    "a token twice": Pair("input_tokens", "added twice", plant="a token twice"),
     "masked labels": Pair("labels", "masked", plant="masked labels"),
-    "a schedule one late": Pair("rate", "schedule", plant="a schedule one late"),
-    "no clipping": Pair("updated", "clip", plant="no clipping"),
+    "a schedule one late": Pair("learning_rate", "schedule", plant="a schedule one late"),
+    "no clipping": Pair("weight_norm", "clip", plant="no clipping"),
 }
 SHORT = ["seed", "learning rate", "a mean of means", "a token twice", "unshifted labels"]
 EQUAL: dict[str, tuple[str, ...]] = {
@@ -129,7 +132,7 @@ def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
     said = "\n".join(lines(("a", "b"), found))
     assert found.first is not None, said
     score(
-        f"diff: {name}: {CHAIN[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
+        f"diff: {name}: {QUANTITIES[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
     )
     assert found.first.link == pair.link, said
     assert any(pair.cause in cause for cause in found.causes), said
@@ -154,7 +157,7 @@ def test_the_command_says_it_in_lines_or_for_programs(
     assert "cause     --learning_rate 0.02 and 0.022" in out
     assert "also" not in out
     status, out, _ = ended(capsys, "diff", one, other, "--json")
-    assert (status, json.loads(out)["first"]["link"]) == (1, "rate")
+    assert (status, json.loads(out)["first"]["link"]) == (1, "learning_rate")
     assert ended(capsys, "diff", one, one)[0] == 0
     status, _, err = ended(capsys, "diff", one, str(runs))
     assert (status, err.count("\n")) == (2, 1)
