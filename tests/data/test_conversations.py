@@ -50,7 +50,10 @@ def chats(count: int, start: int = 0) -> list[dict]:
 
 # What cannot be trained on, found when it is rendered or before, and what is said of it.
 CONTROLLED = chat("a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"
-UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}, "the assistant has no turn in it"
+UNANSWERED = (
+    {"messages": [{"role": "user", "content": "a"}]},
+    "the conversation has no assistant message",
+)
 
 
 def write(path: Path, records: list[dict]) -> Path:

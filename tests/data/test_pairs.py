@@ -192,12 +192,12 @@ DEEP = json.loads("[" * 50 + "]" * 50)
 BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     "no prompt beside texts": (
         {"chosen": "a", "rejected": "b"},
-        "it has no prompt, without which chosen and rejected",
+        "the record has no prompt, so chosen and rejected must be lists",
     ),
     "no chosen answer": ({"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text"),
     "no rejected answer": ({"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text"),
     "no field at all": ({}, "field 'completion' is None, not text"),
-    "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "it has no prompt"),
+    "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "the record has no prompt"),
     "a null answer": (pair("q", "a", "b") | {"rejected": None}, "field 'rejected' is None"),
     "a number for a prompt": (pair("q", "a", "b") | {"prompt": 3}, "field 'prompt' is 3, not text"),
     "a number for an answer": (
@@ -221,11 +221,11 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "an empty list": (
         pair("q", "a", "b") | {"chosen": []},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "an empty prompt": (
         pair("q", "a", "b") | {"prompt": []},
-        "chosen and rejected share no prompt",
+        "the prompt is empty",
     ),
     "lists in lists": (
         pair("q", "a", "b") | {"chosen": [[said("assistant", "a")]]},
@@ -254,15 +254,15 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "a prompt that an assistant ends": (
         pair("q", "a", "b") | {"prompt": chat("q", "a")["messages"]},
-        "the prompt ends with the assistant's turn",
+        "the prompt ends with an assistant message",
     ),
     "an answer of the user's": (
         pair("q", "a", "b") | {"rejected": [said("user", "b")]},
-        "rejected does not go on from the prompt with what the assistant says",
+        "rejected has no assistant message right after the prompt",
     ),
     "conversations without a common prompt": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("p", "b")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "conversations that begin with answers": (
         {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "b")]},
@@ -270,11 +270,11 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "conversations that end with a question": (
         {"chosen": chat("q", "a", "r")["messages"], "rejected": chat("q", "a", "s")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "a conversation that the other goes on from": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a", "r", "b")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "conversations that are the same": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a")["messages"]},
@@ -285,7 +285,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
             "chosen": chat("q", "a")["messages"],
             "rejected": [*chat("q")["messages"], said("user", "a")],
         },
-        "rejected does not go on from the prompt with what the assistant says",
+        "rejected has no assistant message right after the prompt",
     ),
     "two turns in a row": (
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
@@ -329,10 +329,10 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
     "a list for a label": (example("q", "a", [True]), "field 'label' is [True], not true or false"),
     "no answer": ({"prompt": "q", "label": True}, "field 'completion' is None, not text"),
     "an empty completion": (example("q", ""), "completion: message 1 (assistant) is empty"),
-    "no question": ({"completion": "a", "label": True}, "it has no prompt"),
+    "no question": ({"completion": "a", "label": True}, "the record has no prompt"),
     "messages and no question": (
         {"completion": [said("assistant", "a")], "label": True},
-        "it has no prompt",
+        "the record has no prompt",
     ),
     "a control token": (
         example("q", f"a{END}"),
