@@ -317,7 +317,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "an answer alone": (
         example("q", "a"),
-        "it has one answer and its label, and this loss compares two",
+        "the record has one answer with a label, but this loss compares two answers",
     ),
 }
 BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
@@ -363,7 +363,7 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
         said = complain(tmp_path, records, alone=alone, eval_fraction=0.3)
         assert said.startswith(f"{tmp_path / 'judged.jsonl'}, line {at + 1}: ")
         assert what in said
-        assert said.endswith("; mend it, or leave such rows out with --on_bad_row skip.")
+        assert said.endswith("; fix it, or leave such records out with --on_bad_row skip.")
         assert left_behind(cache) == []
     made = tokenize_pairs(tmp_path, records, alone=alone, on_bad_row="skip")
     audit = audit_of(made)
@@ -406,9 +406,14 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         b"",
         {},
-        "a.jsonl: a record has nothing; preferences have prompt, chosen",
+        "a.jsonl is not preference data: its first record has no fields. Records need prompt, chosen",
     ),
-    "an empty table": ("a.csv", b"prompt,chosen,rejected\n", {}, "a.csv: a record has nothing"),
+    "an empty table": (
+        "a.csv",
+        b"prompt,chosen,rejected\n",
+        {},
+        "a.csv is not preference data: its first record has no fields",
+    ),
     "no parquet": ("a.parquet", GOOD, {}, "a.parquet is not a parquet file"),
     "too many columns": (
         "a.csv",
@@ -420,32 +425,37 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.csv",
         b"prompt,text\nq,a\n",
         {},
-        "a.csv: a record has prompt, text; preferences",
+        "a.csv is not preference data: its first record has prompt, text. Records need",
     ),
     "columns without the rejected": (
         "a.csv",
         b"prompt,chosen\nq,a\n",
         {},
-        "a.csv: a record has prompt, chosen; pref",
+        "a.csv is not preference data: its first record has prompt, chosen. Records need",
     ),
-    "text": ("a.txt", b"some words", {}, "a.txt: a record has text; preferences have"),
+    "text": (
+        "a.txt",
+        b"some words",
+        {},
+        "a.txt is not preference data: its first record has text. Records need",
+    ),
     "conversations that nobody judged": (
         "a.jsonl",
         json.dumps(chat("q", "a")).encode(),
         {},
-        "a.jsonl: a record has messages; preferences have",
+        "a.jsonl is not preference data: its first record has messages. Records need",
     ),
     "labels for a loss that compares two": (
         "a.jsonl",
         json.dumps(example("q", "a")).encode(),
         {},
-        "a.jsonl has a label for each answer, and this loss compares two: use --loss_type kto",
+        "a.jsonl has single answers with a label, but this loss compares two answers: use --loss_type kto",
     ),
     "examples after pairs": (
         "a.jsonl",
         GOOD + json.dumps(example("q", "a")).encode(),
         {},
-        "a.jsonl, line 4: it has one answer",
+        "a.jsonl, line 4: the record has one answer",
     ),
     "no good row": (
         "a.jsonl",
@@ -509,7 +519,7 @@ def test_an_answer_that_the_template_shows_otherwise_than_it_prompts_for_is_a_ba
     )
     said = complain(tmp_path, pairs(2), chat_template=str(template))
     assert (
-        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; mend"
+        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; fix"
         in said
     )
     assert left_behind(cache) == []
@@ -783,8 +793,8 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM and overlong == "error":
         said = complain(tmp_path, records, block_size=room, overlong=overlong)
         assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt has more than the {room} tokens of "
-            "--block_size; raise it, or set --overlong drop or truncate."
+            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --block_size {room}; "
+            "raise --block_size, or set --overlong drop or truncate."
         )
         assert left_behind(cache) == []
         return
