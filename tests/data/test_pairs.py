@@ -419,7 +419,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.csv",
         b"prompt,chosen,rejected\nq,a,b,c\n",
         {},
-        "a.csv, line 2: more fields than the",
+        "a.csv, line 2: the line has more fields than the",
     ),
     "columns without answers": (
         "a.csv",
