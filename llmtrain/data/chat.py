@@ -1,4 +1,4 @@
-"""Records of the usual formats -> conversations, as chat templates take them."""
+"""Read records in the usual chat formats and turn them into conversations for a chat template."""
 
 import itertools
 import json
@@ -7,22 +7,33 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmtrain.data.sources import Fields
 from llmtrain.data.template import REASONING, BadRow, Message
-from llmtrain.errors import require
 
-# A format and the fields that it cannot do without; where two fit a record, the first has it.
-_NEEDED = {
+# The fields that a record of each format must have. If a record fits two formats, the first one wins.
+_CHAT_FIELDS = {
     "messages": {"messages"},
     "prompt_completion": {"prompt", "completion"},
     "sharegpt": {"conversations"},
     "alpaca": {"instruction", "output"},
 }
-FORMATS = tuple(_NEEDED)
-_JUDGED = {"pairs": {"chosen", "rejected"}, "examples": {"prompt", "completion", "label"}}
+_PREFERENCE_FIELDS = {
+    "pairs": {"chosen", "rejected"},
+    "examples": {"prompt", "completion", "label"},
+}
+FORMATS = tuple(_CHAT_FIELDS)
+
+# The role that a chat template expects, for every name that data sets give it.
 _ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
     "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("function", "observation"), "tool"),
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
 }
 _T = TypeVar("_T")
 
@@ -35,196 +46,279 @@ class Conversation(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A prompt and what was said of its answers."""
+    """A prompt and its judged answers: a chosen and a rejected one, or a single labelled one."""
 
     prompt: list[Message]
     tools: list[Fields] | None
-    answers: list[list[Message]]  # the chosen and the rejected one, or one alone
-    desirable: bool = True  # the first
+    answers: list[list[Message]]  # [chosen, rejected], or the single answer
+    desirable: bool = True  # the label of a single answer; True for a pair
 
     @property
     def messages(self) -> list[Message]:
-        """All that is said."""
-        return [*self.prompt, *(message for answer in self.answers for message in answer)]
+        """The messages of the prompt and of all answers."""
+        return [*self.prompt, *itertools.chain.from_iterable(self.answers)]
 
 
 def recognise(fields: Collection[str], judged: bool = False) -> str | None:
-    """Return the format that a record with these fields has; ``None`` where it is no conversation.
+    """Detect the format of a record from the names of its fields.
 
-    Of what is ``judged`` that is ``pairs`` of answers, or ``examples`` of one answer and its label.
+    Args:
+        fields: The names of the record's fields.
+        judged: Look for preference data instead of conversations.
+
+    Returns:
+        One of :data:`FORMATS`, or with ``judged`` either ``pairs`` (two answers) or ``examples`` (one answer and its
+        label). ``None`` if no format fits.
     """
-    formats = _JUDGED if judged else _NEEDED
-    return next((format for format, needed in formats.items() if needed <= set(fields)), None)
+    formats = _PREFERENCE_FIELDS if judged else _CHAT_FIELDS
+    for format, required in formats.items():
+        if required <= set(fields):
+            return format
+    return None
 
 
 def conversation_of(record: Fields, format: str) -> Conversation:
-    """Read a record of a format that :func:`recognise` knows; raises :class:`BadRow` where no assistant speaks in it.
+    """Read a record as a conversation.
 
-    A prompt and a completion are texts or lists of messages. ``None`` counts as absent, everywhere.
+    In every format a field that is ``None`` counts as absent.
+
+    Args:
+        record: The fields of the record. In ``prompt_completion`` the two fields are texts or lists of messages.
+        format: One of :data:`FORMATS`.
+
+    Raises:
+        BadRow: If the record does not have this format, or if no message comes from the assistant.
     """
-    record, given = _without_none(record), list[object]()
-    if format in ("sharegpt", "alpaca") and (system := _field(record, "system", str, "")):
-        given.append({"role": "system", "content": system})
+    record = _without_none(record)
     if format == "prompt_completion":
-        given = [*_said(record, "prompt", "user"), *_said(record, "completion", "assistant")]
+        raw_messages = [
+            *_raw_messages(record, "prompt", role="user"),
+            *_raw_messages(record, "completion", role="assistant"),
+        ]
     elif format == "alpaca":
-        question = [_field(record, "instruction", str), _field(record, "input", str, "")]
-        given.append({"role": "user", "content": "\n\n".join(filter(None, question))})
-        given.append({"role": "assistant", "content": _field(record, "output", str)})
+        raw_messages = _system_message(record) + _alpaca_messages(record)
+    elif format == "sharegpt":
+        raw_messages = _system_message(record) + _field(record, "conversations", list)
     else:
-        given += _field(record, "messages" if format == "messages" else "conversations", list)
-    require(given, "it has no messages", BadRow)
-    messages = [_message(message, number) for number, message in enumerate(given, start=1)]
-    answered = any(message["role"] == "assistant" for message in messages)
-    require(answered, "the assistant has no turn in it", BadRow)
+        raw_messages = _field(record, "messages", list)
+
+    if not raw_messages:
+        raise BadRow("the record has no messages")
+    messages = _parsed(raw_messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("the conversation has no assistant message")
     return Conversation(messages, _tools(record))
 
 
 def judged_of(record: Fields) -> Judged:
-    """Read a prompt with ``chosen`` and ``rejected``, or with ``completion`` and ``label``; raises :class:`BadRow`.
+    """Read a record of preference data: ``chosen`` and ``rejected``, or ``completion`` and ``label``.
 
-    Each is a text or a list of messages. Without a prompt ``chosen`` and ``rejected`` are whole conversations, and it
-    is what they share; with one they may begin with it.
+    Each answer is a text or a list of messages, and may repeat the prompt. Without a ``prompt`` field ``chosen`` and
+    ``rejected`` must be whole conversations, and the messages that both begin with are the prompt.
+
+    Raises:
+        BadRow: If the record is not preference data, or if its answers cannot be compared.
     """
     record = _without_none(record)
-    pair = "chosen" in record or "rejected" in record
-    names = ["chosen", "rejected"] if pair else ["completion"]
-    answers = [_messages(record, name, "assistant") for name in names]
-    if "prompt" in record:
-        prompt = _messages(record, "prompt", "user")
-        answers = [
-            answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-            for answer in answers
-        ]
-    elif pair and all(isinstance(record[name], list) for name in names):
-        same = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))
-        prompt = answers[0][: len([*same])]
-        answers = [answer[len(prompt) :] for answer in answers]
-    else:
-        raise BadRow(
-            "it has no prompt, without which chosen and rejected must be lists of messages"
-        )
-    require(not pair or answers[0] != answers[1], "chosen and rejected are the same", BadRow)
+    is_pair = "chosen" in record or "rejected" in record
+    names = ["chosen", "rejected"] if is_pair else ["completion"]
+    answers = [_messages(record, name, role="assistant") for name in names]
+    prompt = _prompt_of(record, names, answers)
+    answers = [_without_prompt(answer, prompt) for answer in answers]
+
+    if is_pair and answers[0] == answers[1]:
+        raise BadRow("chosen and rejected are the same")
     for name, answer in zip(names, answers, strict=True):
-        goes_on = answer and answer[0]["role"] == "assistant"
-        require(
-            goes_on, f"{name} does not go on from the prompt with what the assistant says", BadRow
-        )
-    if not prompt or prompt[-1]["role"] == "assistant":
-        raise BadRow(
-            "the prompt ends with the assistant's turn"
-            if prompt
-            else "chosen and rejected share no prompt"
-        )
-    label = True if pair else record.get("label")
-    label = (
-        {"true": True, "false": False}.get(label.lower(), label)
-        if isinstance(label, str)
-        else label
-    )  # of CSV
-    require(label in (True, False), f"field 'label' is {label!r:.40}, not true or false", BadRow)
-    return Judged(prompt, _tools(record), answers, bool(label))
+        if not answer or answer[0]["role"] != "assistant":
+            raise BadRow(f"{name} has no assistant message right after the prompt")
+    if not prompt and "prompt" in record:
+        raise BadRow("the prompt is empty")
+    if not prompt:
+        raise BadRow("chosen and rejected share no prompt")
+    if prompt[-1]["role"] == "assistant":
+        raise BadRow("the prompt ends with an assistant message")
+
+    desirable = True if is_pair else _label(record)
+    return Judged(prompt, _tools(record), answers, desirable)
 
 
-def _said(record: Fields, field: str, role: str) -> list[object]:
-    """Return the messages of a field as they are given; of a text the one that ``role`` says."""
-    said = record.get(field)
-    return (
-        said if isinstance(said, list) else [{"role": role, "content": _field(record, field, str)}]
-    )
+def _prompt_of(record: Fields, names: list[str], answers: list[list[Message]]) -> list[Message]:
+    """Return the prompt of a preference record: its own field, or what both conversations begin with."""
+    if "prompt" in record:
+        return _messages(record, "prompt", role="user")
+    if len(names) < 2:
+        raise BadRow("the record has no prompt")
+    if not all(isinstance(record[name], list) for name in names):
+        raise BadRow("the record has no prompt, so chosen and rejected must be lists of messages")
+
+    prompt = []
+    for chosen, rejected in zip(*answers, strict=False):
+        if chosen != rejected:
+            break
+        prompt.append(chosen)
+    return prompt
+
+
+def _without_prompt(answer: list[Message], prompt: list[Message]) -> list[Message]:
+    """Drop the prompt from the beginning of an answer that repeats it."""
+    if answer[: len(prompt)] == prompt:
+        return answer[len(prompt) :]
+    return answer
+
+
+def _label(record: Fields) -> bool:
+    """Return the label of a single answer; CSV files have it as text."""
+    label = record.get("label")
+    if isinstance(label, str):
+        label = {"true": True, "false": False}.get(label.lower(), label)
+    if label not in (True, False):
+        raise BadRow(f"field 'label' is {label!r:.40}, not true or false")
+    return bool(label)
+
+
+def _system_message(record: Fields) -> list[object]:
+    """Return the system message of a record that has one in a field of its own."""
+    system = _field(record, "system", str, default="")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _alpaca_messages(record: Fields) -> list[object]:
+    instruction = _field(record, "instruction", str)
+    context = _field(record, "input", str, default="")
+    question = "\n\n".join(filter(None, [instruction, context]))
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": _field(record, "output", str)},
+    ]
+
+
+def _raw_messages(record: Fields, field: str, role: str) -> list[object]:
+    """Return the messages in a field, unchecked; a text becomes one message with this ``role``."""
+    value = record.get(field)
+    if isinstance(value, list):
+        return value
+    return [{"role": role, "content": _field(record, field, str)}]
 
 
 def _messages(record: Fields, field: str, role: str) -> list[Message]:
-    """Return the messages of a field; of a text the one that ``role`` says."""
-    given = _said(record, field, role)
+    """Return the messages in a field; a text becomes one message with this ``role``."""
+    raw_messages = _raw_messages(record, field, role)
     try:
-        return [_message(message, number) for number, message in enumerate(given, start=1)]
+        return _parsed(raw_messages)
     except BadRow as error:
         raise BadRow(f"{field}: {error}") from None
 
 
+def _parsed(raw_messages: list[object]) -> list[Message]:
+    return [_message(raw, number) for number, raw in enumerate(raw_messages, start=1)]
+
+
 def _tools(record: Fields) -> list[Fields] | None:
-    return _field({"tools": _from_json(record.get("tools") or [])}, "tools", list) or None
+    """Return the tools of a record, which may be JSON text; ``None`` if there are none."""
+    tools = _from_json(record.get("tools") or [])
+    return _field({"tools": tools}, "tools", list) or None
 
 
 def _without_none(value: Any) -> Any:
-    """Drop what is ``None``: Parquet gives every object the fields of all of them."""
+    """Drop every key whose value is ``None``: Parquet gives each object the fields of all objects."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [*map(_without_none, value)] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value
 
 
 def _field(record: Fields, name: str, kind: type[_T], default: _T | None = None) -> _T:
+    """Return a field that must be a ``kind``; raises :class:`BadRow` if it is something else or absent."""
     value = record.get(name, default)
     if not isinstance(value, kind):
-        raise BadRow(f"field '{name}' is {value!r:.40}, not {'text' if kind is str else 'a list'}")
+        expected = "text" if kind is str else "a list"
+        raise BadRow(f"field '{name}' is {value!r:.40}, not {expected}")
     return value
 
 
 def _from_json(value: object) -> object:
-    """Return what a JSON string holds; anything else unchanged."""
+    """Parse JSON text; anything else, and text that is not JSON, is returned unchanged."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except (ValueError, RecursionError):
         return value
 
 
-def _message(given: object, number: int) -> Message:
-    if not isinstance(given, dict):
-        raise BadRow(f"message {number} is {given!r:.40}, not an object with a role and content")
-    name = given.get("role", given.get("from"))
-    if not isinstance(name, str) or name not in _ROLES:
-        raise BadRow(f"message {number} has the role {name!r:.40}; known are {', '.join(_ROLES)}")
-    message = {
-        key: value
-        for key, value in given.items()
-        if key not in ("from", "value", "content", "tool_calls")
-    }
-    message["role"] = _ROLES[name]
+def _message(raw: object, number: int) -> Message:
+    """Check one message and bring it into the form that chat templates take.
 
-    calls = given.get("tool_calls")
-    if calls:  # "no calls" is best said by saying nothing: templates ask whether the field is there
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise BadRow(
-                f"message {number} ({name}): its tool_calls are {calls!r:.40}, not a list of objects"
-            )
-        message["tool_calls"] = [*map(_tool_call, calls)]
-        for call in message["tool_calls"]:
-            function = call["function"] if isinstance(call.get("function"), dict) else call
-            if not isinstance(function.get("name"), str) or not function["name"]:
-                raise BadRow(f"message {number} ({name}): it calls a tool without a name")
+    Args:
+        raw: The message as the data set has it.
+        number: Its number in the conversation, from 1, for error messages.
+    """
+    if not isinstance(raw, dict):
+        raise BadRow(f"message {number} is {raw!r:.40}, not an object with a role and content")
+    role = raw.get("role", raw.get("from"))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BadRow(f"message {number} has the role {role!r:.40}; known are {', '.join(_ROLES)}")
+
+    place = f"message {number} ({role})"
+    rewritten = ("from", "value", "content", "tool_calls")
+    message = {key: value for key, value in raw.items() if key not in rewritten}
+    message["role"] = _ROLES[role]
+
+    # A message without calls gets no field at all: templates ask whether the field is there.
+    tool_calls = _tool_calls(raw.get("tool_calls"), place)
+    if tool_calls:
+        message["tool_calls"] = tool_calls
 
     for field in REASONING:
-        if field in message:
-            message[field] = _joined(message[field])
-            require(
-                isinstance(message[field], str),
-                f"message {number} ({name}): its {field} is not text",
-                BadRow,
-            )
-    content = _joined(given.get("content", given.get("value")))
-    if content is None and calls:
-        content = ""  # which more templates take than a field that is absent
+        if field not in message:
+            continue
+        message[field] = _joined(message[field])
+        if not isinstance(message[field], str):
+            raise BadRow(f"{place}: its {field} is not text")
+
+    content = _joined(raw.get("content", raw.get("value")))
+    if content is None and tool_calls:
+        content = ""  # more templates accept empty content than none
     if not isinstance(content, str):
-        raise BadRow(f"message {number} ({name}): its content is not text")
+        raise BadRow(f"{place}: its content is not text")
     message["content"] = content
-    if message["role"] == "assistant" and not calls and not content.strip():
-        raise BadRow(f"message {number} ({name}) is empty")
+
+    if message["role"] == "assistant" and not tool_calls and not content.strip():
+        raise BadRow(f"{place} is empty")
     return message
 
 
-def _joined(content: object) -> object:
-    """Return the text of a list of parts that are texts; anything else unchanged."""
-    if isinstance(content, list) and all(
-        isinstance(one, dict) and one.get("type") == "text" for one in content
-    ):
-        return "".join(_field(one, "text", str) for one in content)
-    return content
+def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
+    """Check the tool calls of a message and parse their arguments."""
+    if not raw_calls:
+        return []
+    if not isinstance(raw_calls, list) or not all(isinstance(call, dict) for call in raw_calls):
+        raise BadRow(f"{place}: its tool_calls are {raw_calls!r:.40}, not a list of objects")
+
+    calls = [_tool_call(call) for call in raw_calls]
+    for call in calls:
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise BadRow(f"{place}: it calls a tool without a name")
+    return calls
 
 
 def _tool_call(call: Fields) -> Fields:
-    """Return a call with its arguments as an object, as templates take them; OpenAI has the JSON of one."""
+    """Return a call with its arguments as an object, as templates take them; OpenAI has them as JSON text."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     arguments = _from_json(call.get("arguments") or {})
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "arguments": arguments}
+
+
+def _joined(content: object) -> object:
+    """Join a list of text parts into one text; anything else is returned unchanged."""
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return content
+    return "".join(_field(part, "text", str) for part in content)

@@ -1,24 +1,27 @@
-"""The settings of the data of a run, of its global batch, and of conversations and pairs."""
+"""Settings of the data set, the global batch, chat data and preference data."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 
 
 @dataclass
 class BatchConfig(Config):
-    """How many rows make an update. Each field is a flag."""
+    """Batch sizes. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "data"
     acts: ClassVar[str] = "data"
 
     global_batch_size: int = flag(
-        32, "rows per update, over all processes; part of the run, not of its layout"
+        32, "rows per optimizer step, over all processes together; the same for any number of them"
     )
     per_device_train_batch_size: int = flag(
-        16, "rows per forward and backward pass (the micro-batch)", acts="layout"
+        16,
+        "largest number of rows in one forward and backward pass (the micro-batch) of each process; "
+        "lower it if memory runs out",
+        acts="layout",
     )
 
     def __post_init__(self) -> None:
@@ -26,59 +29,60 @@ class BatchConfig(Config):
 
     @property
     def proportions(self) -> list[float]:
-        """The proportions in which several data sets are drawn; empty where every row comes once an epoch."""
+        """The sampling weight of each data set; empty if every row is drawn once per epoch."""
         return []
 
 
 @dataclass
 class DataConfig(BatchConfig):
-    """Texts, their tokenizer, and how many rows of them make an update. Each field is a flag."""
+    """The data sets, the tokenizer and the batch sizes. Each field is a flag."""
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "builtin:python-docs, builtin:python-functions, a file, folder or glob of .txt .md .jsonl .parquet .csv, or "
-        "the name of a dataset on the hub, with :CONFIGURATION where it has several; or several of these",
+        "training data: a file, folder or glob of .txt, .md, .jsonl, .parquet or .csv; a data set on the Hugging Face "
+        "hub (NAME or NAME:CONFIGURATION); or, with no download, builtin:python-docs, builtin:python-functions or "
+        "builtin:python-preferences; give several to train on all of them",
     )
     mixture: list[float] = flag(
         [],
-        "the proportions in which several data sets are drawn (default: every row once an epoch)",
+        "sampling weight of each data set, in the order of --dataset (default: every row once per epoch)",
     )
     text_field: str = flag(
-        "text", "the field that holds the text, in .jsonl, .parquet, .csv and hub datasets"
+        "text", "name of the field that holds the text in .jsonl, .parquet, .csv and hub data sets"
     )
     eval_fraction: float = flag(
         0.1,
-        "share of the documents held out for evaluation, chosen by a hash of their text; "
-        "where documents are few, the last part of the longest",
+        "share of the documents or conversations kept for evaluation, chosen by a hash of their content; if there are "
+        "too few documents for that, the end of the longest one; 0: no evaluation data",
     )
     tokenizer: str | None = flag(
         "bpe:4096",
-        "char, byte or bpe:N (trained on this data), or a tokenizer's folder or hub name",
+        "char, byte or bpe:N to make a tokenizer from this data (N: size of its vocabulary), or the folder or hub name "
+        "of one; the fine-tuning recipes default to the model's own",
         acts="model data",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.eval_fraction < 1,
-            f"--eval_fraction {self.eval_fraction} must be at least 0 and below 1.",
-        )
-        require(
-            self.tokenizer != "",
-            "--tokenizer is empty: use char, byte, bpe:N or a tokenizer's name.",
-        )
-        require(
-            all(self.dataset), "--dataset is empty: name a file, a folder or builtin:python-docs."
-        )
-        numbers, sets = len(self.mixture), len(self.dataset)
-        require(
-            numbers in (0, sets),
-            f"--mixture has {numbers} numbers for {sets} data sets; give one for each.",
-        )
-        require(
-            all(0 < share < float("inf") for share in self.mixture),
-            "--mixture must be numbers above 0.",
-        )
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(
+                f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and below 1."
+            )
+        if self.tokenizer == "":
+            raise UserError(
+                "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
+            )
+        if not all(self.dataset):
+            raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
+        if self.mixture and len(self.mixture) != len(self.dataset):
+            raise UserError(
+                f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; give one for each."
+            )
+        for weight in self.mixture:
+            if not 0 < weight < float("inf"):
+                raise UserError(
+                    f"--mixture {weight} is out of range: every number must be above 0."
+                )
 
     @property
     def proportions(self) -> list[float]:
@@ -87,37 +91,53 @@ class DataConfig(BatchConfig):
 
 @dataclass
 class RowConfig(Config):
-    """How conversations become rows. Each field is a flag."""
+    """How conversations or pairs of answers become rows. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "conversations"
     acts: ClassVar[str] = "data"
 
     chat_template: str | None = flag(
-        None, "chatml or a Jinja file, where the tokenizer has no template or another's"
+        None,
+        "chatml or the path of a Jinja file; replaces the tokenizer's own template, and is needed if it has none",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
-        "drop", "a conversation that is longer than a row"
+        "drop",
+        "what to do with a conversation that is longer than --block_size: leave it out, keep its beginning, or stop",
     )
-    on_bad_row: Literal["error", "skip"] = flag("error", "a conversation that cannot be trained on")
-    packing: bool = flag(True, "several conversations a row, which do not see each other")
+    on_bad_row: Literal["error", "skip"] = flag(
+        "error",
+        "what to do with a record that cannot be trained on: stop and name its line, or leave it out and count it",
+    )
+    # --help shows a switch that is on by its negation, --no_packing, so the text describes that.
+    packing: bool = flag(
+        True,
+        "give every conversation a row of its own (every answer of a pair half a row) instead of packing several into "
+        "one; slower, and needed only by models that cannot keep packed documents apart",
+    )
 
 
 @dataclass
 class ChatConfig(RowConfig):
-    """How records become conversations, and what of them is trained. Each field is a flag."""
+    """The format of chat data, and the turns that are trained. Each field is a flag."""
 
     format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
         "auto",
-        "what a record is; auto recognises it by its fields: conversations are fine-tuned on, text is continued",
+        "format of the records; auto detects it from their fields: on conversations the assistant's turns are trained, "
+        "on plain text every token",
     )
     turns: Literal["all", "last"] = flag(
         "all",
-        "what is trained of a conversation: every turn of the assistant's, or those since the last question",
+        "assistant turns to train: all of them, or only those after the last user message",
     )
 
 
 @dataclass
 class PairConfig(RowConfig):
-    """How pairs of answers become rows. Each field is a flag."""
+    """How preference data becomes rows. Each field is a flag."""
 
-    share_prompts: bool = flag(True, "one copy of a prompt for both answers")
+    # Shown as --no_share_prompts, like --no_packing above.
+    share_prompts: bool = flag(
+        True,
+        "store the prompt once for each answer instead of once per pair; slower, and needed only by models that cannot "
+        "share it (always so with --no_packing)",
+    )

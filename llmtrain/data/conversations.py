@@ -1,4 +1,4 @@
-"""Conversations -> packed rows, and the audit of what in them is trained."""
+"""Render conversations as packed rows, and count how much of them is trained."""
 
 import json
 import math
@@ -15,91 +15,111 @@ from llmtrain.data.sources import Fields, Source
 from llmtrain.data.table import Counts, TokenStore, Written, hash_place
 from llmtrain.data.template import BadRow
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.data.turns import Renderer
-from llmtrain.errors import UserError, require
+from llmtrain.data.turns import Document, Rendered, Renderer
+from llmtrain.errors import UserError
 
-LEFT = {
-    "drop": "dropped",
-    "truncate": "truncated",
-    "error": "overlong",
-}  # what --overlong does, once it has done it
+# How the log describes overlong conversations, for each value of --overlong.
+LEFT = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
 
 
 @dataclass
 class Audit(Counts):
-    """The supervision of fine-tuning, counted over the rows."""
+    """Counts of conversations, turns and tokens that are trained in one side (train or eval) of a source.
 
-    conversations: int = 0  # that were read
-    documents: int = 0  # that those make that are not bad: one each, if the template never changes what came before
-    untrained: int = (
-        0  # left out: conversations without a single trained token, and documents truncated to that
-    )
-    trained: int = 0  # tokens
-    repeated: int = 0  # tokens that are in a longer document of the same conversation too
-    turns: int = 0  # of assistants that are trained, in documents that are not truncated
-    ended: int = 0  # of them: with their end-of-turn token trained
-    left_answers: int = (
-        0  # turns that are left out, since they are shown otherwise than they are prompted for
-    )
+    Attributes:
+        conversations: Conversations that were read.
+        documents: Training examples that the readable conversations make. That is one each, unless the chat template
+            changes earlier turns; then a conversation makes several.
+        untrained: Conversations without a single target token, and documents truncated to none. They are left out.
+        trained: Target tokens.
+        repeated: Tokens that a longer document of the same conversation holds, too.
+        turns: Assistant turns that are trained, in documents that are not truncated.
+        ended: Those of ``turns`` whose end-of-turn token is a target.
+        left_answers: Assistant answers that are not trained, because the chat template shows them differently from
+            the way it prompts for them.
+        left_calls: The same for turns that call a tool.
+        unshown: Turns whose reasoning, or whose text next to a tool call, the chat template does not show.
+        remade: Turns that are trained in full, because ``{% generation %}`` marks text that no prompt leads to.
+    """
+
+    conversations: int = 0
+    documents: int = 0
+    untrained: int = 0
+    trained: int = 0
+    repeated: int = 0
+    turns: int = 0
+    ended: int = 0
+    left_answers: int = 0
     left_calls: int = 0
-    unshown: int = (
-        0  # turns whose reasoning, or words beside a call, the chat template does not show
-    )
-    remade: int = 0  # turns trained whole, since {% generation %} marks them in a form that no prompt leads to
+    unshown: int = 0
+    remade: int = 0
 
     def left(self, overlong: str) -> str:
-        """Return how many conversations are left, and why the others are not, in one line."""
-        several = self.documents > self.conversations - self.bad
-        of = f"{self.documents:,} documents" if several else f"{self.conversations:,} conversations"
+        """Return one line that says how many conversations are kept, and why the others are not."""
+        readable = self.conversations - self.bad
+        if self.documents > readable:
+            total = f"{self.documents:,} documents"
+        else:
+            total = f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {of}: {self.overlong:,} overlong {LEFT[overlong]}, "
+            f"{self.kept:,} of {total}: {self.overlong:,} overlong {LEFT[overlong]}, "
             f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
-        """Return lines for the banner."""
+        """Return the lines of the start-up log."""
+        trained_share = self.trained / max(self.tokens, 1)
+        fill = self.tokens / max(self.places, 1)
         lines = [
             self.left(overlong),
-            f"{self.trained:,} of {self.tokens:,} tokens are trained ({self.trained / max(self.tokens, 1):.1%}), "
-            f"{self.rows:,} rows are {self.tokens / max(self.places, 1):.1%} full, "
+            f"{self.trained:,} of {self.tokens:,} tokens are trained ({trained_share:.1%}), "
+            f"{self.rows:,} rows are {fill:.1%} full, "
             f"{self.ended:,} of {self.turns:,} turns train their end",
         ]
         if self.repeated:
             factor = self.tokens / (self.tokens - self.repeated)
-            advice = "; --turns last trains the last alone" if factor > 3 else ""
+            advice = "; --turns last trains only the last one" if factor > 3 else ""
             lines.append(
-                f"{self.conversations - self.bad:,} conversations make {self.documents:,} documents, in which "
-                f"{self.repeated:,} tokens are repeated (x {factor:.2f}): the template changes earlier turns{advice}"
+                f"{self.conversations - self.bad:,} conversations make {self.documents:,} documents, which repeat "
+                f"{self.repeated:,} tokens (x {factor:.2f}), because the template changes earlier turns{advice}"
             )
         if self.left_answers or self.left_calls:
             lines.append(
-                f"{self.left_answers:,} answers and {self.left_calls:,} calls are left out: the chat template shows "
-                "them otherwise than it prompts for them"
+                f"{self.left_answers:,} answers and {self.left_calls:,} calls are not trained: the chat template "
+                "shows them differently from the way it prompts for them"
             )
         if self.unshown:
             lines.append(
-                f"{self.unshown:,} turns lose reasoning, or words beside a call: the chat template shows none"
+                f"{self.unshown:,} turns lose their reasoning, or the text next to a tool call: the chat template "
+                "does not show it"
             )
         if self.remade:
             lines.append(
-                f"{self.remade:,} turns are trained whole: {{% generation %}} marks what no prompt leads to"
+                f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no prompt leads to"
             )
         return lines
 
     def check(self, name: str) -> None:
-        """Raise :class:`UserError` where the mask cannot be meant: nothing is trained, or the end of no turn."""
+        """Raise :class:`UserError` if nothing is trained, or if no turn trains the token that ends it.
+
+        Args:
+            name: The data set as ``--dataset`` has it.
+        """
         if not self.trained:
-            left = self.left_answers + self.left_calls
-            others = f", {left:,} turns shown otherwise than prompted for" if left else ""
+            left_out = self.left_answers + self.left_calls
+            reasons = f"{self.overlong:,} are overlong, {self.bad:,} bad"
+            if left_out:
+                reasons += (
+                    f"; {left_out:,} turns are shown differently from the way they are prompted for"
+                )
             raise UserError(
                 f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} conversations would be "
-                f"trained ({self.overlong:,} are overlong, {self.bad:,} bad{others}); check --format, --block_size and "
-                "the chat template."
+                f"trained ({reasons}); check --format, --block_size and the chat template."
             )
         if self.turns and not self.ended:
             raise UserError(
-                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, and the model would "
-                "never stop; put that token inside {% generation %} of the chat template, or take those marks out."
+                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, so the model would "
+                "never stop. Put that token inside {% generation %} in the chat template, or remove those marks."
             )
 
 
@@ -107,9 +127,14 @@ R = TypeVar("R", Conversation, Judged)
 
 
 class Records(Generic[R]):
-    """The records of a source, some of them held out: those whose hash falls lowest.
+    """The records of a source, divided into training and evaluation data by a hash of their content.
 
-    ``stops`` are the tokens at which the model's generation ends, as far as it says so.
+    Args:
+        source: The records, as fields.
+        read: Turns the fields of a record into a conversation or into judged answers; raises :class:`BadRow`.
+        config: Holds the share of the evaluation data.
+        chat: Says what to do with records that are bad or overlong.
+        stops: The tokens at which the model stops generating, as far as its folder says so.
     """
 
     def __init__(
@@ -120,54 +145,70 @@ class Records(Generic[R]):
         chat: RowConfig,
         stops: Collection[int],
     ) -> None:
-        self.source, self.chat, self.stops = source, chat, stops
+        self.source = source
+        self.chat = chat
+        self.stops = stops
         self.read: Callable[[Fields], R] = read
-        places = [_place_of(conversation) for _, conversation in self._read()]
-        require(places, f"--dataset {source.name} holds no conversation.")
-        self.limit = _limit_of(places, config.eval_fraction)
-        held_out = sum(place < self.limit for place in places)
-        self.documents = len(places) - held_out, held_out
+        self._bad = 0  # records that the last pass over the source could not read
+
+        hashes = [_hash_of(record) for _, record in self._read()]
+        if not hashes:
+            raise UserError(f"--dataset {source.name} holds no conversation.")
+        self.limit = _eval_limit(hashes, config.eval_fraction)
+        eval_count = sum(number < self.limit for number in hashes)
+        self.documents = (len(hashes) - eval_count, eval_count)
 
     def texts(self, held_out: bool | None = None) -> Iterator[str]:
-        """Yield what is said in the conversations that are held out, or in those to train on, or in all."""
-        for _, conversation in self._read(held_out):
-            # without halves of surrogate pairs, which tokenizers cannot take; to render them is an error with a place
-            contents = (
-                message["content"].encode(errors="ignore").decode()
-                for message in conversation.messages
-            )
-            yield from filter(None, contents)
+        """Yield the text of every message.
+
+        Args:
+            held_out: True for the evaluation data, False for the training data, ``None`` for both.
+        """
+        for _, record in self._read(held_out):
+            for message in record.messages:
+                # Tokenizers cannot take half of a surrogate pair. Rendering reports it with its line.
+                text = message["content"].encode(errors="ignore").decode()
+                if text:
+                    yield text
 
     def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, R]]:
+        """Yield the records that can be read, each with its place: the file and line, or row."""
         self._bad = 0
         for place, fields in self.source.records(None):
             try:
-                conversation = self.read(fields)
+                record = self.read(fields)
             except BadRow as error:
                 self._refuse(place, error)
                 self._bad += 1
-            else:
-                if held_out is None or held_out == (_place_of(conversation) < self.limit):
-                    yield place, conversation
+                continue
+            if held_out is None or held_out == (_hash_of(record) < self.limit):
+                yield place, record
 
     def _refuse(self, place: str, error: BadRow) -> None:
+        """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
         if self.chat.on_bad_row == "error":
             raise UserError(
-                f"{place}: {error}; mend it, or leave such rows out with --on_bad_row skip."
+                f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
             ) from None
 
     def _truncates(self, audit: Counts, complaint: str) -> bool:
-        """Count what is overlong, and return whether its beginning is kept; an error where --overlong says so."""
-        require(
-            self.chat.overlong != "error",
-            f"{complaint}; raise it, or set --overlong drop or truncate.",
-        )
+        """Count an overlong document, and return whether to keep its beginning.
+
+        Args:
+            audit: Counts what is overlong.
+            complaint: The place of the document and what is wrong, for the error.
+
+        Raises:
+            UserError: If ``--overlong`` is ``error``.
+        """
+        if self.chat.overlong == "error":
+            raise UserError(f"{complaint}; raise --block_size, or set --overlong drop or truncate.")
         audit.overlong += 1
         return self.chat.overlong == "truncate"
 
 
 class Conversations(Records[Conversation]):
-    """The conversations of a source, of which the assistant's turns are trained."""
+    """The conversations of a source; the assistant's turns are trained."""
 
     def __init__(
         self,
@@ -178,93 +219,151 @@ class Conversations(Records[Conversation]):
         stops: Collection[int] = (),
     ) -> None:
         super().__init__(
-            source, lambda fields: conversation_of(fields, format), config, chat, stops
+            source,
+            read=lambda fields: conversation_of(fields, format),
+            config=config,
+            chat=chat,
+            stops=stops,
         )
         self.last = chat.turns == "last"
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
     ) -> Written:
-        """Write the rows of one side.
+        """Render the training or the evaluation data and write its rows.
 
-        Raises :class:`UserError` with the place of a conversation that cannot be rendered, or is overlong, where the
-        flags do not say to go on without it.
+        Args:
+            tokenizer: Has a chat template.
+            block_size: A row holds ``block_size + 1`` tokens.
+            path: The file to write.
+            held_out: Write the evaluation data instead of the training data.
+
+        Raises:
+            UserError: With the place of a conversation that cannot be rendered or is too long, if the flags do not
+                say to go on without it; or if nothing is left to train on.
         """
-        render, width = Renderer(tokenizer, self.stops, self.last), block_size + 1
-        store, audit, size, total = TokenStore(path), Audit(), 0, self.documents[held_out]
-        for place, conversation in tqdm(
-            self._read(held_out), total=total, desc="rendering", leave=False
-        ):
+        renderer = Renderer(tokenizer, self.stops, self.last)
+        store = TokenStore(path)
+        audit = Audit()
+        width = block_size + 1
+        trained_bytes = 0
+        total = self.documents[held_out]
+
+        records = self._read(held_out)
+        for place, conversation in tqdm(records, total=total, desc="rendering", leave=False):
             audit.conversations += 1
             try:
-                rendered = render(conversation)
+                rendered = renderer(conversation)
             except BadRow as error:
                 self._refuse(place, error)
                 audit.bad += 1
                 continue
-            audit.documents += len(rendered.documents)
-            audit.untrained += not rendered.documents
-            audit.left_answers += rendered.left_answers
-            audit.left_calls += rendered.left_calls
-            audit.unshown += rendered.unshown
-            audit.remade += rendered.remade
-            lengths = [0]
-            for document in rendered.documents:
-                kept = document
-                if (length := len(document.ids)) > width:
-                    what = f"{length:,} tokens are more than --block_size {block_size} has room for"
-                    if not self._truncates(audit, f"{place}: {what}"):
-                        continue
-                    kept = render.cut(document, width)
-                if not kept.trained.any():
-                    audit.untrained += 1
+            _count(rendered, audit)
+
+            lengths = []
+            for whole_document in rendered.documents:
+                document = self._fitted(renderer, whole_document, block_size, place, audit)
+                if document is None:
                     continue
-                lengths.append(len(kept.ids))
+                store.add(document.ids, document.trained)
+                lengths.append(len(document.ids))
+                trained_bytes += document.trained_bytes
                 audit.kept += 1
-                audit.trained += int(kept.trained.sum())
-                audit.turns += kept.turns
-                audit.ended += kept.ended
-                size += kept.trained_bytes
-                store.add(kept.ids, kept.trained)
+                audit.trained += int(document.trained.sum())
+                audit.turns += document.turns
+                audit.ended += document.ended
             audit.tokens += sum(lengths)
-            audit.repeated += sum(lengths) - max(lengths)
+            audit.repeated += sum(lengths) - max(lengths, default=0)
+
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
         if not held_out:
-            audit.bad += self._bad  # which side they would have been on, nobody knows
+            # Unreadable records have no hash, so they are all counted as training data.
+            audit.bad += self._bad
             audit.conversations += self._bad
             audit.check(self.source.name)
-        return Written(total, audit.rows, audit.trained, size, store.digest.hexdigest(), audit)
+        return Written(
+            documents=total,
+            rows=audit.rows,
+            targets=audit.trained,
+            bytes=trained_bytes,
+            sha256=store.digest.hexdigest(),
+            audit=audit,
+        )
+
+    def _fitted(
+        self, renderer: Renderer, document: Document, block_size: int, place: str, audit: Audit
+    ) -> Document | None:
+        """Return a document that fits in a row and has a target, or ``None`` if it is left out."""
+        width = block_size + 1
+        if len(document.ids) > width:
+            complaint = (
+                f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} "
+                "has room for"
+            )
+            if not self._truncates(audit, complaint):
+                return None
+            document = renderer.cut(document, width)
+        if not document.trained.any():
+            audit.untrained += 1
+            return None
+        return document
+
+
+def _count(rendered: Rendered, audit: Audit) -> None:
+    """Add the counts of one rendered conversation."""
+    audit.documents += len(rendered.documents)
+    audit.untrained += not rendered.documents
+    audit.left_answers += rendered.left_answers
+    audit.left_calls += rendered.left_calls
+    audit.unshown += rendered.unshown
+    audit.remade += rendered.remade
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
-    """Return ``text``, or the format of the source's conversations, recognised by the fields of its first record."""
+    """Return the format of a source's records: ``--format``, or detected from the first record.
+
+    Records that are not conversations are ``text``.
+    """
     if chat.format != "auto":
         return chat.format
-    return next((recognise(first.fields) for first in source.records(None)), None) or "text"
+    first = next(source.records(None), None)
+    if first is None:
+        return "text"
+    return recognise(first.fields) or "text"
 
 
-def _limit_of(places: list[float], fraction: float) -> float:
-    """Return the hash below which a conversation is held out.
+def _eval_limit(hashes: list[float], fraction: float) -> float:
+    """Return the limit below which the hash of a conversation makes it evaluation data.
 
-    It is the fraction, or such that so many are held out where chance gave none or too many. Copies of one conversation
-    have one hash, and stay together.
+    The limit is ``fraction``, unless that would choose no conversation or far too many; then it is a limit that chooses
+    about ``fraction`` of them. Copies of a conversation have the same hash and stay on one side.
+
+    Args:
+        hashes: The hash of each conversation, in [0, 1).
+        fraction: The share of evaluation data, in [0, 1).
     """
-    chosen = sum(place < fraction for place in places)
-    if not fraction or 0 < chosen <= min(len(places) * max(0.5, 2 * fraction), len(places) - 1):
+    chosen = sum(number < fraction for number in hashes)
+    largest = min(len(hashes) * max(0.5, 2 * fraction), len(hashes) - 1)
+    if not fraction or 0 < chosen <= largest:
         return fraction
-    lowest = sorted(places)
-    count = min(math.ceil(len(places) * fraction), len(places) - 1)
-    return next((place for place in lowest[count:] if place > lowest[0]), 0.0)
+
+    ascending = sorted(hashes)
+    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
+    for number in ascending[count:]:
+        if number > ascending[0]:
+            return number
+    return 0.0  # all conversations are the same
 
 
-def _place_of(record: Conversation | Judged) -> float:
-    said = (
-        record.prompt if isinstance(record, Judged) else record
-    )  # answers to one prompt stay on one side
-    return hash_place(json.dumps(said, sort_keys=True, default=str))
+def _hash_of(record: Conversation | Judged) -> float:
+    """Hash a record to a number in [0, 1), which decides whether it is training or evaluation data."""
+    # All answers to one prompt stay on one side.
+    content = record.prompt if isinstance(record, Judged) else record
+    return hash_place(json.dumps(content, sort_keys=True, default=str))
 
 
 def audit_of(audits: Sequence[Counts]) -> Counts:
-    """Return the sum over several sources."""
-    return type(audits[0])(*map(sum, zip(*map(astuple, audits), strict=True)))
+    """Return the sums of the counts of several sources."""
+    totals = [sum(values) for values in zip(*map(astuple, audits), strict=True)]
+    return type(audits[0])(*totals)

@@ -1,14 +1,17 @@
-"""Answers that were judged -> packed rows of whole pairs, and the audit of what in them is compared.
+"""Render preference data as packed rows of pairs of answers, and count what is compared.
 
-The two answers of a pair share one copy of their prompt but for its last token, which each begins with: what follows it
-differs. An answer that is judged alone is paired with one to another prompt, by which a loss can tell how far the model
-has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
+The two answers of a pair share one copy of their prompt. Only its last token is stored for both, because the first
+tokens of the answers, which it predicts, differ.
+
+An answer that is judged alone (KTO) is stored in a pair with an answer to another prompt, from which the loss estimates
+how far the model has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
 """
 
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -21,40 +24,61 @@ from llmtrain.data.table import Counts, Second, TokenStore, Written
 from llmtrain.data.template import BadRow, Message
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import Document, Renderer
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 
 
 @dataclass
 class PairAudit(Counts):
-    """Counts of what is compared, over the rows; in ``tokens`` the prompt is counted with each answer."""
+    """Counts of pairs, answers and tokens in one side (train or eval) of a source.
 
-    records: int = 0  # that were read
-    pairs: int = 0  # that those make that are not bad, or examples
-    same: int = 0  # left out: their answers have the same tokens, or none
-    judged: int = 0  # tokens
-    shared: int = 0  # tokens: positions that sharing prompts has saved
-    desirable: int = 0  # of examples
+    In ``tokens`` the prompt is counted once for each answer.
+
+    Attributes:
+        records: Records that were read.
+        pairs: Pairs, or single answers, in the records that are not bad.
+        same: Pairs that are left out because their answers have the same tokens, or none.
+        judged: Tokens of the answers.
+        shared: Tokens that are not stored, because the answers of a pair share a prompt.
+        desirable: Single answers that are labelled desirable.
+    """
+
+    records: int = 0
+    pairs: int = 0
+    same: int = 0
+    judged: int = 0
+    shared: int = 0
+    desirable: int = 0
 
     def left(self, overlong: str) -> str:
-        """Return how many pairs are left, and why the others are not, in one line."""
+        """Return one line that says how many pairs are kept, and why the others are not."""
         return (
-            f"{self.kept:,} of {self.pairs:,}: {self.overlong:,} overlong {LEFT[overlong]}, {self.same:,} without a "
-            f"difference and {self.bad:,} bad ones left out"
+            f"{self.kept:,} of {self.pairs:,}: {self.overlong:,} overlong {LEFT[overlong]}, "
+            f"{self.same:,} without a difference and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
-        """Return lines for the banner."""
-        tokens, held = max(self.tokens, 1), self.tokens - self.shared
+        """Return the lines of the start-up log."""
+        tokens = max(self.tokens, 1)
+        stored = self.tokens - self.shared
         return [
             self.left(overlong),
-            f"{self.judged:,} of {self.tokens:,} tokens are judged ({self.judged / tokens:.1%}), {self.shared:,} "
-            f"positions saved by sharing prompts ({self.shared / tokens:.1%}), {self.rows:,} rows are "
-            f"{held / max(self.places, 1):.1%} full",
+            f"{self.judged:,} of {self.tokens:,} tokens are judged ({self.judged / tokens:.1%}), "
+            f"{self.shared:,} positions saved by sharing prompts ({self.shared / tokens:.1%}), "
+            f"{self.rows:,} rows are {stored / max(self.places, 1):.1%} full",
         ]
 
 
+class _RenderedPair(NamedTuple):
+    """Two rendered answers that are stored together."""
+
+    place: str  # of the record: its file and line, or row
+    first: Document
+    second: Document
+    desirable: bool  # the first
+
+
 class Pairs(Records[Judged]):
-    """The judged answers of a source: pairs, or with ``alone`` examples of one answer each."""
+    """The preference data of a source: pairs of answers, or with ``alone`` single answers that have a label."""
 
     def __init__(
         self,
@@ -64,136 +88,223 @@ class Pairs(Records[Judged]):
         stops: Collection[int],
         alone: bool,
     ) -> None:
-        super().__init__(source, judged_of if alone else _two_answers, config, chat, stops)
-        self.share, self.alone = chat.share_prompts and chat.packing, alone
+        super().__init__(
+            source,
+            read=judged_of if alone else _pair_of,
+            config=config,
+            chat=chat,
+            stops=stops,
+        )
+        self.share = chat.share_prompts and chat.packing
+        self.alone = alone
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
     ) -> Written:
-        """Write the rows of one side, each of twice ``block_size`` tokens, which is what one answer may have.
+        """Render the training or the evaluation data and write its rows.
 
-        Raises :class:`UserError` with the place of a pair that cannot be rendered, or is overlong, where the flags do
-        not say to go on without it.
+        Args:
+            tokenizer: Has a chat template.
+            block_size: The largest length of an answer with its prompt. A row holds twice as many tokens.
+            path: The file to write.
+            held_out: Write the evaluation data instead of the training data.
+
+        Raises:
+            UserError: With the place of a pair that cannot be rendered or is too long, if the flags do not say to go
+                on without it; or if nothing is left to train on.
         """
-        render, width, audit = Renderer(tokenizer, self.stops), 2 * block_size, PairAudit()
-        store, size, total = TokenStore(path), 0, self.documents[held_out]
-        judged = self._judged(render, held_out, audit)
-        for place, answers, desirable in tqdm(judged, total=total, desc="rendering", leave=False):
+        renderer = Renderer(tokenizer, self.stops)
+        store = TokenStore(path)
+        audit = PairAudit()
+        width = 2 * block_size
+        trained_bytes = 0
+        total = self.documents[held_out]
+
+        pairs = self._rendered(renderer, held_out, audit)
+        for whole_pair in tqdm(pairs, total=total, desc="rendering", leave=False):
             audit.pairs += 1
-            if max(len(answer.ids) for answer in answers[: 1 if self.alone else 2]) > block_size:
-                what = f"an answer with its prompt has more than the {block_size} tokens of --block_size"
-                if not self._truncates(audit, f"{place}: {what}"):
-                    continue
-            first, second = (
-                render.cut(a, block_size) if len(a.ids) > block_size else a for a in answers
-            )
-            untrained = not first.trained.any() or not (self.alone or second.trained.any())
-            if untrained or (not self.alone and np.array_equal(first.ids, second.ids)):
+            pair = self._fitted(renderer, whole_pair, block_size, audit)
+            if pair is None:
+                continue
+            if self._is_useless(pair):
                 audit.same += 1
                 continue
-            shared = _shared(first, second) if self.share else 0
+
+            first = pair.first
+            second = pair.second
+            shared = _shared_length(first, second) if self.share else 0
             ids = np.concatenate([first.ids, second.ids[shared:]])
             trained = np.concatenate([first.trained, second.trained[shared:]])
-            store.add(ids, trained, Second(len(first.ids), shared, desirable))
+            where = Second(at=len(first.ids), position=shared, desirable=pair.desirable)
+            store.add(ids, trained, where)
+
             audit.kept += 1
             audit.tokens += len(first.ids) + len(second.ids)
             audit.shared += shared
             audit.judged += int(trained.sum())
-            audit.desirable += self.alone and desirable
-            size += first.trained_bytes + second.trained_bytes
+            audit.desirable += self.alone and pair.desirable
+            trained_bytes += first.trained_bytes + second.trained_bytes
+
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
         store.digest.update(f" {self.alone}".encode())
-        audit.records = total + (
-            0 if held_out else self._bad
-        )  # which side bad ones would be on, nobody knows
-        audit.bad += 0 if held_out else self._bad
+        audit.records = total
+        if not held_out:
+            # Unreadable records have no hash, so they are all counted as training data.
+            audit.records += self._bad
+            audit.bad += self._bad
         if not held_out and not audit.kept:
             raise UserError(
-                f"--dataset {self.source.name}: none of {audit.records:,} records can be compared ({audit.overlong:,} "
-                f"are overlong, {audit.bad:,} bad, {audit.same:,} without a difference); check --block_size and the "
-                "chat template."
+                f"--dataset {self.source.name}: none of {audit.records:,} records can be compared "
+                f"({audit.overlong:,} are overlong, {audit.bad:,} bad, {audit.same:,} without a difference); "
+                "check --block_size and the chat template."
             )
         return Written(
-            total, audit.rows, audit.judged, size, store.digest.hexdigest(), audit, store.pairs
+            documents=total,
+            rows=audit.rows,
+            targets=audit.judged,
+            bytes=trained_bytes,
+            sha256=store.digest.hexdigest(),
+            audit=audit,
+            pairs=store.pairs,
         )
 
-    def _judged(
-        self, render: Renderer, held_out: bool, audit: PairAudit
-    ) -> Iterator[tuple[str, list[Document], bool]]:
-        """Yield pairs; or examples, each with an answer to the prompt before it, the first with one to the last.
+    def _fitted(
+        self, renderer: Renderer, pair: _RenderedPair, block_size: int, audit: PairAudit
+    ) -> _RenderedPair | None:
+        """Return a pair whose answers fit in their half of a row, or ``None`` if it is left out.
 
-        That is one that can be rendered, which is why the first comes last.
+        The second answer of a single one is there for comparison only. It is cut without being counted as overlong.
         """
-        rendered = (
-            (place, record, found)
-            for place, record in self._read(held_out)
-            if (found := self._render(render, place, record, record.answers, audit))
-        )
+        lengths = [len(pair.first.ids)]
         if not self.alone:
-            yield from ((place, answers, record.desirable) for place, record, answers in rendered)
+            lengths.append(len(pair.second.ids))
+        if max(lengths) > block_size:
+            complaint = (
+                f"{pair.place}: an answer with its prompt is longer than --block_size {block_size}"
+            )
+            if not self._truncates(audit, complaint):
+                return None
+
+        first = pair.first
+        if len(first.ids) > block_size:
+            first = renderer.cut(first, block_size)
+        second = pair.second
+        if len(second.ids) > block_size:
+            second = renderer.cut(second, block_size)
+        return pair._replace(first=first, second=second)
+
+    def _is_useless(self, pair: _RenderedPair) -> bool:
+        """Return whether an answer has no tokens left, or whether both answers have the same."""
+        if not pair.first.trained.any():
+            return True
+        if self.alone:
+            return False
+        return not pair.second.trained.any() or np.array_equal(pair.first.ids, pair.second.ids)
+
+    def _rendered(
+        self, renderer: Renderer, held_out: bool, audit: PairAudit
+    ) -> Iterator[_RenderedPair]:
+        """Render the records of one side, as pairs.
+
+        With ``alone``, a record with two answers counts as two records with one. Each answer is paired with the first
+        answer of the record before it, rendered after its own prompt. The first record is paired with the last one,
+        so it comes last.
+        """
+        rendered = self._rendered_records(renderer, held_out, audit)
+        if not self.alone:
+            for place, record, (chosen, rejected) in rendered:
+                yield _RenderedPair(place, chosen, rejected, record.desirable)
             return
-        examples = [*itertools.islice(rendered, 1)]
-        before = examples[0][1] if examples else None
-        for place, record, answers in itertools.chain(rendered, examples):
-            assert before is not None
-            other = self._render(render, place, record, before.answers[:1], audit)
-            for number, answer in enumerate(answers if other else ()):
-                yield place, [answer, *other], record.desirable and number == 0
-            before = record
+
+        first_record = list(itertools.islice(rendered, 1))
+        if not first_record:
+            return
+        previous = first_record[0][1]
+        for place, record, answers in itertools.chain(rendered, first_record):
+            others = self._render(renderer, place, record, previous.answers[:1], audit)
+            previous = record
+            if not others:
+                continue
+            for number, answer in enumerate(answers):
+                desirable = record.desirable and number == 0  # of a pair, the chosen answer is
+                yield _RenderedPair(place, answer, others[0], desirable)
+
+    def _rendered_records(
+        self, renderer: Renderer, held_out: bool, audit: PairAudit
+    ) -> Iterator[tuple[str, Judged, list[Document]]]:
+        """Yield each record that is not bad with its place and its rendered answers."""
+        for place, record in self._read(held_out):
+            documents = self._render(renderer, place, record, record.answers, audit)
+            if documents:
+                yield place, record, documents
 
     def _render(
         self,
-        render: Renderer,
+        renderer: Renderer,
         place: str,
         record: Judged,
         answers: list[list[Message]],
         audit: PairAudit,
     ) -> list[Document]:
-        """Return a record's prompt with each of some answers, or nothing where it is bad."""
+        """Render the prompt of a record with each of some answers; an empty list if it is bad."""
         try:
-            return [render.judged(record, answer) for answer in answers]
+            return [renderer.judged(record, answer) for answer in answers]
         except BadRow as error:
             self._refuse(place, error)
             audit.bad += 1
             return []
 
 
-def _two_answers(fields: Fields) -> Judged:
+def _pair_of(fields: Fields) -> Judged:
+    """Read a record that must have two answers."""
     record = judged_of(fields)
-    require(
-        len(record.answers) > 1,
-        "it has one answer and its label, and this loss compares two",
-        BadRow,
-    )
+    if len(record.answers) < 2:
+        raise BadRow("the record has one answer with a label, but this loss compares two answers")
     return record
 
 
 def judged_format(source: Source, alone: bool) -> str:
-    """Return the format of a source's judged answers, by the fields of its first record.
+    """Detect the format of preference data from the fields of the first record.
 
-    Raises :class:`UserError` where it is none, or where answers stand alone and the loss compares two.
+    Args:
+        source: The records.
+        alone: The loss takes single answers with a label, not only pairs.
+
+    Returns:
+        ``pairs`` or ``examples``; see :func:`llmtrain.data.chat.recognise`.
+
+    Raises:
+        UserError: If the record is not preference data, or if it has one answer and the loss compares two.
     """
-    fields = next((first.fields for first in source.records(None)), {})
-    found = recognise(fields, judged=True)
-    if found is None:
-        known = ", ".join(map(str, fields)) or "nothing"
+    first = next(source.records(None), None)
+    fields = first.fields if first is not None else {}
+    format = recognise(fields, judged=True)
+    if format is None:
+        names = ", ".join(map(str, fields)) or "no fields"
         raise UserError(
-            f"--dataset {source.name}: a record has {known}; preferences have prompt, chosen and rejected, or prompt, "
-            "completion and label."
+            f"--dataset {source.name} is not preference data: its first record has {names}. Records need prompt, "
+            "chosen and rejected, or prompt, completion and label."
         )
-    if found == "examples" and not alone:
+    if format == "examples" and not alone:
         raise UserError(
-            f"--dataset {source.name} has a label for each answer, and this loss compares two: use --loss_type kto."
+            f"--dataset {source.name} has single answers with a label, but this loss compares two answers: "
+            "use --loss_type kto."
         )
-    return found
+    return format
 
 
-def _shared(first: Document, second: Document) -> int:
-    """Return how many tokens of two documents are one prompt's, all but its last."""
-    length = min(
-        int(np.argmax(each.trained)) if each.trained.any() else len(each.ids)
-        for each in (first, second)
-    )
-    differ = np.flatnonzero(first.ids[:length] != second.ids[:length])
-    return max((int(differ[0]) if len(differ) else length) - 1, 0)
+def _shared_length(first: Document, second: Document) -> int:
+    """Return the number of tokens that two documents can share: their common prompt but its last token."""
+    length = min(_prompt_length(first), _prompt_length(second))
+    differences = np.flatnonzero(first.ids[:length] != second.ids[:length])
+    if len(differences):
+        length = int(differences[0])
+    return max(length - 1, 0)
+
+
+def _prompt_length(document: Document) -> int:
+    """Return the number of tokens before the first target."""
+    if not document.trained.any():
+        return len(document.ids)
+    return int(np.argmax(document.trained))

@@ -1,6 +1,6 @@
-"""Sources of text: files, the running Python's own documentation, a data set of the Hugging Face hub, a function.
+"""Sources of records: files, the running Python, a data set on the Hugging Face hub, or a function.
 
-By its fingerprint the rows that were made of a source are found again without reading its records.
+A source has a fingerprint, so that rows that were made from it are found again without reading its records.
 """
 
 import codecs
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
-from llmtrain.errors import UserError, first_line, refused_as, require
+from llmtrain.errors import UserError, first_line, refused_as
 
 if TYPE_CHECKING:
     import datasets
 
-Fields: TypeAlias = dict[str, Any]  # of a record, as its source has them
+Fields: TypeAlias = dict[str, Any]  # the fields of a record, as its source has them
 MakesRecords: TypeAlias = Callable[[], Iterable[str | Fields]]
 
 
@@ -35,63 +35,85 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Records in a fixed order, each with its place for whoever must mend it."""
+    """Records in a fixed order.
 
-    name: str  # as --dataset has it
-    fingerprint: Callable[[], str]  # a hex digest that changes when the records may have changed
-    records: Callable[
-        [str | None], Iterator[Record]
-    ]  # with the named field, where they have it, or with all
+    Attributes:
+        name: The name of the source in ``--dataset``.
+        fingerprint: Returns a hex digest that changes whenever the records may have changed.
+        records: Yields the records. Given the name of a field, it may leave out all other fields.
+    """
+
+    name: str
+    fingerprint: Callable[[], str]
+    records: Callable[[str | None], Iterator[Record]]
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
-    """Yield the texts of a source; raises :class:`UserError` with the place of a record that has none."""
+    """Yield the text in a field of each record; raises :class:`UserError` with the place of a record without one."""
     for place, fields in source.records(field):
         if field not in fields:
             known = ", ".join(map(str, fields))
             raise UserError(
-                f"{place}: no field '{field}'; it has {known} - name one with --text_field."
+                f"{place}: no field '{field}'; the record has {known}. Name its text with --text_field."
             )
         text = fields[field]
         if not isinstance(text, str):
-            raise UserError(
-                f"{place}: field '{field}' is {json.dumps(text, default=repr)[:40]}, not text."
-            )
+            shown = json.dumps(text, default=repr)[:40]
+            raise UserError(f"{place}: field '{field}' is {shown}, not text.")
         try:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(
-                f"{place}: field '{field}' holds half of a surrogate pair, which is no text."
+                f"{place}: field '{field}' holds half of a surrogate pair, which is not valid text."
             ) from None
         yield text
 
 
 def open_source(name: str) -> Source:
-    """Find what one name of ``--dataset`` means; a :class:`UserError` says what was looked for."""
+    """Return the source that a name in ``--dataset`` refers to.
+
+    Raises:
+        UserError: If the name is clearly a path or a builtin one, and there is nothing. Any other name is taken for a
+            data set on the Hugging Face hub, which is looked for when its records are read.
+    """
     if name.startswith("builtin:"):
-        known = " and ".join(builtin.CORPORA)
-        require(name in builtin.CORPORA, f"--dataset {name} does not exist; there are {known}.")
-        corpus = builtin.CORPORA[name]
-        return Source(
-            name,
-            partial(builtin.fingerprint, name),
-            lambda _: _numbered(corpus(), f"{name}, document"),
-        )
+        return _builtin(name)
     try:
         paths = _find_files(name)
-    except (OSError, RuntimeError) as error:  # a name too long, a home folder of nobody
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long, or ~user that does not exist
         raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
     if paths:
         return Source(name, partial(_fingerprint_of_files, paths), partial(_read_files, paths))
-    looks_local = (
+    if _looks_local(name):
+        raise UserError(
+            f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
+        )
+    return _hub(name)
+
+
+def _builtin(name: str) -> Source:
+    if name not in builtin.CORPORA:
+        known = " and ".join(builtin.CORPORA)
+        raise UserError(f"--dataset {name} does not exist; there are {known}.")
+    make = builtin.CORPORA[name]
+    return Source(
+        name,
+        fingerprint=partial(builtin.fingerprint, name),
+        records=lambda _: _numbered(make(), f"{name}, document"),
+    )
+
+
+def _looks_local(name: str) -> bool:
+    """Return whether a name can only be meant as a path."""
+    return (
         _suffix(Path(name)) in SUFFIXES
         or name.startswith((".", "/", "~"))
-        or any(c in name for c in "*?[")
+        or any(character in name for character in "*?[")
+        or Path(name).exists()
     )
-    if looks_local or Path(name).exists():
-        where = f"check the path from {Path.cwd()}"
-        raise UserError(f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; {where}.")
-    return _hub(name)
 
 
 def _suffix(path: Path) -> str:
@@ -99,6 +121,7 @@ def _suffix(path: Path) -> str:
 
 
 def _find_files(name: str) -> list[Path]:
+    """Return the readable files that a file, folder or glob stands for, sorted."""
     path = Path(name).expanduser()
     if path.is_file():
         if _suffix(path) not in SUFFIXES:
@@ -106,16 +129,19 @@ def _find_files(name: str) -> list[Path]:
                 f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}."
             )
         return [path]
-    matching = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - absolute patterns too
-    found = path.rglob("*") if path.is_dir() else {*map(Path, matching)}
-    return sorted(path for path in found if _suffix(path) in SUFFIXES and path.is_file())
+    if path.is_dir():
+        matches = set(path.rglob("*"))
+    else:
+        pattern = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute patterns
+        matches = set(map(Path, pattern))
+    return sorted(path for path in matches if _suffix(path) in SUFFIXES and path.is_file())
 
 
 def _hub(name: str) -> Source:
-    """Return the training split of a data set of the hub, NAME or NAME:CONFIGURATION."""
+    """Return the training split of a data set on the hub, NAME or NAME:CONFIGURATION."""
 
     def load() -> "datasets.Dataset":
-        import datasets  # heavy, and only hub names need it here
+        import datasets  # slow to import, and needed only here
 
         path, _, configuration = name.partition(":")
         with refused_as(
@@ -126,72 +152,92 @@ def _hub(name: str) -> Source:
                 datasets.load_dataset(path, configuration or None, split="train"),
             )
 
+    def fingerprint() -> str:
+        return hashlib.sha256(load()._fingerprint.encode()).hexdigest()
+
     def records(field: str | None) -> Iterator[Record]:
         dataset = load()
-        return _numbered(
-            dataset.select_columns([field]) if field in dataset.column_names else dataset,
-            f"{name}, row",
-        )
+        if field in dataset.column_names:
+            dataset = dataset.select_columns([field])
+        return _numbered(dataset, f"{name}, row")
 
-    return Source(name, lambda: hashlib.sha256(load()._fingerprint.encode()).hexdigest(), records)
+    return Source(name, fingerprint, records)
 
 
 def made(make: MakesRecords) -> Source:
-    """Return the records that a function yields: texts, or fields."""
+    """Return the records that a function yields: texts, or dictionaries of fields."""
     name = getattr(make, "__name__", "records")  # not every callable has a name
 
-    def fingerprint() -> (
-        str
-    ):  # of the content: whoever changes the function need not think of a cache
-        total = hashlib.sha256()
+    def fingerprint() -> str:
+        # Of the records themselves, so that a change of the function is noticed.
+        digest = hashlib.sha256()
         for record in make():
-            total.update(json.dumps(record, default=repr).encode() + b"\n")
-        return total.hexdigest()
+            digest.update(json.dumps(record, default=repr).encode() + b"\n")
+        return digest.hexdigest()
 
-    return Source(name, fingerprint, lambda field: _numbered(make(), f"{name}(), record", field))
+    def records(field: str | None) -> Iterator[Record]:
+        return _numbered(make(), f"{name}(), record", field)
+
+    return Source(name, fingerprint, records)
 
 
 def _numbered(
     records: Iterable[str | Fields], place: str, field: str | None = None
 ) -> Iterator[Record]:
+    """Yield records with their places, ``place`` and a number; a text becomes the field ``field``."""
     for number, record in enumerate(records):
         fields = {field or "text": record} if isinstance(record, str) else record
         if not isinstance(fields, dict):
+            shown = json.dumps(record, default=repr)[:40]
             raise UserError(
-                f"{place} {number} is {json.dumps(record, default=repr)[:40]}, neither text nor fields."
+                f"{place} {number} is {shown}, neither text nor a dictionary of fields."
             )
         yield Record(f"{place} {number}", fields)
 
 
 def _fingerprint_of_files(paths: list[Path]) -> str:
-    # content, not names: a moved data set is the same data set
-    total = hashlib.sha256()
+    """Hash the content of files, but not their names: a data set that was moved is the same one."""
+    digest = hashlib.sha256()
     for path in paths:
         try:
-            total.update(_suffix(path).encode() + file_digest(path))
+            digest.update(_suffix(path).encode() + file_digest(path))
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}.") from None
-    return total.hexdigest()
+    return digest.hexdigest()
 
 
 def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
     for path in paths:
+        read = _READERS.get(_suffix(path), _read_text)
         try:
-            if reader := _READERS.get(_suffix(path)):
-                yield from reader(path, field)
-            else:  # the whole file is one text, whatever the field is called
-                yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
+            yield from read(path, field)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror or error}.") from None
 
 
-def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
-    if first_line == 1:
+def _read_text(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield a whole file as one text, whatever the field is called."""
+    yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
+
+
+def _decode(raw: bytes, path: Path, line: int = 1) -> str:
+    """Decode UTF-8.
+
+    Args:
+        raw: A whole file or one line of it.
+        path: The file.
+        line: The number of the first line in ``raw``.
+
+    Raises:
+        UserError: With the line of a byte that is not UTF-8.
+    """
+    if line == 1:
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        line, byte = first_line + raw.count(b"\n", 0, error.start), raw[error.start]
+        line += raw.count(b"\n", 0, error.start)
+        byte = raw[error.start]
         raise UserError(
             f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
         ) from None
@@ -200,15 +246,15 @@ def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            place, line = f"{path}, line {number}", _decode(raw, path, number)
+            place = f"{path}, line {number}"
+            line = _decode(raw, path, number)
             if not line.strip():
                 continue
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
-                reason = first_line(error).partition(": line ")[
-                    0
-                ]  # without the line that json counts, always 1
+                # json appends the line within what it was given, which is always 1.
+                reason = first_line(error).partition(": line ")[0]
                 raise UserError(f"{place}: not JSON ({reason}).") from None
             if not isinstance(fields, dict):
                 raise UserError(f"{place}: {line.strip()[:40]!r} is not a JSON object.")
@@ -222,15 +268,15 @@ def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
             reader = csv.DictReader(file, strict=True)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
-                require(
-                    None not in fields,
-                    f"{place}: more fields than the header has; quote text with commas.",
-                )
+                if None in fields:
+                    raise UserError(
+                        f"{place}: the line has more fields than the header; put text with commas in quotes."
+                    )
                 yield Record(place, fields)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
     except UnicodeDecodeError:
-        _decode(path.read_bytes(), path)  # says which line
+        _decode(path.read_bytes(), path)  # raises an error that names the line
         raise
 
 
@@ -241,16 +287,14 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(
-                columns=[field] if field in file.schema_arrow.names else None
-            )
-            for row, fields in enumerate(
-                fields for batch in batches for fields in batch.to_pylist()
-            ):
-                yield Record(f"{path}, row {row}", fields)
+            columns = [field] if field in file.schema_arrow.names else None
+            for batch in file.iter_batches(columns=columns):
+                for fields in batch.to_pylist():
+                    yield Record(f"{path}, row {row}", fields)
+                    row += 1
     except UnicodeDecodeError:
-        which = f"field '{field}'" if field else "a field"
-        raise UserError(f"{path}, row {row} or one of the next: {which} is not UTF-8.") from None
+        column = f"field '{field}'" if field else "a field"
+        raise UserError(f"{path}, row {row} or one of the next: {column} is not UTF-8.") from None
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file ({error}).") from None
 

@@ -20,7 +20,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.errors import UserError, first_line
 
 _ENCODE_CHARACTERS = 1 << 20  # per call of the tokenizer, which spreads it over the cores
 _SEGMENT_CHARACTERS = 1 << 16
@@ -30,40 +30,57 @@ _T = TypeVar("_T", bound=Sized)
 
 
 class Texts:
-    """The documents of a source, some of them held out: those whose hash falls below the fraction.
+    """The documents of a source, divided into training and evaluation data.
 
-    So a document never moves to the other side. Where that leaves one side almost empty, as with a handful of
-    documents, the last part of the longest is held out.
+    A document whose hash is below ``--eval_fraction`` is evaluation data, so it never changes sides. If that leaves one
+    side almost empty, as with a handful of documents, the evaluation data is the end of the longest document instead.
     """
 
     def __init__(self, source: Source, config: DataConfig) -> None:
-        self.source, self.config, self.fraction = source, config, config.eval_fraction
-        self.documents, self.bytes = [0, 0], [0, 0]  # to train on, and held out
-        self.divided: tuple[int, int] | None = (
-            None  # a document's number, and where its held-out part begins
-        )
-        longest = (0, 0)  # characters, and minus the document's number
+        self.source = source
+        self.config = config
+        self.fraction = config.eval_fraction
+        # Number and UTF-8 size of the documents: [training data, evaluation data].
+        self.documents = [0, 0]
+        self.bytes = [0, 0]
+        # The number of the document that is divided, if one is, and the character at which its end begins.
+        self.divided: tuple[int, int] | None = None
+
+        longest_number = 0
+        longest_length = 0
         for number, text in enumerate(self.texts()):
             held_out = hash_place(text) < self.fraction
             self.documents[held_out] += 1
             self.bytes[held_out] += len(text.encode())
-            longest = max(longest, (len(text), -number))
-        size = sum(self.bytes)
-        require(size, f"--dataset {source.name} holds no text.")
-        if self.fraction and not 0 < self.bytes[True] <= size * max(0.5, 2 * self.fraction):
-            self.divided = (-longest[1], int(longest[0] * (1 - self.fraction)))
-            unseen = sum(len(text.encode()) for text in self.texts(held_out=True))
-            self.documents, self.bytes = [sum(self.documents) - 1, 1], [size - unseen, unseen]
+            if len(text) > longest_length:
+                longest_number = number
+                longest_length = len(text)
+
+        total_bytes = sum(self.bytes)
+        if not total_bytes:
+            raise UserError(f"--dataset {source.name} holds no text.")
+        largest_share = max(0.5, 2 * self.fraction)
+        if self.fraction and not 0 < self.bytes[True] <= total_bytes * largest_share:
+            self.divided = (longest_number, int(longest_length * (1 - self.fraction)))
+            eval_bytes = sum(len(text.encode()) for text in self.texts(held_out=True))
+            self.documents = [sum(self.documents) - 1, 1]
+            self.bytes = [total_bytes - eval_bytes, eval_bytes]
         if not self.bytes[False]:
             raise UserError(
-                f"--eval_fraction {self.fraction} leaves no text to train on; lower it, to 0 if need be."
+                f"--eval_fraction {self.fraction} leaves no text to train on; lower it, or set it to 0."
             )
 
     def texts(self, held_out: bool | None = None) -> Iterator[str]:
-        """Yield the texts that are held out, or those to train on, or all."""
+        """Yield the texts of one side or of both.
+
+        Args:
+            held_out: True for the evaluation data, False for the training data, ``None`` for both.
+        """
         for number, text in enumerate(documents(self.source, self.config.text_field)):
-            if held_out is None or self.divided is None:
-                if held_out in (None, hash_place(text) < self.fraction):
+            if held_out is None:
+                yield text
+            elif self.divided is None:
+                if held_out == (hash_place(text) < self.fraction):
                     yield text
             elif number == self.divided[0]:
                 yield text[self.divided[1] :] if held_out else text[: self.divided[1]]
@@ -73,11 +90,9 @@ class Texts:
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
     ) -> Written:
-        """Write the rows of one side."""
-        texts, splits = (
-            self.texts(held_out) if self.bytes[held_out] else (),
-            is_trained(self.config.tokenizer or ""),
-        )
+        """Tokenize the training or the evaluation data and write its rows of ``block_size + 1`` tokens."""
+        texts = self.texts(held_out) if self.bytes[held_out] else ()
+        splits = is_trained(self.config.tokenizer or "")
         with tqdm(
             total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False
         ) as bar:

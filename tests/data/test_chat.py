@@ -277,7 +277,7 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
             "messages",
             "its reasoning is not text",
         ),
-        ({"messages": [USER]}, "messages", "the assistant has no turn"),
+        ({"messages": [USER]}, "messages", "the conversation has no assistant message"),
         (
             {"messages": [USER, ASSISTANT], "tools": "add"},
             "messages",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmtrain.data import rows as tokenizing
 from llmtrain.data.chat import conversation_of
 from llmtrain.data.config import ChatConfig, DataConfig
-from llmtrain.data.conversations import Audit, Conversations, _limit_of, _place_of, audit_of
+from llmtrain.data.conversations import Audit, Conversations, _eval_limit, _hash_of, audit_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import open_source
@@ -50,7 +50,10 @@ def chats(count: int, start: int = 0) -> list[dict]:
 
 # What cannot be trained on, found when it is rendered or before, and what is said of it.
 CONTROLLED = chat("a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"
-UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}, "the assistant has no turn in it"
+UNANSWERED = (
+    {"messages": [{"role": "user", "content": "a"}]},
+    "the conversation has no assistant message",
+)
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -371,7 +374,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert tokenize(*given).facts.audit["kept"] == 5
     else:
         assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise it, or set --overlong"
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise --block_size, or set --overlong"
             in complaint(*given)
         )
         assert left_behind(cache) == []
@@ -383,7 +386,7 @@ def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behi
     tmp_path, cache, bad, said, suffix, place
 ):
     path = write(tmp_path / f"a.{suffix}", [*chats(2), bad, *chats(2, 2)])
-    wanted = f"{path}, {place}: {said}; mend it, or leave such rows out with --on_bad_row skip."
+    wanted = f"{path}, {place}: {said}; fix it, or leave such records out with --on_bad_row skip."
     assert complaint(config(path, eval_fraction=0.5), BLOCK, ChatConfig()) == wanted
     assert left_behind(cache) == []
 
@@ -426,7 +429,7 @@ SENSELESS = {
     "no turn as prompted for": (
         chats(10),
         {"chat_template": COUNTED},
-        "10 turns shown otherwise than prompted for",
+        "10 turns are shown differently from the way they are prompted for",
     ),
 }
 
@@ -506,7 +509,7 @@ def test_a_single_conversation_is_trained_on(tmp_path):
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
 @settings(deadline=None)
 def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
-    held_out = sum(place < _limit_of(places, fraction) for place in places)
+    held_out = sum(place < _eval_limit(places, fraction) for place in places)
     if fraction and len(set(places)) > 1:
         assert 0 < held_out < len(places)
     else:
@@ -515,15 +518,15 @@ def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_diffe
 
 def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
     places = [i / 100 for i in range(100)]
-    assert [_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
+    assert [_eval_limit(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
         0.0,
         0.005,
         0.1,
         0.5,
         0.9,
     ]
-    assert _limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
-    assert _limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
+    assert _eval_limit([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
+    assert _eval_limit([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
 
 
 @pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
@@ -711,7 +714,7 @@ def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
 
 def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     def place(record: dict) -> float:
-        return _place_of(conversation_of(record, "messages"))
+        return _hash_of(conversation_of(record, "messages"))
 
     shorts = chats(6)
     long = next(

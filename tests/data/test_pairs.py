@@ -192,12 +192,12 @@ DEEP = json.loads("[" * 50 + "]" * 50)
 BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     "no prompt beside texts": (
         {"chosen": "a", "rejected": "b"},
-        "it has no prompt, without which chosen and rejected",
+        "the record has no prompt, so chosen and rejected must be lists",
     ),
     "no chosen answer": ({"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text"),
     "no rejected answer": ({"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text"),
     "no field at all": ({}, "field 'completion' is None, not text"),
-    "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "it has no prompt"),
+    "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "the record has no prompt"),
     "a null answer": (pair("q", "a", "b") | {"rejected": None}, "field 'rejected' is None"),
     "a number for a prompt": (pair("q", "a", "b") | {"prompt": 3}, "field 'prompt' is 3, not text"),
     "a number for an answer": (
@@ -221,11 +221,11 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "an empty list": (
         pair("q", "a", "b") | {"chosen": []},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "an empty prompt": (
         pair("q", "a", "b") | {"prompt": []},
-        "chosen and rejected share no prompt",
+        "the prompt is empty",
     ),
     "lists in lists": (
         pair("q", "a", "b") | {"chosen": [[said("assistant", "a")]]},
@@ -254,15 +254,15 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "a prompt that an assistant ends": (
         pair("q", "a", "b") | {"prompt": chat("q", "a")["messages"]},
-        "the prompt ends with the assistant's turn",
+        "the prompt ends with an assistant message",
     ),
     "an answer of the user's": (
         pair("q", "a", "b") | {"rejected": [said("user", "b")]},
-        "rejected does not go on from the prompt with what the assistant says",
+        "rejected has no assistant message right after the prompt",
     ),
     "conversations without a common prompt": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("p", "b")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "conversations that begin with answers": (
         {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "b")]},
@@ -270,11 +270,11 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "conversations that end with a question": (
         {"chosen": chat("q", "a", "r")["messages"], "rejected": chat("q", "a", "s")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "a conversation that the other goes on from": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a", "r", "b")["messages"]},
-        "chosen does not go on from the prompt",
+        "chosen has no assistant message right after the prompt",
     ),
     "conversations that are the same": (
         {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a")["messages"]},
@@ -285,7 +285,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
             "chosen": chat("q", "a")["messages"],
             "rejected": [*chat("q")["messages"], said("user", "a")],
         },
-        "rejected does not go on from the prompt with what the assistant says",
+        "rejected has no assistant message right after the prompt",
     ),
     "two turns in a row": (
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
@@ -317,7 +317,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "an answer alone": (
         example("q", "a"),
-        "it has one answer and its label, and this loss compares two",
+        "the record has one answer with a label, but this loss compares two answers",
     ),
 }
 BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
@@ -329,10 +329,10 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
     "a list for a label": (example("q", "a", [True]), "field 'label' is [True], not true or false"),
     "no answer": ({"prompt": "q", "label": True}, "field 'completion' is None, not text"),
     "an empty completion": (example("q", ""), "completion: message 1 (assistant) is empty"),
-    "no question": ({"completion": "a", "label": True}, "it has no prompt"),
+    "no question": ({"completion": "a", "label": True}, "the record has no prompt"),
     "messages and no question": (
         {"completion": [said("assistant", "a")], "label": True},
-        "it has no prompt",
+        "the record has no prompt",
     ),
     "a control token": (
         example("q", f"a{END}"),
@@ -363,7 +363,7 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
         said = complain(tmp_path, records, alone=alone, eval_fraction=0.3)
         assert said.startswith(f"{tmp_path / 'judged.jsonl'}, line {at + 1}: ")
         assert what in said
-        assert said.endswith("; mend it, or leave such rows out with --on_bad_row skip.")
+        assert said.endswith("; fix it, or leave such records out with --on_bad_row skip.")
         assert left_behind(cache) == []
     made = tokenize_pairs(tmp_path, records, alone=alone, on_bad_row="skip")
     audit = audit_of(made)
@@ -406,46 +406,56 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         b"",
         {},
-        "a.jsonl: a record has nothing; preferences have prompt, chosen",
+        "a.jsonl is not preference data: its first record has no fields. Records need prompt, chosen",
     ),
-    "an empty table": ("a.csv", b"prompt,chosen,rejected\n", {}, "a.csv: a record has nothing"),
+    "an empty table": (
+        "a.csv",
+        b"prompt,chosen,rejected\n",
+        {},
+        "a.csv is not preference data: its first record has no fields",
+    ),
     "no parquet": ("a.parquet", GOOD, {}, "a.parquet is not a parquet file"),
     "too many columns": (
         "a.csv",
         b"prompt,chosen,rejected\nq,a,b,c\n",
         {},
-        "a.csv, line 2: more fields than the",
+        "a.csv, line 2: the line has more fields than the",
     ),
     "columns without answers": (
         "a.csv",
         b"prompt,text\nq,a\n",
         {},
-        "a.csv: a record has prompt, text; preferences",
+        "a.csv is not preference data: its first record has prompt, text. Records need",
     ),
     "columns without the rejected": (
         "a.csv",
         b"prompt,chosen\nq,a\n",
         {},
-        "a.csv: a record has prompt, chosen; pref",
+        "a.csv is not preference data: its first record has prompt, chosen. Records need",
     ),
-    "text": ("a.txt", b"some words", {}, "a.txt: a record has text; preferences have"),
+    "text": (
+        "a.txt",
+        b"some words",
+        {},
+        "a.txt is not preference data: its first record has text. Records need",
+    ),
     "conversations that nobody judged": (
         "a.jsonl",
         json.dumps(chat("q", "a")).encode(),
         {},
-        "a.jsonl: a record has messages; preferences have",
+        "a.jsonl is not preference data: its first record has messages. Records need",
     ),
     "labels for a loss that compares two": (
         "a.jsonl",
         json.dumps(example("q", "a")).encode(),
         {},
-        "a.jsonl has a label for each answer, and this loss compares two: use --loss_type kto",
+        "a.jsonl has single answers with a label, but this loss compares two answers: use --loss_type kto",
     ),
     "examples after pairs": (
         "a.jsonl",
         GOOD + json.dumps(example("q", "a")).encode(),
         {},
-        "a.jsonl, line 4: it has one answer",
+        "a.jsonl, line 4: the record has one answer",
     ),
     "no good row": (
         "a.jsonl",
@@ -509,7 +519,7 @@ def test_an_answer_that_the_template_shows_otherwise_than_it_prompts_for_is_a_ba
     )
     said = complain(tmp_path, pairs(2), chat_template=str(template))
     assert (
-        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; mend"
+        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; fix"
         in said
     )
     assert left_behind(cache) == []
@@ -783,8 +793,8 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM and overlong == "error":
         said = complain(tmp_path, records, block_size=room, overlong=overlong)
         assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt has more than the {room} tokens of "
-            "--block_size; raise it, or set --overlong drop or truncate."
+            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --block_size {room}; "
+            "raise --block_size, or set --overlong drop or truncate."
         )
         assert left_behind(cache) == []
         return

@@ -384,7 +384,7 @@ def test_a_file_whose_name_holds_a_colon_is_that_file(tmp_path, monkeypatch):
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
         list(documents(_hub(str(hub_folder)), "id"))
-    with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; it has id, text"):
+    with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; the record has id, text"):
         list(documents(_hub(str(hub_folder)), "body"))
 
 

@@ -74,7 +74,7 @@ def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_record
         == 2
     )
     for bad, says in (
-        ([3], "record 0 is 3, neither text nor fields"),
+        ([3], "record 0 is 3, neither text nor a dictionary of fields"),
         ([{"body": "a"}], "no field 'text'"),
     ):
         with pytest.raises(UserError, match=says):
