@@ -73,7 +73,13 @@ def commands(folder: Path) -> dict[str, Command]:
     llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *often]
     load_llama = ["--model_name_or_path", str(runs / "full" / "model"), *SMALL_LLAMA[2:], *often]
     experts = [FINETUNE, "--from_config", "mixtral", *SMALL_LLAMA, *often]
+    lfm2_sizes = "hidden_size=32,num_hidden_layers=2,intermediate_size=64,num_attention_heads=4"
     hybrid = [FINETUNE, "--from_config", "lfm2", *SMALL_LLAMA, *often]
+    hybrid += [
+        "--no_packing",
+        "--config_overrides",
+        lfm2_sizes + ",layer_types=[conv,full_attention]",
+    ]
     preference = [PREFERENCE, "--from_config", "llama", *SMALL_LLAMA, *often, *pairs]
     preference += ["--chat_template", "chatml", "--block_size", "64", "--learning_rate", "1e-2"]
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
