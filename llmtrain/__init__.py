@@ -1,16 +1,14 @@
 """Train and fine-tune language models with Hugging Face Accelerate: the same run on any layout.
 
-Names are loaded when they are used: ``import llmtrain`` itself costs nothing.
+A name is imported when it is first used, so ``import llmtrain`` alone imports nothing heavy.
 """
 
-import ast
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain._version import __version__ as __version__
 
-if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ loads
+if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
     from llmtrain.config import parse as parse
     from llmtrain.contract import Built as Built
     from llmtrain.data.config import BatchConfig as BatchConfig
@@ -40,21 +38,48 @@ if TYPE_CHECKING:  # the public names; what stands here is what __getattr__ load
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
 
-_HOMES = {
-    name.name: node.module or ""
-    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    if isinstance(node, ast.ImportFrom)
-    for name in node.names
-    if name.asname
+# Each public name and the module that defines it.
+_MODULES = {
+    "parse": "llmtrain.config",
+    "Built": "llmtrain.contract",
+    "BatchConfig": "llmtrain.data.config",
+    "ChatConfig": "llmtrain.data.config",
+    "DataConfig": "llmtrain.data.config",
+    "PairConfig": "llmtrain.data.config",
+    "Tokenized": "llmtrain.data.rows",
+    "tokenize": "llmtrain.data.rows",
+    "launch": "llmtrain.launching.process",
+    "GPTConfig": "llmtrain.models.config",
+    "LoraConfig": "llmtrain.models.config",
+    "ModelConfig": "llmtrain.models.config",
+    "PreferenceConfig": "llmtrain.models.config",
+    "GPT": "llmtrain.models.gpt",
+    "summed_nll": "llmtrain.models.loss",
+    "load_model": "llmtrain.models.pretrained",
+    "PipelineConfig": "llmtrain.parallel.config",
+    "newest_model": "llmtrain.record.resume",
+    "train": "llmtrain.training.loop",
+    "make_optimizer": "llmtrain.training.optim",
+    "open_run": "llmtrain.training.run",
+    "LoopConfig": "llmtrain.training.settings",
+    "OptimConfig": "llmtrain.training.settings",
+    "RunConfig": "llmtrain.training.settings",
+    "Settings": "llmtrain.training.settings",
+    "loaders": "llmtrain.training.start",
+    "place": "llmtrain.training.start",
+    "start": "llmtrain.training.start",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604 - they are strings
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'llmtrain' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+
+    module = importlib.import_module(_MODULES[name])
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

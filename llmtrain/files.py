@@ -34,7 +34,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    working = path.parent / f".tmp-{uuid.uuid4().hex}"
+    working = temporary_sibling(path)
     try:
         working.write_text(text)
         sync_file(working)
@@ -121,24 +121,46 @@ def forget_after(path: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes ``target`` when the block ends; after an error nothing of it is left."""
+    """Yield a folder to fill, which replaces ``target`` when the block ends.
+
+    After an error the new folder is deleted, and ``target`` is what it was before.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    working = target.parent / f".tmp-{target.name}-{os.getpid()}"
-    replaced = target.parent / f".tmp-replaced-{target.name}-{os.getpid()}"
-    shutil.rmtree(working, ignore_errors=True)
+    working = temporary_sibling(target)
+    replaced = temporary_sibling(target, "replaced")
     working.mkdir()
     try:
         yield working
         for path in [working, *working.rglob("*")]:
-            sync_folder(path) if path.is_dir() else sync_file(path)
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                sync_file(path)
+
         if target.exists():
             target.rename(replaced)
-        working.rename(target)
+        try:
+            working.rename(target)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
+
     sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def temporary_sibling(path: Path, purpose: str = "") -> Path:
+    """Return a new name in the same folder, which the next start of a run deletes.
+
+    It is random. Containers may share a file system and give their processes the same numbers, and
+    a process that was killed may have left a name behind.
+    """
+    words = [".tmp", purpose, path.name, uuid.uuid4().hex[:12]]
+    return path.with_name("-".join(word for word in words if word))
 
 
 def sync_folder(path: Path) -> None:
@@ -152,8 +174,8 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Force to the disk what others wrote."""
-    with path.open("rb+") as file:
+    """Force a file to the disk that another library wrote, and that may be read-only."""
+    with path.open("rb") as file:
         _flush(file.fileno())
 
 

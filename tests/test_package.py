@@ -38,8 +38,29 @@ def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_o
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
-    code = "import sys, llmtrain\nassert not {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)"
+    code = (
+        "import sys, llmtrain\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)\n"
+        "own = [name for name in sys.modules if name.startswith('llmtrain.')]\n"
+        "assert not heavy, heavy\n"
+        "assert own == ['llmtrain._version'], own\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_type_checker_sees_the_public_names_that_are_imported_on_first_use() -> None:
+    tree = ast.parse((ROOT / "llmtrain" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        (alias,) = node.names
+        assert alias.asname == alias.name, "a plain import is not re-exported"
+        imported[alias.name] = node.module
+
+    assert imported == llmtrain._MODULES
+    assert list(imported) == list(llmtrain._MODULES)
+    assert llmtrain.__all__ == ["__version__", *imported]
 
 
 @pytest.mark.parametrize(

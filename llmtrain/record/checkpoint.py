@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.contract import Facts, ModelWriter, Published, Weights
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import new_folder, read_hashed, read_object, write_hashed
+from llmtrain.files import new_folder, read_hashed, read_object, temporary_sibling, write_hashed
 from llmtrain.parallel.mesh import Spread, fill
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
@@ -236,10 +236,9 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], *best}
     for path in every:
         if path not in staying:
-            # under another name: a half-deleted one is not committed
-            shutil.rmtree(
-                path.rename(path.with_name(f".tmp-doomed-{path.name}")), ignore_errors=True
-            )
+            # Rename it first: a crash must not leave half of a committed checkpoint.
+            doomed = path.rename(temporary_sibling(path, "doomed"))
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:

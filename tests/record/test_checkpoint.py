@@ -136,6 +136,19 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".tmp-*"))
 
 
+def test_pruning_deletes_a_checkpoint_although_an_earlier_start_left_half_of_it(
+    tmp_path: Path,
+) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    leftover = tmp_path / ".tmp-doomed-step-00000010" / "model"
+    leftover.mkdir(parents=True)
+
+    prune(tmp_path, 2, [])
+
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str, accelerator: Accelerator) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
