@@ -125,7 +125,7 @@ _GROWTH = 30  # times, from one reading to the next: what is faster is no roundi
 _LAYOUT = ("processes", "sharded", "device", "threads", "versions", "host")
 _LAYOUT_SETTINGS = (
     *("per_device_train_batch_size", "pipeline_stages", "torch_compile", "gradient_checkpointing"),
-    *("bitwise", "ddp_bucket_cap_mb", "ddp_first_bucket_mb", "ddp_static_graph"),
+    *("bitwise", "ddp_bucket_cap_mb"),
 )
 
 
