@@ -1,6 +1,7 @@
 """Everything that watches the loop, or decides when something is done, in the order in which it is called."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -201,10 +202,39 @@ class Replicas(_Watching):
             check_replicas(self.accelerator, self.t.model)
 
 
-class Readings(_Watching):
-    """Writes the metrics of an update."""
+class Displacement:
+    """Notices when both answers become less likely than under the reference model.
 
-    warned = False
+    This is common under DPO, where the loss only asks that the rejected answers fall further.
+    Rewards are noisy, so one log entry proves nothing. The rule: in each of the last five entries
+    the rejected answers have a lower mean reward than the chosen ones, whose own is below zero; and
+    over these entries the chosen answers' reward is below -0.05 on average.
+    """
+
+    ENTRIES = 5
+    MARGIN = 0.05
+
+    def __init__(self) -> None:
+        self.chosen: list[float] = []  # rewards of consecutive entries in which both have fallen
+
+    def is_lasting(self, chosen: float, rejected: float) -> bool:
+        """Take the mean rewards of one log entry; return whether the rule holds now."""
+        if not rejected < chosen < 0:
+            self.chosen.clear()
+            return False
+        self.chosen.append(chosen)
+        last = self.chosen[-self.ENTRIES :]
+        return len(last) == self.ENTRIES and statistics.fmean(last) < -self.MARGIN
+
+
+class Readings(_Watching):
+    """Writes the metrics of a step."""
+
+    def __init__(self, t: Training) -> None:
+        super().__init__(t)
+        self.displacement: Displacement | None = None
+        if getattr(plain_of(t.model), "takes_reference", False):
+            self.displacement = Displacement()
 
     def begin(self) -> None:
         if self.run.step == 0:
@@ -215,33 +245,53 @@ class Readings(_Watching):
             self.run.log(self.t.timing.read(self._metrics(window, update)))
 
     def _metrics(self, window: Window, update: Update) -> Facts:
-        """Return the metrics; ``batch`` tells whether an update of another run had the same tokens and labels."""
-        accelerator, same = self.accelerator, model_parallel_size(self.accelerator)
-        nll = accelerator.reduce(update.nll, reduction="sum") / same
-        plain, told = plain_of(self.t.model), dict[str, float]()
-        if update.survey is not None and isinstance(plain, SurveysBatches):
-            told[plain.surveyed_as] = float(update.survey)
-        if update.measured is not None and isinstance(plain, MeasuresItself):
-            told |= plain.readings(
-                (accelerator.reduce(update.measured, reduction="sum") / same).tolist()
-            )
-            if (
-                getattr(plain, "takes_reference", False)
-                and told["rewards/chosen"] < 0
-                and not self.warned
-            ):
-                self.warned = True
-                fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
-                self.run.incident("chosen", f"{fallen}: see docs/preference.md")
-        content = accelerator.reduce(window.content.to(accelerator.device), reduction="sum") // same
+        """Return the metrics of a step.
+
+        ``batch`` fingerprints its tokens and labels, so that two runs can be compared.
+        """
+        accelerator = self.accelerator
+        nll = self._sum_over_rows(update.nll)
+        content = self._sum_over_rows(window.content.to(accelerator.device))
+        more = self._metrics_of_model(update)
+        self._notice_displacement(more)
         return {
             "train/loss": float(nll / max(update.units, 1)),
-            **{f"train/{name}": value for name, value in told.items()},
+            **{f"train/{name}": value for name, value in more.items()},
             "train/grad_norm": update.grad_norm,
             "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
             "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],
             "batch": "-".join(f"{number:x}" for number in content.tolist()),
         }
+
+    def _metrics_of_model(self, update: Update) -> dict[str, float]:
+        """Return what the model measures beside its loss."""
+        plain = plain_of(self.t.model)
+        metrics: dict[str, float] = {}
+        if update.survey is not None and isinstance(plain, SurveysBatches):
+            metrics[plain.surveyed_as] = float(update.survey)
+        if update.measured is not None and isinstance(plain, MeasuresItself):
+            metrics |= plain.readings(self._sum_over_rows(update.measured).tolist())
+        return metrics
+
+    def _notice_displacement(self, metrics: dict[str, float]) -> None:
+        """Record an event, once, if chosen and rejected answers keep becoming less likely."""
+        if self.displacement is None or "rewards/chosen" not in metrics:
+            return
+        chosen = metrics["rewards/chosen"]
+        rejected = metrics["rewards/rejected"]
+        if self.displacement.is_lasting(chosen, rejected):
+            self.displacement = None
+            self.run.incident(
+                "chosen",
+                "chosen answers have become less likely than under the first weights, "
+                "rejected ones still more: see docs/preference.md",
+            )
+
+    def _sum_over_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks, counting ranks with the same rows once."""
+        total: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
+        same = model_parallel_size(self.accelerator)
+        return total / same if total.is_floating_point() else total // same
 
 
 class XRayed(_Watching):
