@@ -1,8 +1,9 @@
 """Distributed data parallel: every rank holds the same weights and averages its gradients with the others'."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -75,11 +76,11 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
         name = str(dtype).removeprefix("torch.")
         say("exchange", f"approximate: gradients are added up in {name}")
 
-    def watch(self, model: nn.Module, watcher: Watcher) -> None:
-        """Call ``watcher`` for every bucket, if the model is in DDP.
+    def watch(self, model: nn.Module, watcher: Watcher | None) -> None:
+        """Call ``watcher`` for every bucket, if the model is in DDP; ``None`` ends that.
 
         Call this before the first step. The watcher has to average the bucket, with the function
-        that it is given.
+        that it is given. DDP keeps its hook for good, which then only averages.
         """
         self.watcher = watcher
         if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
@@ -121,19 +122,33 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch) -> 
 
 
 class GradientSyncs:
-    """Counts the backward passes whose gradients are reduced: one an update, however many micro-batches it has.
+    """Counts the backward passes whose gradients are reduced, while :meth:`counting` runs.
 
-    Losses and weights agree even when every micro-batch is reduced; only the time does not.
+    There should be one in a step, however many micro-batches it has. Losses and weights agree even
+    if every micro-batch is reduced; only the time does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.count = 0
         self.sharded = parameter_groups(model)
-        model.register_forward_pre_hook(self._before_forward)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count while the block runs, by a hook on the model."""
+        hook = self.model.register_forward_pre_hook(self._before_forward)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
-        ddp = isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-        if torch.is_grad_enabled() and (ddp or any(group.reduce_grads for group in self.sharded)):
+        if not torch.is_grad_enabled():
+            return
+        ddp_reduces = (
+            isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        )
+        if ddp_reduces or any(group.reduce_grads for group in self.sharded):
             self.count += 1
 
     def restart(self) -> None:

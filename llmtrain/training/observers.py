@@ -49,15 +49,24 @@ class Timing(Observer):
     """Measures where each rank's time goes and how fast it is, and sends its heartbeat."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
-        accelerator, wait = run.accelerator, run.settings.parallel.ddp_timeout
-        self.run, self.phases, self.syncs = run, Phases(accelerator, model), GradientSyncs(model)
-        self.throughput = Throughput(accelerator, model)
-        self.progress = Progress(run.is_main, run.step, run.settings.optim.max_steps)
-        self.heartbeat = Heartbeat(accelerator, self.phases, run.folder.path, wait, run.failed)
+        self.run = run
         self.first = run.step
+        self.phases = Phases(run.accelerator, model)
+        self.syncs = GradientSyncs(model)
+        self.throughput = Throughput(run.accelerator, model)
+        self.progress = Progress(run.is_main, run.step, run.settings.optim.max_steps)
+        self.heartbeat = Heartbeat(
+            run.accelerator,
+            self.phases,
+            folder=run.folder.path,
+            timeout=run.settings.parallel.ddp_timeout,
+            failed=run.failed,
+        )
 
-    def around(self) -> contextlib.AbstractContextManager[object]:
-        return self.heartbeat.beating()
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+            yield
 
     def begin(self) -> None:
         self.throughput.restart()
@@ -295,14 +304,22 @@ class Readings(_Watching):
 
 
 class XRayed(_Watching):
-    """Records some updates as a timeline."""
+    """Records some steps as a timeline."""
 
     def __init__(self, t: Training) -> None:
         super().__init__(t)
         assert self.loop.xray_range is not None
         folder = self.run.folder.path / "xray"
         self.xray = XRay(self.accelerator, t.timing.phases, t.model, self.loop.xray_range, folder)
-        handler_of(self.accelerator).watch(t.model, self.xray.bucket)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        handler = handler_of(self.accelerator)
+        handler.watch(self.t.model, self.xray.bucket)
+        try:
+            yield
+        finally:
+            handler.watch(self.t.model, None)
 
     def begin(self) -> None:
         self.xray.between(self.run.step)
