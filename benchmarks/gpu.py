@@ -289,7 +289,7 @@ def alone(call: Call) -> Figures:
     ]
     runs = {
         f"ddp, {hook}": ({}, flags(ddp_comm_hook=hook, async_save=True))
-        for hook in ("none", "bf16", "powersgd")
+        for hook in ("none", "bf16", "fp16")
     }
     shard = {"LLMTRAIN_SHARD_ALONE": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     runs |= {"fsdp2": (shard, []), "fsdp2, offload": ({**shard, "FSDP_OFFLOAD_PARAMS": "true"}, [])}

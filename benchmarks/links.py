@@ -39,7 +39,6 @@ MODEL = [  # 11.1 million parameters; buckets are small, or the link has nothing
 HOW = {
     "whole gradients": [],
     "bf16": flags(ddp_comm_hook="bf16"),
-    "powersgd": flags(ddp_comm_hook="powersgd"),
 }
 
 
@@ -119,14 +118,6 @@ def main() -> None:
             whole,
             "s",
             "<= 0.6",
-        ),
-        Row(
-            "an update with powersgd",
-            "with whole gradients",
-            found["powersgd"]["update"],
-            whole,
-            "s",
-            "<= 1",
         ),
     ]
     report("links", table, found=found, updates=UPDATES, bound_seconds=bound)

@@ -43,7 +43,7 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     sharding = asked_sharding(world, parallel.pipeline_stages)
     precision = _precision(launcher, cpu, sharding is not None)
     _check_precision(precision, cpu, sharding, bitwise)
-    _check_exchange(parallel, sharding, bitwise, precision)
+    _check_exchange(parallel, sharding, bitwise)
     if sharding_is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
     backend = (
@@ -221,17 +221,11 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
     require(not (sharded and bitwise), why)
 
 
-def _check_exchange(
-    parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool, precision: str
-) -> None:
+def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool) -> None:
     """Raise :class:`UserError` if gradients cannot be compressed in this run."""
     if parallel.approximation is None:
         return
     hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    if precision == "fp16" and parallel.ddp_comm_hook == "powersgd":
-        raise UserError(
-            f"{hook} does not go with fp16, whose loss scale moves; use bf16; leave one of them out."
-        )
     if bitwise:
         raise UserError(f"{hook} is approximate, and --bitwise is exact; leave one of them out.")
     if sharding is not None:

@@ -14,7 +14,7 @@ PROCESSES = 2
 
 def main() -> None:
     """Reduce one gradient in three ways and count the collectives of each."""
-    accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=[0.1]))
+    accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1))
     model = accelerator.prepare(small_gpt())
     sent = count_sent(accelerator, model)
     forwards: list[int] = []  # buckets that were sent before each forward pass

@@ -20,33 +20,32 @@ from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.collectives import BucketMean
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.exchange import Exchange
+from llmtrain.parallel.ddp import Average, DDPHandler
 
 PROCESSES = 2
 DELAY = 0.05  # seconds
 
 
-class SlowLastBucket(Exchange):
-    """Sends gradients as if the link were slow for the last bucket."""
+def on_a_slow_link(average: Average) -> Average:
+    """Return what averages buckets as ``average`` does, but delays the last one."""
 
-    def send(self, bucket: GradBucket) -> BucketMean:
-        """Return the bucket's sum, late where it is the last."""
+    def delayed(bucket: GradBucket) -> BucketMean:
+        mean = average(bucket)
+        return mean.then(wait) if bucket.is_last() else mean
 
-        def wait(done: BucketMean) -> torch.Tensor:
-            time.sleep(DELAY)
-            return done.value()
+    def wait(done: BucketMean) -> torch.Tensor:
+        time.sleep(DELAY)
+        return done.value()
 
-        sent = super().send(bucket)
-        return sent.then(wait) if bucket.is_last() else sent
+    return delayed
 
 
 def main() -> None:
-    """Show the same updates with one bucket, with many, and with one that comes late."""
+    """Show the same steps with one bucket, with many, and with one that comes late."""
     accelerator = start_accelerator()
-    one = _look(accelerator, "one bucket", 100, Exchange())
-    many = _look(accelerator, "many buckets", 0.5, Exchange(), table=True)
-    late = _look(accelerator, f"many, the last {1000 * DELAY:.0f} ms late", 0.5, SlowLastBucket())
+    one = _look(accelerator, "one bucket", mib=100)
+    many = _look(accelerator, "many buckets", mib=0.5, table=True)
+    late = _look(accelerator, f"many, the last {1000 * DELAY:.0f} ms late", mib=0.5, slow_link=True)
     if accelerator.is_main_process:
         claim("one bucket hides nothing", one.hidden == 0)
         claim("many buckets hide something", many.hidden > 0)
@@ -57,25 +56,44 @@ def main() -> None:
 
 
 def _look(
-    accelerator: Accelerator, name: str, mib: float, exchange: Exchange, table: bool = False
+    accelerator: Accelerator,
+    name: str,
+    mib: float,
+    slow_link: bool = False,
+    table: bool = False,
 ) -> Communication:
-    """X-ray some updates of a model that was not trained before; returns the medians, on rank 0."""
-    handler = accelerator.ddp_handler = DDPHandler(ParallelConfig(ddp_bucket_cap_mb=[mib]))
-    handler.exchange = exchange
+    """X-ray some steps of a new model; returns the medians, on rank 0.
+
+    Args:
+        accelerator: the Accelerator of this lesson.
+        name: what the line is about.
+        mib: the size of a bucket.
+        slow_link: whether the last bucket comes late.
+        table: whether to print the x-ray's table.
+    """
+    handler = DDPHandler(ParallelConfig(ddp_bucket_cap_mb=mib))
+    accelerator.ddp_handler = handler
     model, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
     phases = Phases(accelerator, model)
-    xray = XRay(
-        accelerator, phases, model, range(4, 24)
-    )  # a median of twenty: other programs run as well
-    handler.watch(model, xray.bucket)
+    # a median of twenty: other programs run as well
+    xray = XRay(accelerator, phases, model, steps=range(4, 24))
+
+    def watcher(bucket: GradBucket, average: Average, sent_bytes: int) -> BucketMean:
+        send = on_a_slow_link(average) if slow_link else average
+        return xray.bucket(bucket, send, sent_bytes)
+
+    handler.watch(model, watcher)
     for step in updates(phases, optimizer, 23, partial(my_rows, accelerator, 16)):
         xray.between(step)
+
     if xray.report is None:
         return Communication(0.0, 0.0, 0.0)
     each = [xray.report.communication(update) for update in xray.report.updates]
-    found = Communication(*map(statistics.median, zip(*each, strict=True)))
-    sent, hidden = 1000 * (found.hidden + found.exposed), 1000 * found.hidden
-    measured(f"{name}: gradients travel {sent:.1f} ms an update, {hidden:.1f} of it hidden")
+    medians = Communication(*map(statistics.median, zip(*each, strict=True)))
+    sent = 1000 * (medians.hidden + medians.exposed)
+    measured(
+        f"{name}: gradients travel {sent:.1f} ms an update, {1000 * medians.hidden:.1f} of it hidden"
+    )
     for line in as_lines(xray.report) if table else []:
         measured(line)
-    return found
+    return medians

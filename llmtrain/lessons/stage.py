@@ -114,19 +114,33 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
 def updates(
     phases: Phases, optimizer: AcceleratedOptimizer, steps: int, load: Callable[[int], torch.Tensor]
 ) -> Iterator[int]:
-    """Train the phases' model on the rows that ``load`` gives for each step, telling them as the package's loop does.
+    """Train the model of ``phases``, and name the phases as the package's loop does.
 
-    Yields the number of updates made, after each.
+    Args:
+        phases: of the model that is trained.
+        optimizer: its optimizer.
+        steps: how many steps to make.
+        load: returns the rows of this rank, for the number of steps made before.
+
+    Yields:
+        The number of steps made, after each.
     """
-    for step in range(steps):
-        phases.at("data", step)
-        train_step(
-            phases.accelerator, phases.model, optimizer, [batch(load(step))], 1.0, enter=phases.at
-        )
-        phases.at("other", step + 1)
-        if step == 0:
-            phases.warm_up()
-        yield step + 1
+    with phases.watching():
+        for step in range(steps):
+            phases.at("data", step)
+            micro_batches = [batch(load(step))]
+            train_step(
+                phases.accelerator,
+                phases.model,
+                optimizer,
+                micro_batches,
+                max_grad_norm=1.0,
+                enter=phases.at,
+            )
+            phases.at("other", step + 1)
+            if step == 0:
+                phases.warm_up()
+            yield step + 1
 
 
 TINY_RUN = [

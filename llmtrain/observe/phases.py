@@ -4,10 +4,11 @@ Processes meet in an update: to count its tokens, and to add their gradients. Wh
 wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.
 """
 
+import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -107,45 +108,60 @@ class Clock:
 class Phases:
     """The phase that the main thread is in, and how long each took.
 
-    The loop says where it goes (:meth:`at`). Passes through the model, and the moment from which it only waits for the
-    others' gradients, are seen by hooks.
+    The loop names the phases that it begins (:meth:`at`). Hooks on the model, held by
+    :meth:`watching`, find the forward and backward passes, and the moment from which this process
+    only waits for the others' gradients.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        self.accelerator, self.model = accelerator, model
+        self.accelerator = accelerator
+        self.model = model
         self.clock = Clock(accelerator.device)
-        self.phase, self.step, self.since = "the start", 0, time.monotonic()
-        self.is_warm = False  # past its first update, which takes longer for many reasons
-        self.on_change: list[
-            Callable[[str, Mark], None]
-        ] = []  # told the new phase and when it began
-        self._seconds, self._updates = dict.fromkeys(PHASES, 0.0), 0  # since the last reading
-        self._suspect: tuple[int, str] | None = (
-            None  # rank and phase of who was late in the last reading
-        )
+        self.phase = "the start"
+        self.step = 0
+        self.since = time.monotonic()
+        self.is_warm = False  # past its first step, which takes longer for many reasons
+        # called with the new phase and when it began
+        self.on_change: list[Callable[[str, Mark], None]] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)  # since the last reading
+        self._updates = 0  # likewise
+        # rank and phase of who was late in the last reading
+        self._suspect: tuple[int, str] | None = None
         self._named: set[tuple[int, str]] = set()  # each is said once
         self._marks: deque[tuple[str, Mark]] = deque()  # phases whose end is not yet known
-        self._last: torch.Tensor | None = (
-            None  # whose gradient comes last, until it alone has a hook
-        )
-        model.register_forward_pre_hook(lambda *_: self._within("forward"))
-        model.register_forward_hook(lambda *_: self._within("backward"))
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._hooks = [
-            _when_accumulated(parameter, self._learn_the_last) for parameter in parameters
+        # the parameter whose gradient comes last, until it is the only one with a hook
+        self._last: torch.Tensor | None = None
+        self._gradient_hooks: list[RemovableHandle] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep hooks on the model while the block runs."""
+        passes = [
+            self.model.register_forward_pre_hook(lambda *_: self._within("forward")),
+            self.model.register_forward_hook(lambda *_: self._within("backward")),
         ]
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                self._gradient_hooks.append(_when_accumulated(parameter, self._learn_the_last))
+        try:
+            yield
+        finally:
+            for hook in [*passes, *self._gradient_hooks]:
+                hook.remove()
+            self._gradient_hooks.clear()
+            self._last = None
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Begin ``phase`` on the main thread, after ``step`` updates."""
+        """Begin ``phase`` on the main thread, after ``step`` steps."""
         if phase == "norm" and self._last is not None:
-            for hook in self._hooks:
-                hook.remove()
-            _when_accumulated(self._last, self._all_gradients_are_here)
+            self._watch_only(self._last)
             self._last = None
         mark = self.clock.now()
         self._marks.append((phase, mark))
-        self.phase, self.since = phase, time.monotonic()
-        self.step = self.step if step is None else step
+        self.phase = phase
+        self.since = time.monotonic()
+        if step is not None:
+            self.step = step
         for tell in self.on_change:
             tell(phase, mark)
         self._add_up()
@@ -186,6 +202,12 @@ class Phases:
     def _within(self, phase: str) -> None:
         if self.phase in _INSIDE and torch.is_grad_enabled():
             self.at(phase)
+
+    def _watch_only(self, last: torch.Tensor) -> None:
+        """Keep one hook on the gradients: that of the parameter whose gradient comes last."""
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = [_when_accumulated(last, self._all_gradients_are_here)]
 
     def _learn_the_last(self, parameter: torch.Tensor) -> None:
         self._last = parameter

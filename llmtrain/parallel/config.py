@@ -1,10 +1,11 @@
 """Flags of how processes share the work."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 
 
 @dataclass
@@ -14,10 +15,8 @@ class ParallelConfig(Config):
     _argument_group_name: ClassVar[str] = "processes"
     acts: ClassVar[str] = "layout"
 
-    ddp_comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = flag(
-        "none",
-        "send less than the whole gradients, approximately: in 16 bits, or with a low rank",
-        acts="gradient",
+    ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(
+        "none", "add up gradients in 16 bits, which sends half the bytes", acts="gradient"
     )
     sync_each_batch: bool = flag(
         False,
@@ -25,11 +24,7 @@ class ParallelConfig(Config):
         acts="gradient",
         hidden=True,
     )
-    ddp_bucket_cap_mb: list[float] = flag(
-        [25.0],
-        "MiB of gradients that are sent at once; of two sizes the first is of the first bucket",
-        hidden=True,
-    )
+    ddp_bucket_cap_mb: float = flag(25.0, "MiB of gradients that DDP sends at once", hidden=True)
     ddp_timeout: int = flag(
         1800, "seconds that processes wait for one that is missing", hidden=True
     )
@@ -38,10 +33,9 @@ class ParallelConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_timeout", "pipeline_stages")
-        sizes = self.ddp_bucket_cap_mb
-        said = " ".join(map(str, sizes))
-        good = len(sizes) in (1, 2) and all(0 < size < float("inf") for size in sizes)
-        require(good, f"--ddp_bucket_cap_mb {said} is out of range: give one size above 0, or two.")
+        size = self.ddp_bucket_cap_mb
+        if size <= 0 or not math.isfinite(size):
+            raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: give a size above 0.")
 
     @property
     def approximation(self) -> dict[str, str] | None:

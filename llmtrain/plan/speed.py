@@ -15,7 +15,7 @@ from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
 from llmtrain.plan.memory import Memory, spread
 
-_FIRST_BUCKET = 1.0  # MiB; DDP's own, where no other was asked for
+_FIRST_BUCKET = 1.0  # MiB; DDP's own
 _AHEAD = 2  # units of FSDP
 
 
@@ -172,19 +172,22 @@ def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int)
 
 
 def ddp_buckets(memory: Memory) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which they are full: gradients come last layer first."""
-    sizes = memory.subject.settings.parallel.ddp_bucket_cap_mb
-    limit, cap = (
-        size * 2**20
-        for size in (sizes if len(sizes) > 1 else (min(_FIRST_BUCKET, sizes[0]), sizes[0]))
-    )
-    found, size = [], 0.0
-    for part in reversed([part for part in memory.parts(1) if part.is_trained]):
+    """Return the bytes of DDP's buckets, in the order in which they fill: gradients come last layer first."""
+    cap = memory.subject.settings.parallel.ddp_bucket_cap_mb
+    limit = min(_FIRST_BUCKET, cap) * 2**20
+    buckets = []
+    size = 0.0
+    for part in reversed(memory.parts(1)):
+        if not part.is_trained:
+            continue
         size += part.numbers() * 4
         if size >= limit:
-            found.append(size)
-            size, limit = 0.0, cap
-    return [*found, size] if size else found
+            buckets.append(size)
+            size = 0.0
+            limit = cap * 2**20
+    if size:
+        buckets.append(size)
+    return buckets
 
 
 def _behind(work: Sequence[float], sending: Sequence[float]) -> float:

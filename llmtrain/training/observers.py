@@ -1,6 +1,7 @@
 """Everything that watches the loop, or decides when something is done, in the order in which it is called."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,15 +49,24 @@ class Timing(Observer):
     """Measures where each rank's time goes and how fast it is, and sends its heartbeat."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
-        accelerator, wait = run.accelerator, run.settings.parallel.ddp_timeout
-        self.run, self.phases, self.syncs = run, Phases(accelerator, model), GradientSyncs(model)
-        self.throughput = Throughput(accelerator, model)
-        self.progress = Progress(run.is_main, run.step, run.settings.optim.max_steps)
-        self.heartbeat = Heartbeat(accelerator, self.phases, run.folder.path, wait, run.failed)
+        self.run = run
         self.first = run.step
+        self.phases = Phases(run.accelerator, model)
+        self.syncs = GradientSyncs(model)
+        self.throughput = Throughput(run.accelerator, model)
+        self.progress = Progress(run.is_main, run.step, run.settings.optim.max_steps)
+        self.heartbeat = Heartbeat(
+            run.accelerator,
+            self.phases,
+            folder=run.folder.path,
+            timeout=run.settings.parallel.ddp_timeout,
+            failed=run.failed,
+        )
 
-    def around(self) -> contextlib.AbstractContextManager[object]:
-        return self.heartbeat.beating()
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+            yield
 
     def begin(self) -> None:
         self.throughput.restart()
@@ -201,10 +211,39 @@ class Replicas(_Watching):
             check_replicas(self.accelerator, self.t.model)
 
 
-class Readings(_Watching):
-    """Writes the metrics of an update."""
+class Displacement:
+    """Notices when both answers become less likely than under the reference model.
 
-    warned = False
+    This is common under DPO, where the loss only asks that the rejected answers fall further.
+    Rewards are noisy, so one log entry proves nothing. The rule: in each of the last five entries
+    the rejected answers have a lower mean reward than the chosen ones, whose own is below zero; and
+    over these entries the chosen answers' reward is below -0.05 on average.
+    """
+
+    ENTRIES = 5
+    MARGIN = 0.05
+
+    def __init__(self) -> None:
+        self.chosen: list[float] = []  # rewards of consecutive entries in which both have fallen
+
+    def is_lasting(self, chosen: float, rejected: float) -> bool:
+        """Take the mean rewards of one log entry; return whether the rule holds now."""
+        if not rejected < chosen < 0:
+            self.chosen.clear()
+            return False
+        self.chosen.append(chosen)
+        last = self.chosen[-self.ENTRIES :]
+        return len(last) == self.ENTRIES and statistics.fmean(last) < -self.MARGIN
+
+
+class Readings(_Watching):
+    """Writes the metrics of a step."""
+
+    def __init__(self, t: Training) -> None:
+        super().__init__(t)
+        self.displacement: Displacement | None = None
+        if getattr(plain_of(t.model), "takes_reference", False):
+            self.displacement = Displacement()
 
     def begin(self) -> None:
         if self.run.step == 0:
@@ -215,44 +254,72 @@ class Readings(_Watching):
             self.run.log(self.t.timing.read(self._metrics(window, update)))
 
     def _metrics(self, window: Window, update: Update) -> Facts:
-        """Return the metrics; ``batch`` tells whether an update of another run had the same tokens and labels."""
-        accelerator, same = self.accelerator, model_parallel_size(self.accelerator)
-        nll = accelerator.reduce(update.nll, reduction="sum") / same
-        plain, told = plain_of(self.t.model), dict[str, float]()
-        if update.survey is not None and isinstance(plain, SurveysBatches):
-            told[plain.surveyed_as] = float(update.survey)
-        if update.measured is not None and isinstance(plain, MeasuresItself):
-            told |= plain.readings(
-                (accelerator.reduce(update.measured, reduction="sum") / same).tolist()
-            )
-            if (
-                getattr(plain, "takes_reference", False)
-                and told["rewards/chosen"] < 0
-                and not self.warned
-            ):
-                self.warned = True
-                fallen = "chosen answers have become less likely than under the first weights, rejected ones still more"
-                self.run.incident("chosen", f"{fallen}: see docs/preference.md")
-        content = accelerator.reduce(window.content.to(accelerator.device), reduction="sum") // same
+        """Return the metrics of a step.
+
+        ``batch`` fingerprints its tokens and labels, so that two runs can be compared.
+        """
+        accelerator = self.accelerator
+        nll = self._sum_over_rows(update.nll)
+        content = self._sum_over_rows(window.content.to(accelerator.device))
+        more = self._metrics_of_model(update)
+        self._notice_displacement(more)
         return {
             "train/loss": float(nll / max(update.units, 1)),
-            **{f"train/{name}": value for name, value in told.items()},
+            **{f"train/{name}": value for name, value in more.items()},
             "train/grad_norm": update.grad_norm,
             "train/weight_norm": float(weight_norm(accelerator, self.t.model)),
             "train/learning_rate": self.t.optimizer.param_groups[0]["lr"],
             "batch": "-".join(f"{number:x}" for number in content.tolist()),
         }
 
+    def _metrics_of_model(self, update: Update) -> dict[str, float]:
+        """Return what the model measures beside its loss."""
+        plain = plain_of(self.t.model)
+        metrics: dict[str, float] = {}
+        if update.survey is not None and isinstance(plain, SurveysBatches):
+            metrics[plain.surveyed_as] = float(update.survey)
+        if update.measured is not None and isinstance(plain, MeasuresItself):
+            metrics |= plain.readings(self._sum_over_rows(update.measured).tolist())
+        return metrics
+
+    def _notice_displacement(self, metrics: dict[str, float]) -> None:
+        """Record an event, once, if chosen and rejected answers keep becoming less likely."""
+        if self.displacement is None or "rewards/chosen" not in metrics:
+            return
+        chosen = metrics["rewards/chosen"]
+        rejected = metrics["rewards/rejected"]
+        if self.displacement.is_lasting(chosen, rejected):
+            self.displacement = None
+            self.run.incident(
+                "chosen",
+                "chosen answers have become less likely than under the first weights, "
+                "rejected ones still more: see docs/preference.md",
+            )
+
+    def _sum_over_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks, counting ranks with the same rows once."""
+        total: torch.Tensor = self.accelerator.reduce(tensor, reduction="sum")
+        same = model_parallel_size(self.accelerator)
+        return total / same if total.is_floating_point() else total // same
+
 
 class XRayed(_Watching):
-    """Records some updates as a timeline."""
+    """Records some steps as a timeline."""
 
     def __init__(self, t: Training) -> None:
         super().__init__(t)
         assert self.loop.xray_range is not None
         folder = self.run.folder.path / "xray"
         self.xray = XRay(self.accelerator, t.timing.phases, t.model, self.loop.xray_range, folder)
-        handler_of(self.accelerator).watch(t.model, self.xray.bucket)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        handler = handler_of(self.accelerator)
+        handler.watch(self.t.model, self.xray.bucket)
+        try:
+            yield
+        finally:
+            handler.watch(self.t.model, None)
 
     def begin(self) -> None:
         self.xray.between(self.run.step)

@@ -20,7 +20,6 @@ from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
 from llmtrain.errors import UserError, explained, first_line, require
 from llmtrain.launching.process import leave_group
-from llmtrain.parallel.ddp import handler_of
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import (
     Spread,
@@ -126,7 +125,6 @@ class Run:
         """Commit a checkpoint of the updates made so far; all ranks call this and agree whether it worked."""
         plain = plain_of(model)
         _check_finite(self.accelerator, plain)
-        carried = handler_of(self.accelerator).exchange.tensors(plain)
 
         def ready() -> None:
             self.saver.wait()
@@ -138,7 +136,7 @@ class Run:
                 self.folder.sync_ledgers()
 
         def write() -> None:
-            state = checkpoint.optimizer_tensors(plain, optimizer.optimizer) | carried
+            state = checkpoint.optimizer_tensors(plain, optimizer.optimizer)
             weights = of_all_stages(self.accelerator, plain, self.built.files.tensors(plain))
             done = functools.partial(self.folder.status, "running", self.step)
             self.saver.save(
@@ -187,9 +185,7 @@ class Run:
 
         plain = plain_of(model)
         fill(self.built.files.tensors(plain), self._from_main(path / "model"))
-        tensors = handler_of(self.accelerator).exchange.keep(
-            plain, self._from_main(path / "optimizer")
-        )
+        tensors = self._from_main(path / "optimizer")
         checkpoint.restore_optimizer(plain, optimizer.optimizer, tensors)
 
         state = Team.everyone().main(lambda: checkpoint.read_state(path))

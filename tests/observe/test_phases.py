@@ -61,8 +61,10 @@ def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
         "optimizer": 16.0,
         "other": 32.0,
     }
-    for factor in (1, 3):
-        one_update(watched, model, clock, {name: value * factor for name, value in seconds.items()})
+    with watched.watching():
+        for factor in (1, 3):
+            longer = {name: value * factor for name, value in seconds.items()}
+            one_update(watched, model, clock, longer)
     watched.at("a save")
     clock[0] += 1000
     watched.at("data")
@@ -78,15 +80,16 @@ def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
 def test_a_pass_outside_an_update_is_not_one_of_its_phases(clock: list[float]) -> None:
     model = Slow(clock)
     watched = Phases(Accelerator(cpu=True), model)
-    watched.at("getting ready")
-    model(torch.ones(1, 2)).sum().backward()
-    assert watched.phase == "getting ready"
-    watched.at("count")
-    with torch.no_grad():
+    with watched.watching():
+        watched.at("getting ready")
+        model(torch.ones(1, 2)).sum().backward()
+        assert watched.phase == "getting ready"
+        watched.at("count")
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert watched.phase == "count"
         model(torch.ones(1, 2))
-    assert watched.phase == "count"
-    model(torch.ones(1, 2))
-    assert watched.phase == "backward"
+        assert watched.phase == "backward"
 
 
 class Replicated(DistributedDataParallel):
@@ -105,12 +108,13 @@ def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float
     watched = Phases(Accelerator(cpu=True), model)
     seen: list[str] = []
     watched.on_change.append(lambda phase, mark: seen.append(phase))
-    for step in range(2):
-        for sync in (False, True):
-            model.require_backward_grad_sync = sync
-            watched.at("count", step)
-            model(torch.ones(1, 2)).sum().backward()
-            watched.at("norm")
+    with watched.watching():
+        for step in range(2):
+            for sync in (False, True):
+                model.require_backward_grad_sync = sync
+                watched.at("count", step)
+                model(torch.ones(1, 2)).sum().backward()
+                watched.at("norm")
     passes = ["count", "forward", "backward"]
     assert seen == [*passes, "norm", *passes, "exchange", "norm"] * 2
 

@@ -56,9 +56,9 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
     )  # all of them, and the last one's work: 7 to 3
 
 
-def memory_of(*sizes: int, buckets: tuple[float, ...] = (25.0,)) -> Memory:
+def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
     parts = [Part(f"{number}", size, 1, 4, True, 2) for number, size in enumerate(sizes)]
-    settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=[*buckets]))
+    settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=bucket))
     subject = SimpleNamespace(settings=settings, blocks=len(sizes), positions=8, width=2**14)
     units = [Unit(frozenset([part.name]), half=False, stays=False) for part in reversed(parts)]
     found = SimpleNamespace(
@@ -69,8 +69,8 @@ def memory_of(*sizes: int, buckets: tuple[float, ...] = (25.0,)) -> Memory:
 
 def test_buckets_are_filled_from_the_last_parameter_and_the_first_is_small() -> None:
     mib = 2**18  # numbers of four bytes
-    for buckets, sizes in (((25.0,), [3, 50]), ((8.0,), [3, 10, 10, 30]), ((4.0, 25.0), [13, 40])):
-        found = ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, buckets=buckets))
+    for bucket, sizes in ((25.0, [3, 50]), (8.0, [3, 10, 10, 30])):
+        found = ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, bucket=bucket))
         assert [size / 2**20 for size in found] == sizes
 
 

@@ -135,17 +135,18 @@ def readings(
     how: Any = Accumulation(accelerator, model, reduce="each" if "-each" in name else "once")
     if STAGES > 1:
         how = Pipeline(accelerator, model)
-    for step in range(updates):
-        syncs.restart()
-        scattered.clear()
-        window = batches(accelerator, step, int(accumulation))
-        update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
-        found["losses"].append(
-            float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens)
-        )
-        found["norms"].append(update.grad_norm)
-        found["syncs"].append(syncs.count)
-        found["scattered"].append(len(scattered))
+    with syncs.counting():
+        for step in range(updates):
+            syncs.restart()
+            scattered.clear()
+            window = batches(accelerator, step, int(accumulation))
+            update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
+            found["losses"].append(
+                float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens)
+            )
+            found["norms"].append(update.grad_norm)
+            found["syncs"].append(syncs.count)
+            found["scattered"].append(len(scattered))
     check_replicas(accelerator, model)
     if accelerator.is_fsdp2:
         tensors = of_all_stages(accelerator, plain, files.exported(plain))
