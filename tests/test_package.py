@@ -1,5 +1,6 @@
 """The package as a whole: what an import costs, pinned versions, public names."""
 
+import ast
 import configparser
 import inspect
 import re

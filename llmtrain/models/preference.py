@@ -11,6 +11,7 @@ where they differ), and those of these papers:
 - ``reward``: Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -48,34 +49,63 @@ class Answers(NamedTuple):
 def losses(config: PreferenceConfig, answers: Answers, baseline: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair [...] and the rewards of its answers [..., 2].
 
-    ``baseline`` is how far the model has moved, in nats an answer, as ``kto`` compares with it.
+    Args:
+        baseline: how far the model has moved from the reference, in nats an answer. Only ``kto``
+            compares with it.
     """
-    beta, smoothing, kind = config.beta, config.label_smoothing, config.loss_type
-    mean = answers.logps / answers.tokens
-    moved = answers.logps - answers.reference
-    rewards = beta * moved
-    if kind == "reward":
-        rewards = answers.logps
-    elif kind in ("orpo", "simpo"):
-        rewards = beta * mean
+    beta = config.beta
+    mean_logps = answers.logps / answers.tokens
+    log_ratios = answers.logps - answers.reference
+
+    match config.loss_type:
+        case "reward":
+            rewards = answers.logps
+        case "orpo" | "simpo":
+            rewards = beta * mean_logps
+        case _:
+            rewards = beta * log_ratios
     margin = rewards[..., 0] - rewards[..., 1]
-    if kind == "ipo":
-        apart = moved / answers.tokens
-        return (apart[..., 0] - apart[..., 1] - 1 / (2 * beta)) ** 2, rewards
-    if kind == "kto":
-        above = rewards[..., 0] - beta * baseline
-        good = config.desirable_weight * (1 - torch.sigmoid(above))
-        return torch.where(
-            answers.desirable, good, config.undesirable_weight * (1 - torch.sigmoid(-above))
-        ), rewards
-    if kind == "orpo":
-        odds = mean - torch.log1p(-mean.exp())
-        return -mean[..., 0] - beta * F.logsigmoid(odds[..., 0] - odds[..., 1]), rewards
-    margin = margin - config.simpo_gamma if kind == "simpo" else margin
-    right, wrong = -F.logsigmoid(margin), -F.logsigmoid(-margin)
-    if kind == "robust":
-        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing), rewards
-    return (1 - smoothing) * right + smoothing * wrong, rewards
+
+    match config.loss_type:
+        case "ipo":
+            mean_ratios = log_ratios / answers.tokens
+            distance = mean_ratios[..., 0] - mean_ratios[..., 1] - 1 / (2 * beta)
+            return distance**2, rewards
+        case "kto":
+            above = rewards[..., 0] - beta * baseline
+            loss_if_desirable = config.desirable_weight * (1 - torch.sigmoid(above))
+            loss_if_undesirable = config.undesirable_weight * (1 - torch.sigmoid(-above))
+            loss = torch.where(answers.desirable, loss_if_desirable, loss_if_undesirable)
+            return loss, rewards
+        case "orpo":
+            log_odds = mean_logps - _log1mexp(mean_logps)
+            log_odds_ratio = log_odds[..., 0] - log_odds[..., 1]
+            return -mean_logps[..., 0] - beta * F.logsigmoid(log_odds_ratio), rewards
+        case "simpo":
+            margin = margin - config.simpo_gamma
+
+    smoothing = config.label_smoothing
+    loss_if_right = -F.logsigmoid(margin)
+    loss_if_swapped = -F.logsigmoid(-margin)
+    if config.loss_type == "robust":
+        unbiased = (1 - smoothing) * loss_if_right - smoothing * loss_if_swapped
+        return unbiased / (1 - 2 * smoothing), rewards
+    return (1 - smoothing) * loss_if_right + smoothing * loss_if_swapped, rewards
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) of negative numbers, accurate both near zero and far from it.
+
+    It is equation 7 of Mächler 2012, "Accurately computing log(1 - exp(-|a|))". Numbers that
+    rounding has brought to zero, or above, count as the largest negative number.
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
+    is_near_zero = x > -math.log(2)
+
+    # The branch that is not taken gets -1: NaN there would become NaN in the gradient of both.
+    near_zero = torch.log(-torch.expm1(x.where(is_near_zero, -1)))
+    far_from_zero = torch.log1p(-torch.exp(x.where(~is_near_zero, -1)))
+    return torch.where(is_near_zero, near_zero, far_from_zero)
 
 
 class PreferenceLoss(SummedLoss):  # type: ignore[no-untyped-call]

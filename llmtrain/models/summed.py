@@ -7,7 +7,7 @@ found by trying, on the model at hand.
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -256,11 +256,11 @@ def _choose_attention(model: SummedLoss) -> None:
     if smallest_window(model) and not model.shares_prompts:
         return
     register()
-    ids, _, positions, _ = _packed(model)
+    rows = _packed(model)
     try:
-        expected = [_logits(model, ids), _logits(model, ids, positions)]
+        expected = [_logits(model, rows.ids), _logits(model, rows.ids, rows.positions)]
         config._attn_implementation = NAME
-        found = [_logits(model, ids), _logits(model, ids, positions)]
+        found = [_logits(model, rows.ids), _logits(model, rows.ids, rows.positions)]
         if not any(map(differ, found, expected)):
             return
     except (
@@ -276,6 +276,13 @@ def smallest_window(model: SummedLoss) -> int | None:
     """Return the positions that a sliding window lets see, where that is less than a row may have."""
     window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
     return window if window and window < model.row_length else None
+
+
+def _longest_span(model: SummedLoss) -> int | None:
+    """Return the longest sliding window or attention chunk, if a row may be longer."""
+    chunk: int | None = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    spans = [smallest_window(model), chunk]
+    return max((span for span in spans if span and span < _most_positions(model)), default=None)
 
 
 def _balance_of(model: SummedLoss) -> float:
@@ -328,18 +335,50 @@ def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 def leaks(model: SummedLoss) -> bool:
     """Return whether the second of two documents in a packed row changes when the first does.
 
-    It is tried on rows with their border at different places, which some attention looks for in a single row only.
+    Several rows are tried at once, with the border at different places, because some attention
+    looks for borders in a single row only. A model with a sliding window or attention chunks is
+    also tried on rows that are longer than these.
     """
     with trying(model):
-        ids, changed, positions, second = _packed(model)
         try:
-            one, two = (_logits(model, rows, positions)[second] for rows in (ids, changed))
-        except TypeError:  # it takes no position_ids
+            return any(_second_changes_with_first(model, rows) for rows in _packed_probes(model))
+        except TypeError:  # the class takes no position_ids
             return True
-        unpacked = (_logits(model, ids)[second] - _logits(model, changed)[second]).abs().max()
-        return differ(one, two) or bool(
-            (one - two).abs().max() > unpacked / 2
-        )  # which bfloat16 cannot hide
+
+
+def _packed_probes(model: SummedLoss) -> Iterator["PackedRows"]:
+    """Yield rows of two documents: short ones, and ones that leave the longest attention span."""
+    yield _packed(model)
+
+    span = _longest_span(model)
+    if span is None or span < _probe_length(model):
+        return
+    length = min(span + 16, _most_positions(model))
+    past_the_span = (span + length) // 2
+    within_the_span = 8
+    yield _packed_rows(model, length, borders=(past_the_span, within_the_span))
+
+
+def _second_changes_with_first(model: SummedLoss, rows: "PackedRows") -> bool:
+    """Return whether logits of the second documents depend on the first ones."""
+    change, is_beyond_rounding = _change_in_second(model, rows, rows.positions)
+    if is_beyond_rounding:
+        return True
+
+    # The rounding of bfloat16 can hide a leak, but not one that is about as large as the change
+    # without positions, which make the two documents one.
+    change_if_unpacked, _ = _change_in_second(model, rows, positions=None)
+    return bool(change > change_if_unpacked / 2)
+
+
+def _change_in_second(
+    model: SummedLoss, rows: "PackedRows", positions: Tensor | None
+) -> tuple[Tensor, bool]:
+    """Return how far logits of the second documents move with the first, and if beyond rounding."""
+    logits = _logits(model, rows.ids, positions)[rows.is_second]
+    logits_if_changed = _logits(model, rows.changed_ids, positions)[rows.is_second]
+    change = (logits - logits_if_changed).abs().max()
+    return change, differ(logits, logits_if_changed)
 
 
 def _head_is_linear(model: SummedLoss) -> bool:
@@ -398,18 +437,32 @@ def _logits(model: SummedLoss, ids: Tensor, positions: Tensor | None = None) -> 
     return model.told(arguments_of(model, ids, positions, None)).view(*ids.shape, -1)
 
 
-def _packed(model: SummedLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rows of two documents, the same with others for the first, their positions, and where the second is."""
-    length = max(_probe_length(model) // 2, 1)
-    ids, other = tokens_of(model, 4, 2 * length).chunk(2)
-    borders = torch.tensor([length, max(length - 1, 1)], device=ids.device)[:, None]
-    places = torch.arange(2 * length, device=ids.device)[None]
-    second = places >= borders
-    return (
-        ids,
-        torch.where(second, ids, other),
-        torch.where(second, places - borders, places),
-        second,
+class PackedRows(NamedTuple):
+    """Rows [B, T] of two documents, to try a model on."""
+
+    ids: Tensor
+    changed_ids: Tensor  # with other tokens in the first document
+    positions: Tensor  # restart at the second document
+    is_second: Tensor  # bool
+
+
+def _packed(model: SummedLoss) -> PackedRows:
+    """Return two short rows of two documents each, with the border in the middle or before it."""
+    half = max(_probe_length(model) // 2, 1)
+    return _packed_rows(model, 2 * half, borders=(half, max(half - 1, 1)))
+
+
+def _packed_rows(model: SummedLoss, length: int, borders: tuple[int, ...]) -> PackedRows:
+    """Return a row of two documents for each border, at which the second begins."""
+    ids, other_ids = tokens_of(model, 2 * len(borders), length).chunk(2)
+    starts = torch.tensor(borders, device=ids.device)[:, None]
+    row_positions = torch.arange(length, device=ids.device)[None]
+    is_second = row_positions >= starts
+    return PackedRows(
+        ids=ids,
+        changed_ids=torch.where(is_second, ids, other_ids),
+        positions=torch.where(is_second, row_positions - starts, row_positions),
+        is_second=is_second,
     )
 
 
@@ -426,8 +479,13 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _probe_length(model: SummedLoss) -> int:
-    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 16
-    return min(16, positions, model.row_length)
+    return min(16, _most_positions(model))
+
+
+def _most_positions(model: SummedLoss) -> int:
+    """Return the length of the longest row that the model is trained on."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or model.row_length, model.row_length)
 
 
 def tokens_of(model: SummedLoss, rows: int, length: int) -> Tensor:

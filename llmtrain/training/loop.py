@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 
@@ -90,7 +90,9 @@ def train(
         for observer in observers:
             observer.begin()
         model.train()
-        for window in () if run.patience.over else _windows(run.accelerator, batches, enter):
+        windows = _windows(run.accelerator, batches, enter)
+        around.enter_context(contextlib.closing(windows))  # also when an exception passes
+        for window in () if run.patience.over else windows:
             due = _step(training, observers, window, forward_backward)
             if due.stop or run.patience.over:
                 break
@@ -144,23 +146,46 @@ def _step(
 
 
 def _windows(
-    accelerator: Accelerator, batches: DataLoaderShard, enter: Callable[[str], None]
-) -> Iterator[Window]:
-    """Yield the windows; waiting for each is a phase. The next is made, and sent to the device, on another thread."""
-    on_gpu = accelerator.device.type == "cuda"  # whose threads each choose their device anew
-    on_it = (
-        functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-    )
-    iterator = iter(batches)
-    with ThreadPoolExecutor(1, "windows", on_it) as ahead:
-        coming = ahead.submit(next, iterator, None)
-        while True:
-            enter("data")
-            window = coming.result()
-            if window is None:
-                return
-            coming = ahead.submit(next, iterator, None)
+    accelerator: Accelerator, loader: DataLoaderShard, set_phase: Callable[[str], None]
+) -> Generator[Window]:
+    """Yield the windows of a prepared loader, on its device; waiting for one is the phase ``data``.
+
+    Another thread reads and collates the windows to come. Everything else that Accelerate's loader
+    does stays on this thread: the transfer to the device, and the gradient state, which an
+    evaluation changes as well and which is not safe to use from two threads.
+    """
+    choose_device = None
+    if accelerator.device.type == "cuda":  # each thread has its own current device
+        choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    reader = ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=choose_device)
+
+    loader.begin()
+    try:
+        loader.set_epoch(loader.iteration)
+        on_host = iter(loader.base_dataloader)
+        read_next = functools.partial(reader.submit, next, on_host, None)
+
+        set_phase("data")
+        window = read_next().result()
+        reading = read_next()
+        while window is not None:
+            # Like Accelerate, look one window ahead to know whether this one is the last.
+            following = reading.result()
+            if following is None:
+                loader.end_of_dataloader = True
+            else:
+                reading = read_next()
+
+            if loader.device is not None:
+                window = window.to(loader.device, non_blocking=accelerator.non_blocking)
             yield window
+
+            set_phase("data")
+            window = following
+        loader.iteration += 1
+    finally:
+        reader.shutdown(cancel_futures=True)
+        loader.end()
 
 
 def _seed_dropout(run: Run) -> None:

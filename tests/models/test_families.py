@@ -228,6 +228,40 @@ def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monk
     assert leaks(model)
 
 
+LLAMA4 = (
+    "num_hidden_layers=2,hidden_size=64,intermediate_size_mlp=64,intermediate_size=64,"
+    "num_attention_heads=4,num_key_value_heads=2,head_dim=16,num_local_experts=2,vocab_size=257"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", f"{OVERRIDES},sliding_window={{span}}"),
+        ("llama4_text", f"{LLAMA4},attention_chunk_size={{span}}"),
+    ],
+    ids=["sliding window", "chunks"],
+)
+@pytest.mark.parametrize("span", [24, 60])
+def test_a_leak_past_a_sliding_window_or_a_chunk_is_found(
+    load, monkeypatch, family, overrides, span
+):
+    """The planted class restarts positions only inside the first window of a row."""
+    model = load(family, config_overrides=overrides.format(span=span)).model
+    assert not leaks(model)
+    own_class = type(model).__mro__[2]
+    own_forward = own_class.forward
+
+    def forward(self, input_ids, position_ids=None, **others):
+        if position_ids is not None:
+            row_positions = torch.arange(input_ids.shape[1])
+            position_ids = torch.where(row_positions < span, position_ids, row_positions)
+        return own_forward(self, input_ids=input_ids, position_ids=position_ids, **others)
+
+    monkeypatch.setattr(own_class, "forward", forward)
+    assert leaks(model)
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt2", "mixtral"])
 def test_mixed_precision_does_not_blind_the_probes(words, precision, family):

@@ -20,6 +20,7 @@ from llmtrain.data.table import Second, TokenRows, TokenStore
 from llmtrain.errors import UserError
 from llmtrain.models.attention import NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.preference import Answers, losses
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Spread
@@ -412,3 +413,55 @@ def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
 def test_settings_that_mean_nothing_are_refused(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         PreferenceConfig(**flags)
+
+
+def orpo_loss(mean_logps: Tensor) -> Tensor:
+    """Return the ORPO loss of pairs [..., 2] of one-token answers."""
+    answers = Answers(
+        logps=mean_logps,
+        tokens=torch.ones_like(mean_logps),
+        reference=torch.zeros_like(mean_logps),
+        desirable=torch.ones_like(mean_logps[..., 0], dtype=torch.bool),
+    )
+    config = PreferenceConfig(loss_type="orpo", beta=0.3)
+    loss, _ = losses(config, answers, baseline=torch.zeros(()))
+    return loss
+
+
+@pytest.mark.parametrize("confident", [-2e-8, -1e-7, -1e-3, -0.69, -0.7])
+def test_the_gradient_of_orpo_is_right_for_answers_that_are_nearly_certain(
+    confident: float,
+) -> None:
+    means = [[confident, -3.0], [-3.0, confident]]
+    mean_logps = torch.tensor(means, requires_grad=True)
+    loss = orpo_loss(mean_logps)
+    loss.sum().backward()
+
+    exact = mean_logps.detach().double().requires_grad_()
+    exact_loss = _orpo_loss_in_float64(exact)
+    exact_loss.sum().backward()
+
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(mean_logps.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
+
+
+def _orpo_loss_in_float64(mean: Tensor) -> Tensor:
+    odds = mean - torch.log(-torch.expm1(mean))
+    return -mean[:, 0] - 0.3 * F.logsigmoid(odds[:, 0] - odds[:, 1])
+
+
+def test_the_gradient_of_orpo_is_finite_for_answers_whose_probability_rounds_to_one() -> None:
+    mean_logps = torch.tensor(
+        [[0.0, -3.0], [-3.0, 0.0], [0.0, 0.0], [1e-7, -3.0]], requires_grad=True
+    )
+    loss = orpo_loss(mean_logps)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert mean_logps.grad.isfinite().all()
+
+
+def test_orpo_has_the_bits_of_the_plain_formula_unless_an_answer_is_likely() -> None:
+    mean_logps = -torch.rand(1000, 2, generator=torch.Generator().manual_seed(0)) * 20 - 0.7
+    plain_odds = mean_logps - torch.log1p(-mean_logps.exp())
+    plain_loss = -mean_logps[:, 0] - 0.3 * F.logsigmoid(plain_odds[:, 0] - plain_odds[:, 1])
+    assert torch.equal(orpo_loss(mean_logps), plain_loss)
