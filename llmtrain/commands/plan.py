@@ -5,7 +5,7 @@ the processes. Nothing is trained, and no weight is in memory."""
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
@@ -59,94 +59,124 @@ def run(arguments: argparse.Namespace) -> None:
     own_and_recipes(arguments)
     from llmtrain.plan.ways import Asked, plan
 
-    found = plan(
-        Asked(**{name: value for name, value in vars(arguments).items() if name in Asked._fields})
-    )
+    options = {name: value for name, value in vars(arguments).items() if name in Asked._fields}
+    result = plan(Asked(**options))
     if arguments.json:
-        print(json_text(plain(found), indent=1))
+        print(json_text(plain(result), indent=1))
         return
-    _print_head(arguments, found)
-    _print_tables(found)
-    for reason in found.left_out:
+
+    _print_head(arguments, result)
+    _print_tables(result)
+    for way in result.ways:
+        for note in notes(way):
+            print(f"note: {note}", file=sys.stderr)
+    for reason in result.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 
 
-def plain(found: "Plan") -> Facts:
+def plain(plan: "Plan") -> Facts:
     """Return a plan for programs."""
-    steps = [way.step and way.step._asdict() | {"total": way.step.total} for way in found.ways]
-    both = zip(found.ways, steps, strict=True)
-    ways = [way._asdict() | {"bytes": way.bytes._asdict(), "step": step} for way, step in both]
-    return {"ways": ways, "left_out": found.left_out}
+    ways = []
+    for way in plan.ways:
+        step = None
+        if way.step is not None:
+            step = {**way.step._asdict(), "total": way.step.total}
+        ways.append({**way._asdict(), "bytes": way.bytes._asdict(), "step": step})
+    return {"ways": ways, "left_out": plan.left_out}
 
 
-def _print_head(arguments: argparse.Namespace, found: "Plan") -> None:
+def notes(way: "Way") -> list[str]:
+    """Return what the tables do not say about a way: that smaller micro-batches than the largest may not fit."""
+    if not way.too_large:
+        return []
+    return [
+        f"{way.name}: micro-batches of {_listed(way.fitting)} rows fit, but smaller ones of {_listed(way.too_large)} "
+        "do not: a step with several micro-batches keeps gradients between them"
+    ]
+
+
+def _listed(numbers: list[int]) -> str:
+    *first, last = [str(number) for number in numbers]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     from llmtrain.plan.ways import device_name
 
-    subject, cluster, compute = found.memory.subject, found.cluster, found.compute
-    parameters, settings = [*subject.model.parameters()], subject.settings
-    every, trained = (
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in parameters if p.requires_grad),
-    )
-    share = "" if trained == every else f", {trained:,} of them trained"
-    flops = f"{subject.flops_per_token / 1e9:.2f} GFLOP a token, forward and backward"
-    print(f"model     {subject.kind}: {every:,} parameters{share}; {flops}")
-    rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
+    subject = plan.memory.subject
+    parameters = [*subject.model.parameters()]
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    share = "" if trained == count else f", {trained:,} of them trained"
+    gflops = subject.flops_per_token / 1e9
     print(
-        f"run       {settings.optim.max_steps:,} updates of {rows}, {'bf16' if found.memory.bf16 else 'float32'}"
+        f"model     {subject.kind}: {count:,} parameters{share}; {gflops:.2f} GFLOP a token, forward and backward"
     )
-    links = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside, {cluster.between.bandwidth / 1e9:.4g} GB/s to another"
+
+    settings = subject.settings
+    rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
+    precision = "bf16" if plan.memory.bf16 else "float32"
+    print(f"run       {settings.optim.max_steps:,} steps of {rows}, {precision}")
+
+    cluster = plan.cluster
     name = device_name(arguments.device)
-    print(f"devices   {arguments.processes:,} x {name}, {cluster.per_machine} a machine: {links}")
-    if compute is not None:
-        said = (
-            "measured here"
-            if arguments.calibrate
-            else f"of {arguments.mfu:.0%} of the peak (--mfu)"
-        )
-        print(f"speed     {compute.forward + compute.backward:.4g} s a row, {said}")
+    inside = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside"
+    between = f"{cluster.between.bandwidth / 1e9:.4g} GB/s to another"
+    print(
+        f"devices   {arguments.processes:,} x {name}, {cluster.per_machine} a machine: {inside}, {between}"
+    )
+    if plan.compute is None:
+        return
+
+    source = f"of {arguments.mfu:.0%} of the peak (--mfu)"
+    if arguments.calibrate:
+        source = "measured here"
+    print(f"speed     {plan.compute.forward + plan.compute.backward:.4g} s a row, {source}")
 
 
-def _print_tables(found: "Plan") -> None:
+def _print_tables(plan: "Plan") -> None:
     from llmtrain.plan.ways import SCALES
 
-    width = max(len("GiB a process"), *(len(way.name) for way in found.ways)) + 2
-
-    def table(title: str, heads: Iterable[str], cells: Callable[["Way"], Iterable[str]]) -> None:
-        print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
-        for way in found.ways:
-            print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
-
-    def sizes(way: "Way") -> list[str]:
-        *parts, total = (f"{size / _GIB:>13.3f}" for size in way.bytes)
-        return [*parts, f"{total}{f'{way.largest} rows' if way.largest else 'too much':>10}"]
-
-    def seconds(way: "Way") -> list[str]:
-        assert way.step is not None
-        numbers = [f"{number:.4g}" for number in (*way.step, way.step.total)]
-        return [
-            f"{way.accumulation} x {way.rows}",
-            *numbers,
-            f"{way.tokens_per_second:,.0f}",
-            f"{way.hours:.4g}",
-        ]
-
-    def shares(way: "Way") -> list[str]:
-        return [
-            f"{way.efficiency[scale]:.1%}" if scale in way.efficiency else "" for scale in SCALES
-        ]
-
-    table(
-        "GiB a process", [*found.ways[0].bytes._fields[:-1], f"{'total':>13}{'largest':>10}"], sizes
-    )
-    if found.compute is None:
+    parts = plan.ways[0].bytes._fields[:-1]
+    _print_table(plan, "GiB a process", [*parts, f"{'total':>13}{'largest':>10}"], _sizes)
+    if plan.compute is None:
         print(
             "\nnot every token meets every weight of this model, so its speed is unknown: --calibrate measures it"
         )
         return
-    table(
-        "seconds",
-        ("rows", "computing", "sending", "not hidden", "update", "tokens/s", "hours"),
-        seconds,
-    )
-    table("efficiency at", (f"{scale:,}" for scale in SCALES), shares)
+
+    heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "hours"]
+    _print_table(plan, "seconds", heads, _seconds)
+    _print_table(plan, "efficiency at", [f"{scale:,}" for scale in SCALES], _efficiencies)
+
+
+def _print_table(
+    plan: "Plan", title: str, heads: list[str], cells: Callable[["Way"], list[str]]
+) -> None:
+    width = max(len("GiB a process"), *(len(way.name) for way in plan.ways)) + 2
+    print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
+    for way in plan.ways:
+        print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
+
+
+def _sizes(way: "Way") -> list[str]:
+    *parts, total = [f"{size / _GIB:>13.3f}" for size in way.bytes]
+    largest = f"{way.largest} rows" if way.largest > 0 else "too much"
+    return [*parts, f"{total}{largest:>10}"]
+
+
+def _seconds(way: "Way") -> list[str]:
+    assert way.step is not None
+    numbers = [f"{number:.4g}" for number in (*way.step, way.step.total)]
+    return [
+        f"{way.accumulation} x {way.rows}",
+        *numbers,
+        f"{way.tokens_per_second:,.0f}",
+        f"{way.hours:.4g}",
+    ]
+
+
+def _efficiencies(way: "Way") -> list[str]:
+    from llmtrain.plan.ways import SCALES
+
+    return [f"{way.efficiency[scale]:.1%}" if scale in way.efficiency else "" for scale in SCALES]

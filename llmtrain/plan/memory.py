@@ -4,7 +4,6 @@ Weights, gradients and optimizer state follow from the shapes of the parameters,
 and DDP keep them; activations are counted by :mod:`llmtrain.plan.activations`.
 """
 
-import bisect
 import copy
 import functools
 import math
@@ -206,16 +205,28 @@ class Memory:
                 largest, gradient = max(largest, size), max(gradient, _gradients(here))
         return float(stays + largest), stays + 2 * largest + (2 if at_once else 1) * gradient
 
-    def largest(self, sharding: Sharding, share: int, room: float) -> int:
-        """Return the rows of the largest micro-batch that fits into ``room`` bytes; 0 where not one row does.
+    def fitting(self, sharding: Sharding, share: int, room: float) -> list[int]:
+        """Return the sizes of a micro-batch that fit into ``room`` bytes, in ascending order.
 
-        It divides the ``share`` of the global batch that a process has.
+        Memory does not grow with the size of a micro-batch throughout. If a step has several micro-batches, gradients
+        are kept between them; the one micro-batch that holds the whole share may need less.
+
+        Args:
+            sharding: How the model is spread over processes.
+            share: Rows of the global batch that a process has. A micro-batch divides them.
+            room: Bytes of the device.
         """
-        sizes = [rows for rows in range(1, share + 1) if share % rows == 0]
-        fitting = bisect.bisect_right(
-            sizes, room, key=lambda rows: self.of(sharding, rows, share // rows).total
-        )
-        return [0, *sizes][fitting]
+        sizes = []
+        for rows in range(1, share + 1):
+            if share % rows != 0:
+                continue
+
+            if self.of(sharding, rows, accumulation=share // rows).total <= room:
+                sizes.append(rows)
+            elif self.of(sharding, rows, accumulation=1).total > room:
+                # One micro-batch of this size is too large by itself, so larger ones are, too.
+                break
+        return sizes
 
 
 def spread(sharding: Sharding) -> bool:

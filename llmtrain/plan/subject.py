@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.config import parse
 from llmtrain.contract import Built
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.errors import UserError, first_line
 from llmtrain.models.summed import SummedLoss
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.mesh import Staged
@@ -61,33 +61,37 @@ class Subject(NamedTuple):
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
-    """Return what a recipe would train with these flags.
+    """Return the model that a recipe would train with these flags.
 
-    Its rows are made, for their vocabulary is a size of the model. Raises :class:`UserError` where the file is no
-    recipe, or where its model cannot be built without weights.
+    The recipe's data is tokenized, because the size of the vocabulary is a size of the model.
+
+    Raises:
+        UserError: The file is not a recipe, or its model cannot be built without weights.
     """
     try:
-        found = runpy.run_path(recipe, run_name="llmtrain.recipe")
-    except Exception as error:  # it is somebody's program, or none
+        names = runpy.run_path(recipe, run_name="llmtrain.recipe")
+    except Exception as error:  # the recipe is the user's own program
         raise UserError(
             f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}"
         ) from None
-    missing = " and no ".join(name for name in _NEEDED if name not in found)
-    require(
-        not missing,
-        f"{recipe} has no {missing}, by which a plan knows its model; see recipes/gpt.py.",
-    )
-    settings: AnySettings = parse(found["DEFAULTS"], flags)
+    missing = [name for name in _NEEDED if name not in names]
+    if missing:
+        raise UserError(
+            f"{recipe} has no {' and no '.join(missing)}, by which a plan knows its model; see recipes/gpt.py."
+        )
+
+    settings: AnySettings = parse(names["DEFAULTS"], flags)
     with contextlib.redirect_stdout(io.StringIO()):
-        rows = found["tokenized"](settings)
+        rows = names["tokenized"](settings)
         try:
             with torch.device("meta"):
-                built: Built | nn.Module = found["build"](settings, rows, precision)
-        except (RuntimeError, NotImplementedError) as error:  # it asks for a value
+                built: Built | nn.Module = names["build"](settings, rows, precision)
+        except (RuntimeError, NotImplementedError) as error:  # it reads the value of a tensor
             raise UserError(
                 f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}"
             ) from None
+
     model = built.model if isinstance(built, Built) else built
     if isinstance(model, SummedLoss):
-        model.head_is_linear = True  # as nearly all are; a run finds it out by values
+        model.head_is_linear = True  # a run tests this with values; nearly all models have one
     return Subject(model, settings, precision, rows.positions)

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.launching.children import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
@@ -47,10 +47,14 @@ class Way(NamedTuple):
 
     name: str
     bytes: Bytes
-    largest: int  # rows of a micro-batch; 0 where not one fits
-    rows: int
+    fitting: list[
+        int
+    ]  # sizes of a micro-batch that fit, ascending; they divide the rows of a process
+    largest: int  # of these; 0 if none fits
+    too_large: list[int]  # sizes below the largest that do not fit
+    rows: int  # of the micro-batch that is planned for
     accumulation: int
-    step: Step | None  # unknown where the model's arithmetic is
+    step: Step | None  # unknown if the model's arithmetic is
     tokens_per_second: float
     hours: float
     efficiency: dict[int, float]
@@ -70,24 +74,37 @@ class Plan(NamedTuple):
 def plan(asked: Asked) -> Plan:
     """Return the ways to train a recipe, and their cost.
 
-    Raises :class:`UserError` where there is no way, or where the recipe cannot be planned.
+    Raises:
+        UserError: There is no way, or the recipe cannot be planned.
     """
-    require(asked.processes > 0, f"--processes {asked.processes}: there must be one or more.")
-    for name, count in (("tensor", asked.tensor or 1), ("stages", asked.stages or 1)):
-        if count < 1 or asked.processes % count:
+    if asked.processes < 1:
+        raise UserError(f"--processes {asked.processes}: there must be one or more.")
+    for name, count in (("tensor", asked.tensor), ("stages", asked.stages)):
+        if count is not None and (count < 1 or asked.processes % count != 0):
             raise UserError(f"--{name} {count} does not divide --processes {asked.processes}.")
-    require(0 < asked.mfu <= 1, f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
+    if not 0 < asked.mfu <= 1:
+        raise UserError(f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
+
     device, cluster = _hardware(asked)
     precision = asked.mixed_precision or ("bf16" if cluster.nccl else "no")
     memory = Memory(subject_of(asked.recipe, asked.flags, precision), cluster.nccl)
-    found = Plan(memory, device, cluster, _compute(asked, memory, device, cluster), [], [])
+    result = Plan(
+        memory=memory,
+        device=device,
+        cluster=cluster,
+        compute=_compute(asked, memory, device, cluster),
+        ways=[],
+        left_out=[],
+    )
     for name, sharding in _shardings(asked, memory, cluster.per_machine):
         try:
-            found.ways.append(_way(name, sharding, found))
+            result.ways.append(_way(name, sharding, result))
         except UserError as error:
-            found.left_out.append(f"{name}: {error}")
-    require(found.ways, f"there is no way to train this: {'; '.join(found.left_out)}")
-    return found
+            result.left_out.append(f"{name}: {error}")
+
+    if not result.ways:
+        raise UserError(f"there is no way to train this: {'; '.join(result.left_out)}")
+    return result
 
 
 def _hardware(asked: Asked) -> tuple[Device, Cluster]:
@@ -95,28 +112,40 @@ def _hardware(asked: Asked) -> tuple[Device, Cluster]:
     is_gpu = name.lower() != "cpu"
     per_machine = asked.per_machine or (device_called(name).per_machine if is_gpu else 1)
     device = device_called(name) if is_gpu else _this_cpu(per_machine, asked.mixed_precision)
-    hop = NCCL_HOP if is_gpu else GLOO_HOP
     if asked.processes > per_machine and not asked.link:
         raise UserError(
             f"{asked.processes} processes are more than a machine has ({per_machine}): say what each sends to "
             "another, such as --link 400Gbit."
         )
-    between = Link(bytes_per_second(asked.link) if asked.link else device.link, hop["between"])
-    if (
-        asked.calibrate
-        and is_gpu
-        and (not gpus() or device.title not in torch.cuda.get_device_name())
-    ):
+
+    is_here = gpus() > 0 and device.title in torch.cuda.get_device_name()
+    if asked.calibrate and is_gpu and not is_here:
         raise UserError(
             f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu."
         )
-    return device, Cluster(per_machine, Link(device.link, hop["inside"]), between, is_gpu)
+
+    hop = NCCL_HOP if is_gpu else GLOO_HOP
+    between_machines = bytes_per_second(asked.link) if asked.link else device.link
+    cluster = Cluster(
+        per_machine=per_machine,
+        inside=Link(device.link, hop["inside"]),
+        between=Link(between_machines, hop["between"]),
+        nccl=is_gpu,
+    )
+    return device, cluster
 
 
 def device_name(asked: str | None) -> str:
-    """Return the name of the device that was asked for, or is here. Raises :class:`UserError` where it is unknown."""
-    if asked or not gpus():
-        return asked or "cpu"
+    """Return the name of the device to plan for: ``asked``, or the one of this machine.
+
+    Raises:
+        UserError: This machine's GPU is unknown.
+    """
+    if asked:
+        return asked
+    if gpus() == 0:
+        return "cpu"
+
     title = torch.cuda.get_device_name()
     known = next((name for name, device in DEVICES.items() if device.title in title), None)
     if known is None:
@@ -183,60 +212,87 @@ def _divides(memory: Memory, count: int) -> bool:
         return False
 
 
-def _way(name: str, sharding: Sharding, found: Plan) -> Way:
-    memory, compute, cluster, settings = (
-        found.memory,
-        found.compute,
-        found.cluster,
-        found.memory.subject.settings,
-    )
-    batch, replicas = settings.data.global_batch_size, sharding.processes // sharding.together
-    if batch % replicas:
+def _way(name: str, sharding: Sharding, plan: Plan) -> Way:
+    """Return what it costs to train with one sharding. Raises :class:`UserError` if the batch does not divide."""
+    memory = plan.memory
+    settings = memory.subject.settings
+    global_batch = settings.data.global_batch_size
+    groups = sharding.processes // sharding.together
+    if global_batch % groups != 0:
+        dividing = -(-global_batch // groups) * groups
         raise UserError(
-            f"--global_batch_size {batch} does not divide among {replicas} groups that each have rows of their own; "
-            f"{-(-batch // replicas) * replicas} would."
+            f"--global_batch_size {global_batch} does not divide among {groups} groups that each have rows of their "
+            f"own; {dividing} would."
         )
-    share = batch // replicas
-    asked = min(settings.data.per_device_train_batch_size, share)
-    largest = memory.largest(sharding, share, found.device.memory * (1 - _FREE))
-    rows = max(n for n in range(1, min(asked, largest or asked) + 1) if share % n == 0)
+
+    share = global_batch // groups
+    fitting = memory.fitting(sharding, share, room=plan.device.memory * (1 - _FREE))
+    largest = max(fitting, default=0)
+    rows = _micro_batch(share, settings.data.per_device_train_batch_size, fitting)
     accumulation = share // rows
-    held = memory.of(sharding, rows, accumulation)
-    if compute is None:
-        return Way(name, held, largest, rows, accumulation, None, 0.0, 0.0, {})
-
-    def step_of(sharding: Sharding) -> Step:
-        return step_time(memory, compute, cluster, sharding, rows, accumulation)
-
-    step = step_of(sharding)
-    tokens = batch * memory.subject.positions
-    alone = rows * accumulation * (compute.forward + compute.backward)
-    alone += compute.optimizer + compute.whole + compute.other
-    groups = {
-        processes: processes // sharding.together
-        for processes in SCALES
-        if processes >= sharding.together
-    }
-    scaled = {
-        processes: step_of(_scaled(sharding, n, cluster.per_machine))
-        for processes, n in groups.items()
-    }
-    efficiency = {
-        processes: alone / sharding.together / step.total for processes, step in scaled.items()
-    }
-    hours = settings.optim.max_steps * step.total / 3600
-    return Way(
-        name, held, largest, rows, accumulation, step, tokens / step.total, hours, efficiency
+    way = Way(
+        name=name,
+        bytes=memory.of(sharding, rows, accumulation),
+        fitting=fitting,
+        largest=largest,
+        too_large=[size for size in _divisors(share) if size < largest and size not in fitting],
+        rows=rows,
+        accumulation=accumulation,
+        step=None,
+        tokens_per_second=0.0,
+        hours=0.0,
+        efficiency={},
     )
+    if plan.compute is None:
+        return way
+
+    step = step_time(memory, plan.compute, plan.cluster, sharding, rows, accumulation)
+    return way._replace(
+        step=step,
+        tokens_per_second=global_batch * memory.subject.positions / step.total,
+        hours=settings.optim.max_steps * step.total / 3600,
+        efficiency=_efficiency(plan, plan.compute, sharding, rows, accumulation),
+    )
+
+
+def _micro_batch(share: int, wanted: int, fitting: list[int]) -> int:
+    """Return the size of a micro-batch to plan for: as many rows as the recipe wants, if they fit.
+
+    If they do not fit, it is the largest size below that does, else the smallest above. If nothing fits, the plan shows
+    what the recipe's own size would need.
+    """
+    candidates = fitting or _divisors(share)
+    not_above = [rows for rows in candidates if rows <= wanted]
+    return max(not_above) if not_above else min(candidates)
+
+
+def _divisors(share: int) -> list[int]:
+    return [rows for rows in range(1, share + 1) if share % rows == 0]
+
+
+def _efficiency(
+    plan: Plan, compute: Compute, sharding: Sharding, rows: int, accumulation: int
+) -> dict[int, float]:
+    """Return the share of a step's time that is computing, by number of processes."""
+    rows_seconds = rows * accumulation * (compute.forward + compute.backward)
+    computing = rows_seconds + compute.optimizer + compute.whole + compute.other
+
+    efficiency = {}
+    for processes in SCALES:
+        if processes < sharding.together:
+            continue
+        scaled = _scaled(sharding, processes // sharding.together, plan.cluster.per_machine)
+        step = step_time(plan.memory, compute, plan.cluster, scaled, rows, accumulation)
+        efficiency[processes] = computing / sharding.together / step.total
+    return efficiency
 
 
 def _scaled(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
-    """Return the way over more processes, or fewer: so many groups that each have rows of their own."""
-    shards = (
-        1
-        if sharding.shards == 1
-        else groups
-        if sharding.replicas == 1
-        else min(groups, per_machine)
-    )
+    """Return the same way with so many groups that each have rows of their own."""
+    if sharding.shards == 1:
+        shards = 1
+    elif sharding.replicas == 1:
+        shards = groups
+    else:
+        shards = min(groups, per_machine)
     return replace(sharding, replicas=groups // shards, shards=shards)

@@ -136,15 +136,15 @@ def test_activations_of_experts_are_counted_without_values(accelerator: Accelera
     out.last_hidden_state.sum().backward()
 
 
-def test_the_largest_micro_batch_divides_and_fits() -> None:
+def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     found = memory()
     sizes = {
         rows: found.of(Sharding(2, 1), rows, 24 // rows).total
         for rows in (1, 2, 3, 4, 6, 8, 12, 24)
     }
-    assert found.largest(Sharding(2, 1), 24, sizes[6] + 1) == 6
-    assert found.largest(Sharding(2, 1), 24, sizes[1] - 1) == 0
-    assert found.largest(Sharding(2, 1), 24, 1e12) == 24
+    assert found.fitting(Sharding(2, 1), 24, sizes[6] + 1) == [1, 2, 3, 4, 6]
+    assert found.fitting(Sharding(2, 1), 24, sizes[1] - 1) == []
+    assert found.fitting(Sharding(2, 1), 24, 1e12) == [*sizes]
 
 
 def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:

@@ -1,0 +1,73 @@
+"""How a plan chooses among the ways to spread a model, and what it says about each."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmtrain.commands.plan import notes
+from llmtrain.devices import device_called
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
+from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.plan.memory import Memory
+from llmtrain.plan.speed import Cluster, Link
+from llmtrain.plan.subject import Subject
+from llmtrain.plan.ways import Plan, Way, _way
+from llmtrain.training.settings import OptimConfig
+
+CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)
+FSDP2 = Sharding(replicas=1, shards=64)
+
+
+def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
+    """A plan for 64 GPUs of 80 GiB, without a way yet."""
+    with torch.device("meta"):
+        model = GPT(CONFIG, 1000)
+    settings = SimpleNamespace(
+        model=CONFIG,
+        optim=OptimConfig("adamw"),
+        parallel=PipelineConfig(),
+        data=SimpleNamespace(
+            global_batch_size=global_batch_size,
+            per_device_train_batch_size=per_device_train_batch_size,
+        ),
+    )
+    subject = Subject(model, settings, precision="bf16", positions=32)
+    device = device_called("h100-80gb")
+    link = Link(device.link, 0.0)
+    return Plan(
+        memory=Memory(subject, on_gpu=True),
+        device=device,
+        cluster=Cluster(8, link, link, True),
+        compute=None,
+        ways=[],
+        left_out=[],
+    )
+
+
+@pytest.fixture(scope="module")
+def way() -> Way:
+    """Each of 64 processes has 4 rows of the global batch; the recipe asks for micro-batches of 2."""
+    plan = plan_of(global_batch_size=4 * 64, per_device_train_batch_size=2)
+    return _way("FSDP2", FSDP2, plan)
+
+
+def test_a_micro_batch_that_fits_is_found_though_smaller_ones_do_not_fit(way: Way) -> None:
+    """With several micro-batches in a step the whole gradient is kept between them, which takes 70 GiB."""
+    assert way.fitting == [4]
+    assert (way.largest, way.too_large) == (4, [1, 2])
+
+
+def test_smaller_micro_batches_that_do_not_fit_are_named(way: Way) -> None:
+    assert notes(way) == [
+        "FSDP2: micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not: a step with several micro-batches "
+        "keeps gradients between them"
+    ]
+    assert notes(way._replace(fitting=[1, 2, 4], too_large=[])) == []
+
+
+def test_a_way_is_planned_with_a_micro_batch_that_fits(way: Way) -> None:
+    assert (way.rows, way.accumulation) == (4, 1)
+    assert way.bytes.total < 20 * 2**30
