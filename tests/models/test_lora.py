@@ -312,7 +312,7 @@ def test_the_weights_of_experts_can_be_named(adapt):
     [
         ({"lora_target_modules": ["no_such_proj"]}, r"--lora_target_modules no_such_proj: "),
         ({"lora_target_modules": ["q_proj", "v_porj"]}, r"no module is called v_porj"),
-        ({"lora_target_modules": ["all-linear", "q_proj"]}, r"all-linear is all of them"),
+        ({"lora_target_modules": ["all-linear", "q_proj"]}, r"all-linear already means every module"),
         ({"lora_r": 0, "use_dora": True}, r"--use_dora need --lora_r"),
         ({"lora_r": -1}, r"--lora_r -1"),
         ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
