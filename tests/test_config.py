@@ -317,7 +317,7 @@ def test_a_number_out_of_range_is_an_error_that_names_its_flag(owner, name, bad,
 @pytest.mark.parametrize(("heads", "width"), [(3, 256), (5, 64), (300, 256), (7, 13), (2, 1)])
 def test_heads_that_do_not_divide_the_width_are_answered_with_values_that_do(heads, width):
     message = complaint(GPTConfig, n_head=heads, n_embd=width)
-    named = re.search(r"n_head ([\d, ]+) would, or n_embd (\d+)\.", message)
+    named = re.search(r"use one of --n_head ([\d, ]+), or --n_embd (\d+)\.", message)
     assert named
     for other in named[1].split(", "):
         GPTConfig(n_head=int(other), n_embd=width)

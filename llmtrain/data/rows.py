@@ -1,8 +1,9 @@
-"""Text or conversations -> rows of tokens on disk, made once and found again by their content."""
+"""Turn text, conversations or preference data into rows of tokens on disk, cached by their content."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -24,11 +25,11 @@ from llmtrain.data.sources import MakesRecords, Source, made, open_source
 from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.template import ChatTemplate, set_template, template_text
 from llmtrain.data.text import Texts
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 
 Corpus: TypeAlias = Texts | Conversations | Pairs
-FORMAT = 5  # of a cache entry; a change makes every one anew
+FORMAT = 5  # of cache entries; raise it when their content changes, and all of them are made again
 
 
 @dataclass
@@ -148,85 +149,145 @@ def tokenize(
     records: MakesRecords | None = None,
     judged_alone: bool = False,
 ) -> Tokenized:
-    """Find the rows of this data, tokenizer and block size in the cache, or make them.
+    """Return the rows of a data set: from the cache if they were made before, or made now.
 
-    Every process calls this before the process group exists; one makes the rows while the others wait for its lock.
-    With ``chat``, data that are conversations are rendered as such; with a :class:`PairConfig` they are answers that
-    were judged, in pairs or ``judged_alone``. Where a recipe has data of its own, ``records`` yields them, texts or
-    conversations with their fields, always the same ones in the same order; no other data are read then. Raises
-    :class:`UserError` for bad input, and then leaves nothing behind.
+    Every process calls this before the process group exists. One of them makes the rows, while the others wait for its
+    lock. If anything fails, the cache stays as it was.
+
+    Args:
+        config: The data sets and the tokenizer.
+        block_size: The length of the rows; see :meth:`Texts.write`, :meth:`Conversations.write`, :meth:`Pairs.write`.
+        chat: How conversations become rows. With a :class:`PairConfig` the records are preference data. ``None``: the
+            records are plain text.
+        trust_remote_code: Run code that comes with the tokenizer.
+        records: Yields the records of a recipe that has its own data, always the same ones in the same order. No other
+            data are read then.
+        judged_alone: The loss takes single answers with a label, not only pairs.
+
+    Raises:
+        UserError: If the data, the tokenizer or the flags are wrong.
     """
     spec = config.tokenizer
-    assert spec is not None, "a recipe says which tokenizer is meant where nobody named one"
+    assert spec is not None, "the recipe sets a tokenizer if the user named none"
+    # Wrong numbers are reported before any text is read.
     if tok.is_trained(spec):
-        tok.vocabulary_size(spec)  # a wrong size is told before any text is read
+        tok.vocabulary_size(spec)
     if config.mixture:
-        counts_of(config.mixture)  # a share too small as well
-    if records is not None:
-        require(
-            not config.given("dataset"), "--dataset: this recipe has data of its own; leave it out."
-        )
-        config.dataset = [made(records).name]
-    sources = [made(records)] if records else [open_source(name) for name in config.dataset]
-    judged = isinstance(chat, PairConfig)
-    formats = (
-        [judged_format(one, judged_alone) for one in sources]
-        if judged
-        else _formats_of(sources, chat)
-    )
-    if formats[0] != "text" and config.given("text_field"):
+        counts_of(config.mixture)
+
+    sources = _sources_of(config, records)
+    if isinstance(chat, PairConfig):
+        formats = [judged_format(source, judged_alone) for source in sources]
+    else:
+        formats = _formats_of(sources, chat)
+    is_text = formats[0] == "text"
+    if not is_text and config.given("text_field"):
         raise UserError(
-            f"--text_field is for text, and {sources[0].name} is conversations; leave it out."
+            f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
         )
-    asked, chat = chat, chat if formats[0] != "text" else None
+    rendering = None if is_text else chat
+
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
-    new_tokens = set_template(pretrained, chat.chat_template) if pretrained and chat else []
-    stops = tok.stop_ids(spec) if pretrained and chat else []
-    if chat and spec == "char":
+    new_tokens: list[int] = []
+    stops: list[int] = []
+    if rendering and pretrained is not None:
+        new_tokens = set_template(pretrained, rendering.chat_template)
+        stops = tok.stop_ids(spec)
+    if rendering and spec == "char":
         raise UserError(
-            "--tokenizer char knows no letters but the data's, and a chat template has others; use byte."
+            "--tokenizer char knows only the characters of the data, and a chat template has others; use byte."
         )
-    template = (
-        template_text(chat.chat_template) if chat and chat.chat_template else None
-    )  # a file's may change
+
     key = [
-        *(FORMAT, block_size, config.eval_fraction, [source.fingerprint() for source in sources]),
+        FORMAT,
+        block_size,
+        config.eval_fraction,
+        [source.fingerprint() for source in sources],
         tok.digest(pretrained) if pretrained is not None else spec,
-        [formats, asdict(chat), template, stops, judged_alone] if chat else config.text_field,
+        _rendering_key(formats, rendering, stops, judged_alone) if rendering else config.text_field,
     ]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    rows = found = _open(folder, spec)
+    rows = _open(folder, spec)
+    is_cached = rows is not None
     if rows is None:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(f"{folder}.lock"):
-                if _open(folder, spec) is None:
-                    corpora: list[Corpus] = [
-                        Pairs(source, config, chat, stops, judged_alone)
-                        if isinstance(chat, PairConfig)
-                        else Conversations(source, name, config, chat, stops)
-                        if isinstance(chat, ChatConfig)
-                        else Texts(source, config)
-                        for source, name in zip(sources, formats, strict=True)
-                    ]
-                    _make(folder, config, block_size, corpora, pretrained, chat, stops)
-        except OSError as error:
-            said = error.strerror or error
-            raise UserError(
-                f"the cache folder {folder.parent}: {said}; set LLMTRAIN_CACHE to another."
-            ) from None
+        with _cache_lock(folder):
+            if _open(folder, spec) is None:
+                corpora = _corpora(sources, formats, config, rendering, stops, judged_alone)
+                _make(
+                    folder,
+                    config,
+                    block_size,
+                    corpora=corpora,
+                    tokenizer=pretrained,
+                    chat=rendering,
+                    stops=stops,
+                )
         rows = _open(folder, spec)
         assert rows is not None, f"{folder} cannot be read back"
-    rows.facts.dataset, rows.facts.tokenizer = (
-        " ".join(config.dataset),
-        spec,
-    )  # its content may have moved
-    rows.new_tokens, rows.sources = new_tokens, [*config.dataset]
+
+    # The same content may have been read from other files before.
+    rows.facts.dataset = " ".join(config.dataset)
+    rows.facts.tokenizer = spec
+    rows.new_tokens = new_tokens
+    rows.sources = list(config.dataset)
     if config.mixture:
         rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
-    _describe(rows.facts, formats, asked, found is not None)
+    _describe(rows.facts, formats, chat, is_cached)
     return rows
+
+
+def _sources_of(config: DataConfig, records: MakesRecords | None) -> list[Source]:
+    """Return the sources that ``--dataset`` names, or the recipe's own one."""
+    if records is None:
+        return [open_source(name) for name in config.dataset]
+    if config.given("dataset"):
+        raise UserError("--dataset: this recipe has data of its own; leave the flag out.")
+    source = made(records)
+    config.dataset = [source.name]
+    return [source]
+
+
+@contextlib.contextmanager
+def _cache_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache entry; raises :class:`UserError` if the cache folder cannot be written."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{folder}.lock"):
+            yield
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
+        ) from None
+
+
+def _rendering_key(
+    formats: list[str], chat: RowConfig, stops: list[int], judged_alone: bool
+) -> list[object]:
+    """Return the part of a cache key that says how conversations become rows."""
+    # The text of the template, because the file that --chat_template names may change.
+    template = template_text(chat.chat_template) if chat.chat_template else None
+    return [formats, asdict(chat), template, stops, judged_alone]
+
+
+def _corpora(
+    sources: list[Source],
+    formats: list[str],
+    config: DataConfig,
+    chat: RowConfig | None,
+    stops: Sequence[int],
+    judged_alone: bool,
+) -> list[Corpus]:
+    """Return what turns the records of each source into rows."""
+    corpora: list[Corpus] = []
+    for source, format in zip(sources, formats, strict=True):
+        if isinstance(chat, PairConfig):
+            corpora.append(Pairs(source, config, chat, stops, judged_alone))
+        elif isinstance(chat, ChatConfig):
+            corpora.append(Conversations(source, format, config, chat, stops))
+        else:
+            corpora.append(Texts(source, config))
+    return corpora
 
 
 def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
@@ -251,59 +312,68 @@ def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> 
 
 
 def _formats_of(sources: list[Source], chat: RowConfig | None) -> list[str]:
-    """Return the format of the records of each source: all text, or all conversations."""
-    formats = [
-        format_of(source, chat) if isinstance(chat, ChatConfig) else "text" for source in sources
-    ]
-    if len({name == "text" for name in formats}) > 1:
+    """Return the format of each source's records, which are either all text or all conversations."""
+    if not isinstance(chat, ChatConfig):
+        formats = ["text"] * len(sources)
+    else:
+        formats = [format_of(source, chat) for source in sources]
+    if "text" in formats and len(set(formats)) > 1:
         kinds = ", ".join(
-            f"{source.name} is {name}" for source, name in zip(sources, formats, strict=True)
+            f"{source.name} is {format}" for source, format in zip(sources, formats, strict=True)
         )
         raise UserError(
-            f"--dataset: text and conversations cannot be mixed ({kinds}); --format says what a record is."
+            f"--dataset: text and conversations cannot be mixed ({kinds}); set the format with --format."
         )
-    idle = [name for name in flags_of(ChatConfig) if chat and chat.given(name) and name != "format"]
-    if formats[0] == "text" and idle:
-        raise UserError(
-            f"--{idle[0]} is for conversations, and {sources[0].name} is text; leave it out, or see --format."
-        )
+    if formats[0] == "text" and chat:
+        for name in flags_of(ChatConfig):
+            if chat.given(name) and name != "format":
+                raise UserError(
+                    f"--{name} is for conversations, but {sources[0].name} is text; leave it out, or see --format."
+                )
     return formats
 
 
-def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, found: bool) -> None:
-    """Print lines of the banner."""
+def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, is_cached: bool) -> None:
+    """Print the lines about the data in the start-up log."""
+    kind = "documents" if facts.task == "text" else facts.task
+    outcome = "found in the cache" if is_cached else "tokenised"
     say(
         "data",
-        f"{facts.dataset}: {facts.documents:,} {'documents' if facts.task == 'text' else facts.task}, "
+        f"{facts.dataset}: {facts.documents:,} {kind}, "
         f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out, "
-        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {'found in the cache' if found else 'tokenised'}",
+        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {outcome}",
     )
-    if facts.audit and chat:
-        kind = PairAudit if facts.task == "preferences" else Audit
-        what = "comparing answers" if kind is PairAudit else "fine-tuning on what assistants say"
-        say("task", f"{what}: the records are {', '.join(dict.fromkeys(formats))}")
-        for line in kind(**facts.audit).lines(chat.overlong):
-            say("audit", line)
-        if facts.eval_audit and any(
-            map(facts.eval_audit.get, ("overlong", "untrained", "same", "bad"))
-        ):
-            say("held out", kind(**facts.eval_audit).left(chat.overlong))
-    elif chat:
+    if chat is None:
+        return
+    if not facts.audit:
         say("task", "going on with pretraining: the records are text, no conversations")
+        return
+
+    if facts.task == "preferences":
+        audit_type: type[Audit | PairAudit] = PairAudit
+        task = "comparing answers"
+    else:
+        audit_type = Audit
+        task = "fine-tuning on what assistants say"
+    say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
+    for line in audit_type(**facts.audit).lines(chat.overlong):
+        say("audit", line)
+    left_out = ("overlong", "untrained", "same", "bad")
+    if facts.eval_audit and any(facts.eval_audit.get(name) for name in left_out):
+        say("held out", audit_type(**facts.eval_audit).left(chat.overlong))
 
 
 def _open(folder: Path, spec: str) -> Tokenized | None:
-    """Return the rows of a cache entry, or ``None`` where there is none, or where somebody has damaged it."""
+    """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
     try:
         facts = Facts(**json.loads((folder / "facts.json").read_text()))
-        train, held_out = (
-            TokenRows.open([folder / f"{side}-{i}.arrow" for i in range(len(facts.source_rows))])
-            for side in ("train", "eval")
-        )
+        numbers = range(len(facts.source_rows))
+        train = TokenRows.open([folder / f"train-{i}.arrow" for i in numbers])
+        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in numbers])
         tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
-    return Tokenized(train, held_out if facts.eval_rows else None, tokenizer, facts)
+    return Tokenized(train, eval if facts.eval_rows else None, tokenizer, facts)
 
 
 def _make(
@@ -315,30 +385,46 @@ def _make(
     chat: RowConfig | None,
     stops: Sequence[int],
 ) -> None:
-    name, spec = " ".join(config.dataset), config.tokenizer or ""
+    """Make a cache entry: the tokenizer, if it is made from the data, and the rows of each source.
+
+    Args:
+        folder: The cache entry. It exists only once it is complete.
+        config: The data sets and the tokenizer.
+        block_size: The length of the rows.
+        corpora: Turn the records of each source into rows.
+        tokenizer: A tokenizer that was loaded; ``None`` if it is to be made.
+        chat: How conversations become rows; ``None`` for text.
+        stops: The tokens at which the model stops generating, as far as its folder says so.
+    """
+    name = " ".join(config.dataset)
+    spec = config.tokenizer or ""
     with new_folder(folder) as working:
         if tokenizer is None:
-            texts = chain.from_iterable(corpus.texts(held_out=False) for corpus in corpora)
-            everything = (corpus.texts() for corpus in corpora)
-            trained = tok.train_tokenizer(spec, texts, lambda: chain.from_iterable(everything))
+            train_texts = chain.from_iterable(corpus.texts(held_out=False) for corpus in corpora)
+            trained = tok.train_tokenizer(
+                spec,
+                train=train_texts,
+                everything=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
+            )
             tokenizer = tok.as_pretrained(trained, block_size)
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
         tokenizer.save_pretrained(working / "tokenizer")
-        train, held_out = list[Written](), list[Written]()
+
+        train: list[Written] = []
+        held_out: list[Written] = []
         for i, corpus in enumerate(corpora):
-            train.append(
-                corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", held_out=False)
-            )
-            held_out.append(
-                corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", held_out=True)
-            )
+            train_path = working / f"train-{i}.arrow"
+            train.append(corpus.write(tokenizer, block_size, train_path, held_out=False))
+            eval_path = working / f"eval-{i}.arrow"
+            held_out.append(corpus.write(tokenizer, block_size, eval_path, held_out=True))
         smallest = min(written.targets for written in train)
         if chat is None and smallest < block_size:
             raise UserError(
                 f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of {name}); "
                 f"use at most {max(smallest, 1)} or more text."
             )
+
         facts = facts_of(name, spec, tokenizer, block_size, train, held_out)
         facts.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
         facts.ends = sorted(ChatTemplate(tokenizer, stops).ends) if chat else []

@@ -21,9 +21,8 @@ from llmtrain.data.template import (
     render,
 )
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.errors import require
 
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+_HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
 class Document(NamedTuple):
@@ -99,58 +98,82 @@ class Renderer:
         return rendered.documents[0]
 
     def __call__(self, conversation: Conversation, after: int | None = None) -> Rendered:
-        """Render one; raises :class:`BadRow` where the template does, and where it does not show what is said.
+        """Render a conversation.
 
-        Trained are all turns, or those ``after`` so many messages.
+        Args:
+            conversation: The messages and the tools.
+            after: Train only turns that end after this many messages. By default all turns are trained, or with
+                ``last`` those after the last user message.
+
+        Raises:
+            BadRow: If the chat template refuses the conversation or does not show it, or if its text cannot be used.
         """
         tools = conversation.tools
         messages, thoughts = self.template.fitted(conversation.messages)
-        places = [
-            f"message {number} ({message['role']})"
-            for number, message in enumerate(messages, start=1)
-        ]
-        for place, shown in [*zip(places, messages, strict=True), ("field 'tools'", tools)]:
-            for text in _strings(shown):
-                if control := self._controls.search(text):
-                    raise BadRow(f"{place} holds the control token {control[0]}")
-                require(
-                    not _HALF.search(text),
-                    f"{place} holds half of a surrogate pair, which is no text",
-                    BadRow,
-                )
+        self._check_text(messages, tools)
         whole, marks = render(self.tokenizer, messages, tools)
-        if marks is not None and all(first == last for first, last in marks):
+        if marks is not None and all(start == end for start, end in marks):
             raise BadRow("the chat template's {% generation %} marks nothing in it")
 
-        documents, left, unshown, remade = list[Document](), [0, 0], 0, 0
-        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        first = after if after is not None else max(questions, default=0) if self.last else 0
+        documents: list[Document] = []
+        left_answers = 0
+        left_calls = 0
+        unshown = 0
+        remade = 0
+        first_trained = self._first_trained(messages) if after is None else after
         for start, stop in _turns_of(messages):
-            if stop <= first:
+            if stop <= first_trained:
                 continue
             turn = _Turn(
-                messages[:start], messages[start:stop], tools, [*filter(None, thoughts[start:stop])]
+                before=messages[:start],
+                said=messages[start:stop],
+                tools=tools,
+                thoughts=[thought for thought in thoughts[start:stop] if thought],
             )
-            found = self._prompted(turn)
-            if found is None:
-                left["tool_calls" in turn.said[-1]] += 1
+            prompted = self._prompted(turn)
+            if prompted is None:
+                if "tool_calls" in turn.said[-1]:
+                    left_calls += 1
+                else:
+                    left_answers += 1
                 continue
-            prompt, target, stop_token = found
-            words = [*turn.thoughts, *(message["content"].strip() for message in turn.said)]
-            unshown += any(each not in target for each in words)
+            prompt, target, stop_token = prompted
+
+            contents = [message["content"].strip() for message in turn.said]
+            unshown += any(text not in target for text in [*turn.thoughts, *contents])
+
             spans = [(0, len(target))]
-            if marks is not None and whole.startswith(prompt + target):
-                inner = (
-                    (max(first - len(prompt), 0), min(last - len(prompt), len(target)))
-                    for first, last in marks
-                )
-                spans = [(first, last) for first, last in inner if first < last]
-            elif marks is not None:
-                remade += 1
+            if marks is not None:
+                if whole.startswith(prompt + target):
+                    spans = _clipped(marks, start=len(prompt), length=len(target))
+                else:
+                    remade += 1
             if spans:
                 spans.append((len(target), len(target + stop_token)))
                 self._add(documents, prompt, target + stop_token, spans)
-        return Rendered(documents, left[False], left[True], unshown, remade)
+        return Rendered(documents, left_answers, left_calls, unshown, remade)
+
+    def _check_text(self, messages: list[Message], tools: list[Fields] | None) -> None:
+        """Raise :class:`BadRow` if a message or a tool holds a control token or is not valid text."""
+        places: list[tuple[str, object]] = [
+            (f"message {number} ({message['role']})", message)
+            for number, message in enumerate(messages, start=1)
+        ]
+        places.append(("field 'tools'", tools))
+        for place, content in places:
+            for text in _strings(content):
+                control = self._controls.search(text)
+                if control:
+                    raise BadRow(f"{place} holds the control token {control[0]}")
+                if _HALF.search(text):
+                    raise BadRow(f"{place} holds half of a surrogate pair, which is not valid text")
+
+    def _first_trained(self, messages: list[Message]) -> int:
+        """Return the number of messages that come before the first turn to train."""
+        if not self.last:
+            return 0
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        return max(questions, default=0)
 
     def cut(self, document: Document, width: int) -> Document:
         """Return its first ``width`` tokens. Where their turns end is lost."""
@@ -201,25 +224,34 @@ class Renderer:
         return prompt[len(history) :] if prompt.startswith(history) else ""
 
     def _to_its_end(self, turn: _Turn, prompt: str, target: str, switch: Switch) -> tuple[str, str]:
-        """Return a turn as far as the token that ends it, and that token where the template leaves it out."""
-        end, number = self.template.end.search(target), len(turn.before) + len(turn.said)
-        said, rest = (target[: end.start()], target[end.end() :]) if end else (target, "")
-        require(
-            said.strip(),
-            f"the chat template shows nothing of what message {number} (assistant) says",
-            BadRow,
-        )
+        """Cut a target behind the token that ends the turn.
+
+        Returns:
+            The target, and the token that ends it if the template shows none (else an empty string).
+
+        Raises:
+            BadRow: If the template shows nothing of the turn, or if one of its messages follows an ended turn.
+        """
+        number = len(turn.before) + len(turn.said)
+        end = self.template.end.search(target)
+        if end:
+            text = target[: end.start()]
+            rest = target[end.end() :]
+        else:
+            text = target
+            rest = ""
+        if not text.strip():
+            raise BadRow(f"the chat template shows nothing of message {number} (assistant)")
+
         if len(turn.said) > 1:
             asks = self._asks(turn, prompt, switch).strip()
-            if self._controls.sub("", rest).strip() or (asks and asks in said):
+            if self._controls.sub("", rest).strip() or (asks and asks in text):
                 raise BadRow(
                     f"message {number} (assistant) follows a turn of the assistant's that has ended"
                 )
-        return (
-            (target[: end.end()], "")
-            if end
-            else (target.rstrip(), self.template.stop_of(turn.said[-1]))
-        )
+        if end:
+            return target[: end.end()], ""
+        return target.rstrip(), self.template.stop_of(turn.said[-1])
 
     def _add(self, documents: list[Document], prompt: str, target: str, spans: list[Span]) -> None:
         """Add a turn to the last document, if the tokens of its prompt begin with that, or else as one of its own."""
@@ -265,6 +297,17 @@ class Renderer:
 
 
 _NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0, 0)
+
+
+def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
+    """Return the parts of spans that lie in a stretch of text, counted from its ``start``."""
+    clipped = []
+    for first, last in spans:
+        first_inside = max(first - start, 0)
+        last_inside = min(last - start, length)
+        if first_inside < last_inside:
+            clipped.append((first_inside, last_inside))
+    return clipped
 
 
 def _turns_of(messages: list[Message]) -> Iterator[tuple[int, int]]:

@@ -1,16 +1,16 @@
-"""Models of Hugging Face's with nothing in them yet: their settings, and what their configurations make."""
+"""Build Hugging Face models without weights, from a configuration that is loaded or made."""
 
 import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import yaml
 
 from llmtrain.config import did_you_mean
-from llmtrain.errors import UserError, refused_as, require
+from llmtrain.errors import UserError, refused_as
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.lora import is_adapter
 from llmtrain.models.streaming import load_buffers
@@ -19,24 +19,29 @@ from llmtrain.models.untrusted import load_causal_lm, local_folder, refuse_pickl
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-# The sizes of an architecture that is named by its type alone: for a laptop. Each class takes those that it knows.
+# Sizes of a model that is named only by its type, for a laptop. Each configuration takes those that it knows.
 _SMALL = {
-    **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-    },
-    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    **{
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 32,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-    },
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    # mixture of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
 }
 
 
@@ -47,80 +52,117 @@ def build_model(
     frozen: bool,
     scores: bool,
 ) -> "PreTrainedModel":
-    """Build a model whose parameters are on the meta device; what it computes from its configuration is real."""
+    """Build a Hugging Face model whose parameters are on the meta device; its buffers are real.
+
+    Args:
+        config: Names the model.
+        tokenizer: Gives the size of the vocabulary to a model with random weights.
+        dtype: The type of the parameters.
+        frozen: The model's own weights are not trained (LoRA).
+        scores: Build a reward model, which has one output per token instead of a vocabulary.
+
+    Returns:
+        The model. If its weights are quantized they are loaded already.
+
+    Raises:
+        UserError: If there is no such model, or if it cannot be used this way.
+    """
     from accelerate import init_empty_weights
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        GenerationConfig,
-    )
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    name, trust = config.model_name_or_path, {"trust_remote_code": config.trust_remote_code}
-    options = {"dtype": dtype, **trust}
+    name = config.model_name_or_path
+    if config.load_in_4bit and name is None:
+        raise UserError(
+            "--load_in_4bit needs --model_name_or_path: it is for training an adapter of existing weights."
+        )
+    options: dict[str, object] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
-    useless = config.load_in_4bit and name is None
-    require(
-        not useless,
-        "--load_in_4bit needs --model_name_or_path: random weights have nothing to keep.",
-    )
+
     asked = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
     with refused_as(asked):
         if name is None:
-            described = configuration_of(config, tokenizer)
+            model_config = configuration_of(config, tokenizer)
         else:
-            refuse_pickles(name)
-            merge = f"llmtrain export {name} --merge --to FOLDER"
-            require(not is_adapter(Path(name)), f"{asked} is an adapter; first: {merge}")
-            described = AutoConfig.from_pretrained(name, **trust)
-            if config.load_in_4bit or getattr(described, "quantization_config", None) is not None:
-                return _quantized(config, options, frozen)
-        auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        if scores:
-            described.num_labels, described.pad_token_id = (
-                1,
-                tokenizer.pad_token_id or tokenizer.eos_token_id,
-            )
-            unknown = f"transformers has no sequence classification for {described.model_type}"
-            require(type(described) in auto._model_mapping, f"--loss_type reward: {unknown}.")
+            model_config = _stored_configuration(name, config.trust_remote_code)
+            is_quantized = getattr(model_config, "quantization_config", None) is not None
+            if config.load_in_4bit or is_quantized:
+                return _quantized(name, config.load_in_4bit, options, frozen)
+
+        model_class = _model_class(model_config, tokenizer, scores)
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto.from_config(described, **options)  # type: ignore[no-untyped-call]
-        kind = type(model).__name__
-        require(
-            not scores or hasattr(model, "score"),
-            f"--loss_type reward: {kind} has no head named score.",
-        )
-        model.tie_weights()  # which making them empty one by one has undone
+            model: PreTrainedModel = model_class.from_config(model_config, **options)
+        if scores and not hasattr(model, "score"):
+            raise UserError(
+                f"--loss_type reward: {type(model).__name__} has no head named score; use another model."
+            )
+        model.tie_weights()  # again, because each parameter became an empty one of its own
         if name is not None:
             load_buffers(model.train(False), local_folder(name))
-            with contextlib.suppress(OSError):  # it has none of its own
+            with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(name)
     return model
 
 
-def _quantized(config: ModelConfig, options: dict[str, object], frozen: bool) -> "PreTrainedModel":
+def _stored_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+    """Load the configuration of the model to start from."""
+    from transformers import AutoConfig
+
+    refuse_pickles(name)
+    if is_adapter(Path(name)):
+        raise UserError(
+            f"--model_name_or_path {name} is an adapter; merge it into its model first: "
+            f"llmtrain export {name} --merge --to FOLDER"
+        )
+    loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return loaded
+
+
+def _model_class(
+    model_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast", scores: bool
+) -> Any:
+    """Return the Auto class that builds the model, and set what a reward model needs in its configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if not scores:
+        return AutoModelForCausalLM
+    if type(model_config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"--loss_type reward: transformers has no sequence classification for {model_config.model_type}; "
+            "use another model."
+        )
+    model_config.num_labels = 1
+    model_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    return AutoModelForSequenceClassification
+
+
+def _quantized(
+    name: str, load_in_4bit: bool, options: dict[str, object], frozen: bool
+) -> "PreTrainedModel":
+    """Load a model with quantized weights: stored as such, or quantized to 4 bits while they are loaded."""
     from transformers import BitsAndBytesConfig
 
-    name = str(config.model_name_or_path)
-    if config.load_in_4bit:
-        require(frozen, "--load_in_4bit holds frozen weights: it needs --lora_r.")
-        require(
-            torch.cuda.is_available(),
-            "--load_in_4bit needs a CUDA GPU; leave it out on this machine.",
+    if load_in_4bit and not frozen:
+        raise UserError("--load_in_4bit needs --lora_r: weights in 4 bits cannot be trained.")
+    if load_in_4bit and not torch.cuda.is_available():
+        raise UserError("--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
+    if load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
         )
-        settings: dict[str, object] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
-        options["quantization_config"] = BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
     loaded: object = load_causal_lm(name, **options, output_loading_info=True)
-    model, found = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
-    absent = [*sorted(map(str, found["missing_keys"])), *map(str, found["mismatched_keys"])]
+    model, info = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
+    absent = [*sorted(map(str, info["missing_keys"])), *map(str, info["mismatched_keys"])]
     if absent:
         raise UserError(
-            f"--model_name_or_path {name}: {absent[0]} is missing or of another shape ({len(absent)} are)."
+            f"--model_name_or_path {name}: {len(absent)} weights are missing or have another shape, such as "
+            f"{absent[0]}."
         )
     return model
 
@@ -128,43 +170,59 @@ def _quantized(config: ModelConfig, options: dict[str, object], frozen: bool) ->
 def configuration_of(
     config: ModelConfig, tokenizer: "PreTrainedTokenizerFast"
 ) -> "PreTrainedConfig":
-    """Return the configuration of random weights: the sizes of the tokenizer, small ones, and the overrides."""
+    """Return the configuration of a model with random weights.
+
+    Its vocabulary is the tokenizer's. If only its type is named, its sizes are small ones. ``--config_overrides`` wins
+    over both.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     name = str(config.from_config)
-    sizes: dict[str, object] = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
-    sizes |= {
-        f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")
-    }
+    is_type = name in CONFIG_MAPPING
     make: Callable[..., PreTrainedConfig] = AutoConfig.for_model
-    if name not in CONFIG_MAPPING:
+    if not is_type:
         make = functools.partial(
             AutoConfig.from_pretrained, trust_remote_code=config.trust_remote_code
         )
     plain = make(name)
-    if name in CONFIG_MAPPING:
-        sizes = {"max_position_embeddings": config.block_size, **_SMALL, **sizes}
-        if (
-            "qk_rope_head_dim" in plain.to_dict()
-        ):  # latent attention: keys of two parts, one for each head
-            del sizes["head_dim"], sizes["num_key_value_heads"]
-    known = {*plain.to_dict(), *plain.attribute_map}
-    try:
-        wanted = yaml.safe_load("{" + (config.config_overrides or "").replace("=", ": ") + "}")
-    except yaml.YAMLError:
-        wanted = None
-    if not isinstance(wanted, dict) or (
-        None in wanted.values() and "null" not in str(config.config_overrides)
-    ):
-        raise UserError(f"--config_overrides {config.config_overrides}: write key=value,key=value.")
-    for key in wanted.keys() - known:
+    defaults = plain.to_dict()
+    has_latent_attention = "qk_rope_head_dim" in defaults
+
+    sizes: dict[str, object] = {}
+    if is_type:
+        sizes = {"max_position_embeddings": config.block_size, **_SMALL}
+        if has_latent_attention:
+            # Its keys have two parts with sizes of their own, and one for each attention head.
+            del sizes["head_dim"]
+            del sizes["num_key_value_heads"]
+    sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        sizes[token] = getattr(tokenizer, token)
+
+    known = {*defaults, *plain.attribute_map}
+    overrides = _overrides(config.config_overrides or "")
+    for key in overrides.keys() - known:
         raise UserError(
             f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}"
         )
-    asked = {key: value for key, value in sizes.items() if key in known} | wanted
-    if "qk_rope_head_dim" in asked and "num_key_value_heads" in known:
-        asked.setdefault("num_key_value_heads", asked["num_attention_heads"])
-    return make(
-        name, **{plain.attribute_map.get(key, key): value for key, value in asked.items()}
-    )  # gpt2 has its own
+    values = {key: value for key, value in sizes.items() if key in known} | overrides
+    if "qk_rope_head_dim" in values and "num_key_value_heads" in known:
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    # Some classes, such as GPT-2's, have names of their own for the common ones.
+    renamed = {plain.attribute_map.get(key, key): value for key, value in values.items()}
+    return make(name, **renamed)
+
+
+def _overrides(text: str) -> dict[str, object]:
+    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values."""
+    try:
+        overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        overrides = None
+    is_complete = isinstance(overrides, dict) and (
+        None not in overrides.values() or "null" in text  # a key without a value becomes None
+    )
+    if not is_complete:
+        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
+    return cast(dict[str, object], overrides)

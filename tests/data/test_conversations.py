@@ -706,7 +706,7 @@ def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monke
 
 
 def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
-    with pytest.raises(UserError, match="--tokenizer char knows no letters but the data's"):
+    with pytest.raises(UserError, match="--tokenizer char knows only the characters of the data"):
         tokenize(
             config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig()
         )

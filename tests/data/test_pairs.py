@@ -485,7 +485,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         GOOD,
         {"tokenizer": "char"},
-        "--tokenizer char knows no letters but the data's",
+        "--tokenizer char knows only the characters of the data",
     ),
     "no such template": (
         "a.jsonl",

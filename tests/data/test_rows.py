@@ -482,10 +482,10 @@ def test_another_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
 def test_two_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
     made, make, start = [], tokenizing._make, threading.Barrier(2)
 
-    def slow_make(*arguments):
+    def slow_make(*arguments, **options):
         made.append(threading.get_ident())
         time.sleep(0.3)
-        make(*arguments)
+        make(*arguments, **options)
 
     monkeypatch.setattr(tokenizing, "_make", slow_make)
     path = write(tmp_path / "corpus.jsonl", TEXTS)

@@ -401,7 +401,10 @@ def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
         ({"beta": 0}, "--beta 0 is out of range"),
         ({"beta": math.nan}, "--beta nan is out of range"),
         ({"label_smoothing": 0.5}, "--label_smoothing 0.5"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "--loss_type ipo has none"),
+        (
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            "--label_smoothing does nothing with --loss_type ipo",
+        ),
         ({"desirable_weight": 2.0}, "--desirable_weight is for --loss_type kto"),
         (
             {"loss_type": "kto", "undesirable_weight": -1.0},

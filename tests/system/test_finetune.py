@@ -288,7 +288,7 @@ def test_text_is_trained_on_as_text(dry_run: Callable[..., str], text_file: Path
     assert "going on with pretraining: the records are text" in out
     assert "tokens are trained" not in out
     with pytest.raises(
-        UserError, match=r"--overlong is for conversations, and .*text\.txt is text"
+        UserError, match=r"--overlong is for conversations, but .*text\.txt is text"
     ):
         dry_run("--dataset", str(text_file), "--overlong", "error")
 
