@@ -6,15 +6,11 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import filelock
 
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, forget_after, read_object, sync_file, write_json
-from llmtrain.record.resume import lock
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
 
@@ -25,22 +21,19 @@ class RunFolder:
     def __init__(self, path: Path, incarnation: str, is_main: bool) -> None:
         self.path, self.incarnation, self.is_main = path, incarnation, is_main
 
-    @contextlib.contextmanager
-    def claimed(self, step: int) -> Iterator[None]:
-        """Hold the folder's lock; drop what a killed process left half-written, and ledger lines after ``step``."""
-        try:
-            held = lock(self.path).acquire(timeout=1)  # one who looks holds it for a moment
-        except filelock.Timeout:
-            raise UserError(
-                f"{self.path}: another process has just begun to write here; start again."
-            ) from None
-        with held:
-            for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            for name in _LEDGERS:
-                forget_after(self.path / name, step)
-            self._write_status("running", step)
-            yield
+    def begin(self, step: int) -> None:
+        """Delete files that a killed process left half-written, and log entries after ``step``.
+
+        The caller holds the folder's lock.
+        """
+        for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        for name in _LEDGERS:
+            forget_after(self.path / name, step)
+        self._write_status("running", step)
 
     def append(self, name: str, line: Facts) -> None:
         """Append a JSON line to a ledger."""

@@ -1,131 +1,241 @@
-"""The folder that a run lives in, and what it goes on from."""
+"""The folder that a run lives in, and the checkpoint that it resumes from."""
 
+import contextlib
 import itertools
 import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import filelock
 
 from llmtrain.console import say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import difference, digest
 
-_WAIT_SECONDS = 60.0
+if TYPE_CHECKING:
+    Held: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
+
+_WAIT_SECONDS = 60.0  # for an unfinished run that another process still holds
+_READER_SECONDS = 1.0  # for a process that only asks whether a run is in progress
+_MAY_CHANGE = ("update", "exchange", "stopping")  # if the user has named the checkpoint
 _RESTART_COUNTS = (
     "TORCHELASTIC_RESTART_COUNT",
     "SLURM_RESTART_COUNT",
-)  # above 0: the same start, made again
+)  # above 0 if the launcher or Slurm has started the same command again
 
 
 class Choice(NamedTuple):
-    """The folder of a run, and the checkpoint that it goes on from, where there is one."""
+    """The folder of a run, and the checkpoint that it resumes from, if there is one."""
 
     folder: Path
     checkpoint: Path | None = None
-    step: int = 0  # updates made
-    tokens: int = 0  # trained on
+    step: int = 0  # steps that the checkpoint has made
+    tokens: int = 0  # target tokens of those steps
     run_id: str = ""
-    incarnation: str = ""  # of this start
-    why: str = ""  # for a person
-    before: Facts | None = (
-        None  # identity of a named checkpoint, which may have other settings of the update
-    )
+    incarnation: str = ""  # tells this start from another one in the same folder
+    why: str = ""  # the reason for this choice, for the start-up log
+    before: Facts | None = None  # identity of a checkpoint that the user has named
 
     def going_on(self, path: Path, before: Facts | None = None) -> "Choice":
-        """Return the same folder with a checkpoint to go on from."""
+        """Return the same folder with a checkpoint to resume from."""
         state = checkpoint.read_state(path)
         return self._replace(
-            checkpoint=path, step=state["step"], tokens=state["tokens"], before=before
+            checkpoint=path,
+            step=state["step"],
+            tokens=state["tokens"],
+            before=before,
         )
 
 
-def choose_folder(output_dir: str, resume: str, identity: Facts) -> Choice:
-    """Choose where a run lives and what it goes on from, and make the folder.
+@contextlib.contextmanager
+def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Choice]:
+    """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
-    Raises :class:`UserError` where what ``resume`` names cannot be gone on with, or no checkpoint of the run is whole.
+    The lock is held until the block ends. Two starts at the same moment therefore never share a
+    folder: the slower one takes the next name.
+
+    Args:
+        output_dir: the folder that the user asked for. If another run has it, the run gets the
+            same name with -2, -3, ... at its end.
+        resume: ``auto``, ``never``, or the folder of a run or of a checkpoint.
+        identity: the identity of this run. Only a run of the same identity is resumed.
+
+    Raises:
+        UserError: what ``resume`` names cannot be resumed, no checkpoint of the run is whole, or a
+            newer llmtrain has written it.
     """
-    choice = Choice(Path(output_dir), run_id=secrets.token_hex(4), incarnation=secrets.token_hex(8))
+    choice = Choice(
+        folder=Path(output_dir),
+        run_id=secrets.token_hex(4),
+        incarnation=secrets.token_hex(8),
+    )
     if resume not in ("auto", "never"):
         choice = choice.going_on(*_named_checkpoint(Path(resume), identity))
-    restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    for place, folder in enumerate(names(output_dir)):
+    was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    may_continue = resume != "never" or was_restarted
+
+    for folder in names(output_dir):
+        is_absent = not folder.exists()
         if is_free(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            new = f"new; {output_dir} is taken" if place else "new"
-            return choice._replace(
-                folder=folder, why=f"goes on from {choice.checkpoint}" if choice.checkpoint else new
-            )
-        previous = (
-            _unfinished(folder, identity, choice.checkpoint)
-            if resume != "never" or restarted
-            else None
-        )
-        if previous is not None:
-            choice = choice._replace(folder=folder, run_id=previous["run_id"])
-            found = checkpoint.newest_valid(folder / "checkpoints", True, digest(identity))
-            if found is None:
-                return choice._replace(why="begun before, with no checkpoint yet; starts again")
-            choice = choice.going_on(found)
-            return choice._replace(why=f"goes on from step {choice.step}")
+            lock_of_new = _lock_new(folder, is_absent)
+            if lock_of_new is not None:
+                with lock_of_new:
+                    yield choice._replace(folder=folder, why=_why_new(choice, folder, output_dir))
+                return
+        elif may_continue:
+            unfinished = _lock_unfinished(folder, identity, choice.checkpoint)
+            if unfinished is not None:
+                with unfinished.lock:
+                    yield _continued(choice, folder, unfinished.record, identity)
+                return
     raise AssertionError("there is always a next name")
 
 
+def _why_new(choice: Choice, folder: Path, output_dir: str) -> str:
+    if choice.checkpoint:
+        return f"goes on from {choice.checkpoint}"
+    if folder != next(names(output_dir)):
+        return f"new; {output_dir} is taken"
+    return "new"
+
+
+def _continued(choice: Choice, folder: Path, record: Facts, identity: Facts) -> Choice:
+    """Return the choice of an unfinished run, with its newest checkpoint if it has one."""
+    choice = choice._replace(folder=folder, run_id=record["run_id"])
+    newest = checkpoint.newest_valid(
+        folder / "checkpoints",
+        set_aside=True,
+        identity=digest(identity),
+    )
+    if newest is None:
+        return choice._replace(why="begun before, with no checkpoint yet; starts again")
+
+    choice = choice.going_on(newest)
+    return choice._replace(why=f"goes on from step {choice.step}")
+
+
 def names(output_dir: str) -> Iterator[Path]:
-    """Yield the folders that a run may live in: ``output_dir``, and then with -2, -3, ... at its end."""
+    """Yield the folders that a run may live in: ``output_dir``, then with -2, -3, ... at its end."""
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()
-    require(base.name, f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
+    if not base.name:
+        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
+
     yield base
-    yield from (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    for number in itertools.count(2):
+        yield base.with_name(f"{base.name}-{number}")
 
 
 def newest_model(output_dir: str, command: str) -> str:
-    """Return the model of the newest finished run of those that live in ``output_dir``, or its name with -2, ...
+    """Return the model of the newest finished run in ``output_dir``, or in its name with -2, ...
 
-    Raises :class:`UserError`, which names the ``command`` that makes one, where there is none.
+    Args:
+        command: the command that makes such a run, for the error.
+
+    Raises:
+        UserError: there is no finished run.
     """
-    taken = itertools.takewhile(lambda folder: not is_free(folder), names(output_dir))
-    found = [
-        one / "model"
-        for one in taken
-        if read_object(one / "status.json").get("state") == "finished"
-    ]
-    if not found:
+    models = []
+    for folder in names(output_dir):
+        if is_free(folder):
+            break
+        if read_object(folder / "status.json").get("state") == "finished":
+            models.append(folder / "model")
+
+    if not models:
         raise UserError(
             f"no finished run in {output_dir} to go on from: first {command}, then this again; or name a model with "
             "--model_name_or_path."
         )
-    newest = str(max(found, key=lambda folder: folder.stat().st_mtime))
+    newest = max(models, key=lambda folder: folder.stat().st_mtime)
     say("model", f"{newest}, the newest finished run's")
-    return newest
+    return str(newest)
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether nothing but leftovers lies in a folder. Raises :class:`UserError` where it is a file."""
-    require(folder.is_dir() or not folder.exists(), f"--output_dir {folder} is a file.")
-    return not folder.exists() or all(
-        path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir()
-    )
+    """Return whether a folder is absent or holds only leftovers.
+
+    Raises:
+        UserError: there is a file of this name.
+    """
+    if not folder.exists():
+        return True
+    if not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file.")
+    return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
 def lock(folder: Path) -> filelock.FileLock:
-    """Return the lock that a run holds while it writes into its folder."""
+    """Return the lock that a run holds from its start to its end."""
     return filelock.FileLock(folder / ".lock")
 
 
-def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
-    """Return ``run.json`` of a run that can be gone on with: same identity, not finished, not running.
+def _lock_new(folder: Path, is_absent: bool) -> "Held | None":
+    """Lock a free folder, and make it if it is absent.
 
-    Where a checkpoint was named, ``source``, the run must have begun from it.
+    Return ``None`` if another start has just taken it.
+    """
+    try:
+        if is_absent:
+            folder.mkdir(parents=True)  # fails for the slower start, with or without locks
+        held = lock(folder).acquire(timeout=_READER_SECONDS)
+    except (FileExistsError, filelock.Timeout):
+        return None
+
+    if not is_free(folder):  # another start has held the lock and ended
+        held.lock.release()
+        return None
+    return held
+
+
+class _Unfinished(NamedTuple):
+    """A run that this start may continue, and its folder's lock."""
+
+    lock: "Held"
+    record: Facts  # run.json
+
+
+def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unfinished | None:
+    """Lock a run that this start may continue. Return ``None`` for any other run.
+
+    The lock may be held by processes that save and end because their launcher was killed. They are
+    given a minute.
+    """
+    if _unfinished_record(folder, identity, source) is None:
+        return None
+    try:
+        held = lock(folder).acquire(blocking=False)
+    except filelock.Timeout:
+        say(
+            "run",
+            f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another "
+            "name",
+        )
+        try:
+            held = lock(folder).acquire(timeout=_WAIT_SECONDS)
+        except filelock.Timeout:
+            return None
+
+    record = _unfinished_record(folder, identity, source)  # it may have finished in the meantime
+    if record is None:
+        held.lock.release()
+        return None
+    return _Unfinished(held, record)
+
+
+def _unfinished_record(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
+    """Return ``run.json`` of an unfinished run of the same identity, or ``None`` for any other.
+
+    Args:
+        source: the checkpoint that the user has named, if any: the run must have begun from it.
 
     Raises:
         UserError: a newer llmtrain has written the unfinished run.
@@ -135,51 +245,41 @@ def _unfinished(folder: Path, identity: Facts, source: Path | None) -> Facts | N
     record = read_versioned(folder / "run.json")
     if record.get("identity_sha256") != digest(identity):
         return None
-    if (
-        source is not None
-        and [str(source)] != [start["from"] for start in record.get("starts", [])][:1]
-    ):
-        return None
-    for patience in (
-        0.0,
-        _WAIT_SECONDS,
-    ):  # a launcher that was killed leaves processes that save and then end
-        try:
-            with lock(folder).acquire(timeout=patience):
-                return (
-                    record
-                    if read_object(folder / "status.json").get("state") != "finished"
-                    else None
-                )
-        except filelock.Timeout:
-            if not patience:
-                say(
-                    "run",
-                    f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another name",
-                )
-    return None
+    if source is not None:
+        origins = [start["from"] for start in record["starts"]]
+        if origins[:1] != [str(source)]:
+            return None
+    return record
 
 
 def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
-    """Return a checkpoint that a person has named, by itself or by its run, and its identity."""
-    named = f"--resume_from_checkpoint {path}"
-    of_run = path / "checkpoints"
-    found = checkpoint.newest_valid(of_run) if of_run.is_dir() else path
-    if found is None:
-        raise UserError(f"{named}: this run has no checkpoint yet.")
-    if not (found / checkpoint.MANIFEST).exists():
+    """Return a checkpoint that the user has named, and its identity.
+
+    Args:
+        path: the folder of a checkpoint, or of a run, whose newest checkpoint is taken.
+        identity: the identity of this run. The settings of the update may differ.
+    """
+    flag = f"--resume_from_checkpoint {path}"
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{flag}: this run has no checkpoint yet.")
+    elif (path / checkpoint.MANIFEST).exists():
+        found = path
+        fault = checkpoint.find_fault(path)
+        if fault:
+            raise UserError(f"{flag} is damaged: {fault}.")
+    else:
         raise UserError(
-            f"{named} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
+            f"{flag} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
         )
-    if found is path and (fault := checkpoint.find_fault(path)):
-        raise UserError(f"{named} is damaged: {fault}.")
+
     before: Facts = checkpoint.read_state(found)["identity"]
-    for key, value in json.loads(
-        json.dumps(identity)
-    ).items():  # whose keys are words, as those of a file
-        if before.get(key) != value and key not in ("update", "exchange", "stopping"):
-            raise UserError(f"{named} has another {key}: {difference(before.get(key), value)}.")
+    as_json = json.loads(json.dumps(identity))  # whose keys are strings, as those of a file
+    for key, value in as_json.items():
+        if key not in _MAY_CHANGE and before.get(key) != value:
+            raise UserError(f"{flag} has another {key}: {difference(before.get(key), value)}.")
     if before.get("exchange") != identity.get("exchange"):
-        ways = [ways.get("exchange") or "exactly" for ways in (before, identity)]
-        say("changed", f"how gradients are exchanged: {ways[0]} -> {ways[1]}")
+        exchanges = [facts.get("exchange") or "exactly" for facts in (before, identity)]
+        say("changed", f"how gradients are exchanged: {exchanges[0]} -> {exchanges[1]}")
     return found, before

@@ -18,7 +18,7 @@ from llmtrain.config import resolved
 from llmtrain.console import say
 from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
-from llmtrain.errors import UserError, explained, first_line, require
+from llmtrain.errors import UserError, explained, first_line
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import (
@@ -53,14 +53,14 @@ from llmtrain.training.settings import AnySettings
 from llmtrain.training.step import plain_of
 from llmtrain.training.summary import show_result
 
-_TOLD = (
+_TRACKED_FACTS = (  # of a start, which trackers are sent beside the settings
     "git_sha",
     "code_sha256",
     "processes",
     "sharded",
     "device",
     "mixed_precision",
-)  # to trackers, of a start
+)
 
 
 @dataclass
@@ -286,120 +286,176 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    accelerator: Accelerator, s: AnySettings, rows: Tokenized, built: Built
+    accelerator: Accelerator,
+    settings: AnySettings,
+    rows: Tokenized,
+    built: Built,
 ) -> Iterator[Run]:
-    """Open the run's folder for the length of the block: a new one, or that of an unfinished run of the same identity.
+    """Open the run's folder until the block ends: a new one, or that of an unfinished run.
 
-    At the end of a block that did not fail the processes leave the group, and a finished model is published. A dry run
-    makes no folder. Raises :class:`UserError` where the ranks are about to train different things, or where the folder
-    cannot be used.
+    An unfinished run is continued if it has the same identity. After a block without an error the
+    processes leave their group, and a finished model is published. A dry run makes no folder.
+
+    Raises:
+        UserError: the ranks are about to train different things, or the folder cannot be used.
     """
-    layout = Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)
-    if not s.loop.dry_run:
-        rows = with_reference(accelerator, s.loop.seed, rows, built)
-    judged = rows.eval is not None or not s.loop.early_stopping_patience
-    require(judged, "--early_stopping_patience needs held-out rows to evaluate.")
-    identity, team = identity_of(accelerator, s, rows, built, layout), Team.everyone()
-    check_same_everywhere(team, what_runs(identity, resolved(s), accelerator.mixed_precision))
-    choice = Choice(Path(s.run.output_dir))
-    if not s.loop.dry_run:
-        choice = team.main(
-            lambda: choose_folder(s.run.output_dir, s.run.resume_from_checkpoint, identity)
-        )
-        say("run", f"{choice.folder} ({choice.why})")
-    folder = RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process)
-    saver = Saver(
-        folder.path / "checkpoints", built.files, s.run.save_total_limit, s.run.async_save
-    )
-    saver.verified += [choice.checkpoint] if choice.checkpoint else []
-    deadline = Deadline.of(s.loop.max_hours) if s.loop.replay_step is None else Deadline()
-    metrics = Metrics(accelerator, folder.path, s.parallel.ddp_timeout)
-    patience = Patience(s.loop.early_stopping_patience, s.loop.metric_for_best_model)
-    parts = (
-        accelerator,
-        s,
-        layout,
-        rows,
-        built,
-        identity,
-        folder,
-        saver,
-        metrics,
-        deadline,
-        patience,
-        choice,
-    )
-    run = Run(*parts, choice.step, choice.tokens)
-    with contextlib.nullcontext() if s.loop.dry_run else _recorded(run, team):
+    layout = Layout.of(settings.data, data_parallel_size(accelerator), settings.loop.bitwise)
+    if not settings.loop.dry_run:
+        rows = with_reference(accelerator, settings.loop.seed, rows, built)
+    if settings.loop.early_stopping_patience and rows.eval is None:
+        raise UserError("--early_stopping_patience needs held-out rows to evaluate.")
+
+    identity = identity_of(accelerator, settings, rows, built, layout)
+    team = Team.everyone()
+    facts = what_runs(identity, resolved(settings), accelerator.mixed_precision)
+    check_same_everywhere(team, facts)
+
+    with contextlib.ExitStack() as held:
+
+        def choose() -> Choice:
+            choosing = choose_folder(
+                settings.run.output_dir,
+                resume=settings.run.resume_from_checkpoint,
+                identity=identity,
+            )
+            return held.enter_context(choosing)
+
+        if settings.loop.dry_run:
+            choice = Choice(Path(settings.run.output_dir))
+        else:
+            choice = team.main(choose)
+            say("run", f"{choice.folder} ({choice.why})")
+
+        run = _new_run(accelerator, settings, layout, rows, built, identity, choice)
+        if not settings.loop.dry_run:
+            held.enter_context(_recorded(run, team))
         yield run
+
     leave_group()
     if run.finished and run.is_main:
-        publish(folder.path / "model", s.run.push_to_hub)
+        publish(run.folder.path / "model", settings.run.push_to_hub)
+
+
+def _new_run(
+    accelerator: Accelerator,
+    settings: AnySettings,
+    layout: Layout,
+    rows: Tokenized,
+    built: Built,
+    identity: Facts,
+    choice: Choice,
+) -> Run:
+    saver = Saver(
+        choice.folder / "checkpoints",
+        built.files,
+        keep=settings.run.save_total_limit,
+        in_background=settings.run.async_save,
+    )
+    if choice.checkpoint:
+        saver.verified.append(choice.checkpoint)
+
+    is_replay = settings.loop.replay_step is not None
+    return Run(
+        accelerator=accelerator,
+        settings=settings,
+        layout=layout,
+        rows=rows,
+        built=built,
+        identity=identity,
+        folder=RunFolder(choice.folder, choice.incarnation, accelerator.is_main_process),
+        saver=saver,
+        metrics=Metrics(accelerator, choice.folder, settings.parallel.ddp_timeout),
+        deadline=Deadline() if is_replay else Deadline.of(settings.loop.max_hours),
+        patience=Patience(
+            settings.loop.early_stopping_patience,
+            settings.loop.metric_for_best_model,
+        ),
+        choice=choice,
+        step=choice.step,
+        tokens=choice.tokens,
+    )
 
 
 @contextlib.contextmanager
 def _recorded(run: Run, team: Team) -> Iterator[None]:
-    """Hold a run's folder and tell its trackers; whatever ends the block is said in ``status.json``."""
-    s, accelerator, folder, settings = (
-        run.settings,
-        run.accelerator,
-        run.folder,
-        resolved(run.settings),
-    )
-    with contextlib.ExitStack() as held:
+    """Write a run's record and feed its trackers until the block ends.
 
-        def claim() -> Facts:
-            held.enter_context(folder.claimed(run.step))
-            sharded = sharding_of(accelerator).layout if is_sharded(accelerator) else None
-            here: Facts = {"processes": accelerator.num_processes, "sharded": sharded}
-            here |= {
-                "device": accelerator.device.type,
-                "mixed_precision": accelerator.mixed_precision,
-            }
-            record = run_record(
-                folder.path, run.identity, settings, asdict(run.rows.facts), run.choice, here
-            )
-            folder.write("run.json", record)
-            return {key: record["starts"][-1][key] for key in _TOLD}
+    ``status.json`` names the reason for every end. Rank 0 holds the folder's lock.
+    """
+    settings = resolved(run.settings)
 
-        told = {name: setting["value"] for name, setting in settings.items()} | team.main(claim)
-        if is_sharded(accelerator):
-            run.saver.team = Team.of_all(folder.can_write(), s.parallel.ddp_timeout + 60)
-        held.enter_context(stop_signals(run.ask_to_stop))
+    def begin() -> Facts:
+        run.folder.begin(run.step)
+        record = _record_of(run, settings)
+        run.folder.write("run.json", record)
+        return {key: record["starts"][-1][key] for key in _TRACKED_FACTS}
+
+    tracked = {name: setting["value"] for name, setting in settings.items()} | team.main(begin)
+    if is_sharded(run.accelerator):
+        timeout = run.settings.parallel.ddp_timeout + 60
+        run.saver.team = Team.of_all(run.folder.can_write(), timeout)
+
+    with stop_signals(run.ask_to_stop):
         try:
             run.metrics.start(
-                s.run.trackers, told, s.run.run_name or folder.path.name, run.choice.run_id
+                run.settings.run.trackers,
+                settings=tracked,
+                run_name=run.settings.run.run_name or run.folder.path.name,
+                run_id=run.choice.run_id,
             )
             yield
-        except KeyboardInterrupt:  # who cannot wait waits neither for a save nor for trackers
+        except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
             run.failed("left at once")
             raise
         except BaseException as error:
             reason = explained(error) or first_line(error)
-            run.failed(reason)  # at once: launchers do not wait long for who has failed
-            with contextlib.suppress(Exception):  # the error at hand is the one to tell
+            run.failed(reason)  # at once: a launcher soon kills a process that has failed
+            with contextlib.suppress(Exception):  # the first error is the one to show
                 run.saver.wait()
-            run.failed(reason)  # a save that was under way has said that the run is running
+            run.failed(reason)  # a save in the background may have written "running"
             run.metrics.close(exit_code=1)
             raise
+
         state, reason = run.outcome
-        folder.status(state, run.step, reason)
-        run.metrics.close(exit_code=0, model=folder.path / "model" if run.finished else None)
+        run.folder.status(state, run.step, reason)
+        run.metrics.close(exit_code=0, model=run.folder.path / "model" if run.finished else None)
+
+
+def _record_of(run: Run, settings: dict[str, Facts]) -> Facts:
+    """Return the new content of ``run.json``."""
+    accelerator = run.accelerator
+    start = {
+        "processes": accelerator.num_processes,
+        "sharded": sharding_of(accelerator).layout if is_sharded(accelerator) else None,
+        "device": accelerator.device.type,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+    return run_record(
+        run.folder.path,
+        identity=run.identity,
+        settings=settings,
+        details=asdict(run.rows.facts),
+        choice=run.choice,
+        start=start,
+    )
 
 
 def _check_finite(accelerator: Accelerator, model: nn.Module) -> None:
-    parameters, device = (
-        dict(model.named_parameters()),
-        accelerator.device,
-    )  # of those of other stages there is nothing
-    here = [
-        torch.zeros((), device=device) if p.is_meta else local_shard(p) for p in parameters.values()
-    ]
-    bad = torch.stack([(~torch.isfinite(values)).any().to(device) for values in here])
-    if is_sharded(accelerator):  # each rank has seen its shard
+    """Raise :class:`UserError` if a parameter has values that are not finite, on any rank."""
+    device = accelerator.device
+    parameters = dict(model.named_parameters())
+    flags = []
+    for parameter in parameters.values():
+        if parameter.is_meta:  # another pipeline stage holds it
+            flags.append(torch.zeros((), dtype=torch.bool, device=device))
+        else:
+            flags.append((~torch.isfinite(local_shard(parameter))).any().to(device))
+
+    bad = torch.stack(flags)
+    if is_sharded(accelerator):  # each rank has looked at its own shard
         bad = accelerator.reduce(bad.int(), reduction="sum")
-    for name, found in zip(parameters, bad.tolist(), strict=True):
-        require(
-            not found,
-            f"{name} has values that are not finite; nothing was saved. Lower --learning_rate.",
-        )
+    for name, is_bad in zip(parameters, bad.tolist(), strict=True):
+        if is_bad:
+            raise UserError(
+                f"{name} has values that are not finite; nothing was saved. Lower --learning_rate."
+            )

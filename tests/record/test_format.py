@@ -36,6 +36,11 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def start(folder: Path, resume: str) -> None:
+    with choose_folder(str(folder), resume, IDENTITY):
+        pass
+
+
 def write_newer_version(path: Path) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format_version": 2}))
@@ -76,7 +81,7 @@ def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> No
 @pytest.mark.parametrize(
     "read",
     [
-        lambda run: choose_folder(str(run), "auto", IDENTITY),
+        lambda run: start(run, "auto"),
         History.of,
         History.found,
     ],
@@ -109,11 +114,9 @@ def test_commands_refuse_a_run_of_a_newer_format(
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "resume": lambda run: choose_folder(str(run), "auto", IDENTITY),
-    "resume from the run": lambda run: choose_folder(str(run) + "-2", str(run), IDENTITY),
-    "resume from the checkpoint": lambda run: choose_folder(
-        str(run) + "-2", str(run / CHECKPOINT), IDENTITY
-    ),
+    "resume": lambda run: start(run, "auto"),
+    "resume from the run": lambda run: start(run.with_name("new"), str(run)),
+    "resume from the checkpoint": lambda run: start(run.with_name("new"), str(run / CHECKPOINT)),
     "newest": lambda run: newest_valid(run / "checkpoints", set_aside=True),
     "verify": lambda run: find_fault(run / CHECKPOINT),
 }

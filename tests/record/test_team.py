@@ -86,7 +86,8 @@ def test_ranks_may_find_their_data_at_different_places(monkeypatch: pytest.Monke
 
 
 def test_a_choice_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
-    choice = choose_folder(str(tmp_path / "run"), "auto", {"data": "abc"})
+    with choose_folder(str(tmp_path / "run"), "auto", {"data": "abc"}) as choice:
+        pass
     assert pickle.loads(pickle.dumps(choice)) == choice
     assert (choice.folder, choice.checkpoint, choice.why) == (tmp_path / "run", None, "new")
     assert (len(choice.run_id), len(choice.incarnation)) == (8, 16)

@@ -198,7 +198,7 @@ def test_no_payload_in_a_file_that_is_read_is_run(
 
     def read_everything() -> None:
         for reader in (
-            lambda: choose_folder(str(run), "auto", {}),
+            lambda: choose_folder(str(run), "auto", {}).__enter__(),
             lambda: find_fault(run / "checkpoints/step-00000010"),
             lambda: dict(read_tensors(run / "checkpoints/step-00000010/model")),
             lambda: dict(read_tensors(run / "checkpoints/step-00000010/optimizer")),

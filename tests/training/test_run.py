@@ -1,5 +1,6 @@
 import contextlib
 import json
+import multiprocessing
 import threading
 from pathlib import Path
 
@@ -169,6 +170,68 @@ def test_a_run_begun_from_a_named_checkpoint_goes_on_when_it_is_started_again(
     assert begin(steps=(40,), crash=True, resume_from_checkpoint="never") == ("run-3", 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert begin(resume_from_checkpoint="never") == ("run-2", 30)
+
+
+@pytest.fixture
+def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
+    """Start a run in several processes, none of which goes on before all have chosen a folder."""
+
+    def go(count: int, **flags: str) -> list[str]:
+        context = multiprocessing.get_context("fork")
+        have_chosen, outcomes = context.Barrier(count), context.SimpleQueue()
+        deadline_of = running.Deadline.of
+
+        def wait_for_the_others(hours: float | None) -> running.Deadline:
+            have_chosen.wait(60)
+            return deadline_of(hours)
+
+        def start() -> None:
+            try:
+                with opened(**flags) as run:
+                    outcomes.put(f"{run.folder.path.name} from step {run.step}")
+                    have_chosen.wait(60)  # hold the folder until all have said theirs
+            except BaseException as error:
+                outcomes.put(repr(error))
+                have_chosen.abort()
+
+        monkeypatch.setattr(running.Deadline, "of", wait_for_the_others)
+        children = [context.Process(target=start) for _ in range(count)]
+        for child in children:
+            child.start()
+        names = sorted(outcomes.get() for _ in children)
+        for child in children:
+            child.join()
+        return names
+
+    return go
+
+
+def test_starts_at_the_same_moment_take_folders_of_their_own(start_at_once, tmp_path: Path) -> None:
+    assert start_at_once(3) == ["run from step 0", "run-2 from step 0", "run-3 from step 0"]
+    assert not (tmp_path / "run-4").exists()
+
+
+def test_of_two_starts_at_the_same_moment_one_goes_on_with_an_unfinished_run(
+    begin, start_at_once, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_WAIT_SECONDS", 0.1)
+    begin(steps=(10,), crash=True)
+    assert start_at_once(2) == ["run from step 10", "run-2 from step 0"]
+
+
+def test_a_name_that_another_start_has_just_taken_is_left_to_it(
+    begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As if the file system kept no locks."""
+    is_free = resume.is_free
+
+    def lose_the_race(folder: Path) -> bool:
+        was_free = is_free(folder)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        return was_free
+
+    monkeypatch.setattr(resume, "is_free", lose_the_race)
+    assert begin() == ("run-2", 0)
 
 
 def test_files_that_are_not_a_run_are_left_alone(begin, tmp_path: Path) -> None:
