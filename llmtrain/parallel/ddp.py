@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def average_exactly(state: None, bucket: GradBucket) -> BucketMean:
     return total.then(lambda done: done.value()[0])
 
 
-COMM_HOOKS: dict[str, Callable[[None, GradBucket], BucketMean]] = {  # by --ddp_comm_hook
+COMM_HOOKS: dict[str, Callable[[Any, GradBucket], BucketMean]] = {  # by --ddp_comm_hook
     "none": average_exactly,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,

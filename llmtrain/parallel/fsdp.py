@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.contract import Built, Weights
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.parallel import mesh as meshes
 from llmtrain.parallel.mesh import Sharding, local_shard, sharding_of
 from llmtrain.parallel.tensor import parallelize
@@ -72,43 +72,51 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def place(accelerator: Accelerator, built: Built) -> Built:
-    """Bring a model that was built to where it is trained: sharded, or whole on this rank's device.
+    """Bring a new model to where it is trained: sharded, or whole on this rank's device.
 
-    Parameters on the meta device become real and get their first weights. Raises :class:`UserError` where there is no
-    room, or where the model cannot be trained so.
+    Parameters on the meta device become real and get their first weights.
+
+    Raises:
+        UserError: if there is not enough memory, or if the model cannot be sharded.
     """
-    model, kind = built.model, type(built.model).__name__  # before FSDP renames it
-    quantized = not all(
-        p.is_floating_point() for p in model.parameters()
-    )  # two 4-bit numbers in a byte
-    fits = built.weights is not None or not is_sharded(accelerator)
-    require(fits or not quantized, "--load_in_4bit weights cannot be sharded; use a DDP config.")
-    require(
-        fits,
-        f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the meta "
-        "device and hand its first weights to Built, or use a DDP config.",
-    )
+    model = built.model
+    kind = type(model).__name__  # before FSDP renames it
+    # bitsandbytes keeps two 4-bit numbers in a byte.
+    is_quantized = not all(p.is_floating_point() for p in model.parameters())
+    if is_sharded(accelerator) and built.weights is None:
+        if is_quantized:
+            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+        raise UserError(
+            f"{kind} has no stream of weights, without which a model of one's own cannot be sharded: build it on the "
+            "meta device and hand its first weights to Built, or use a DDP config."
+        )
     check_room(accelerator, model)
-    counts = [
-        (p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad)
-        for p in model.parameters()
-    ]
-    every, trained = (
-        sum(count for count, _ in counts),
-        sum(count for count, learns in counts if learns),
-    )
-    share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
-    say("model", f"{kind}: {every:,} parameters{share}")
+    _say_size(model, kind)
+
     if is_sharded(accelerator):
         shard(accelerator, model, built.weights or ())
     else:
         empty = {name: p for name, p in model.named_parameters() if p.is_meta}
         _make_real(empty.values(), accelerator.device)
         meshes.fill(empty, built.weights or ())
-        if not quantized:  # bitsandbytes has placed it
+        if not is_quantized:  # else bitsandbytes has placed it
             model.to(accelerator.device)
     built.check()
     return built
+
+
+def _say_size(model: nn.Module, kind: str) -> None:
+    """Print how many parameters a model has, and how many of them are trained."""
+    every = 0
+    trained = 0
+    for parameter in model.parameters():
+        is_quantized = not parameter.is_floating_point()
+        count = parameter.numel() * (2 if is_quantized else 1)
+        every += count
+        if parameter.requires_grad:
+            trained += count
+    share = "" if trained == every else f", {trained:,} of them trained ({trained / every:.2%})"
+    say("model", f"{kind}: {every:,} parameters{share}")
 
 
 def shard(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
@@ -245,10 +253,13 @@ def _leave_to_other_stages(model: nn.Module, sharding: Sharding) -> set[nn.Param
 
 
 def check_room(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise :class:`UserError` where weights, gradients and optimizer state alone are more than the GPU has.
+    """Check, before any memory is taken, that the GPU can hold the least that a run needs.
 
-    Called before the first of them is there. Of the optimizer's numbers, of which AdamW has two and Muon one a weight,
-    one is counted.
+    That is weights, gradients and optimizer state. AdamW keeps two numbers for each weight and Muon
+    one, so one is counted.
+
+    Raises:
+        UserError: if the GPU has less memory.
     """
     sharding = sharding_of(accelerator)
     if accelerator.device.type != "cuda" or sharding.cpu_offload:
@@ -256,13 +267,15 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
     shards = sharding.shards * sharding.together
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
+    least = weights + 2 * gradients
     room = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
-    require(
-        weights + 2 * gradients <= room,
-        f"this run needs {(weights + 2 * gradients) / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
-        f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; this GPU "
-        f"has {room / _GIB:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see llmtrain plan.",
-    )
+    if least > room:
+        raise UserError(
+            f"this run needs {least / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
+            f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, and activations; "
+            f"this GPU has {room / _GIB:.1f}. Share them among more processes ({shipped_config('fsdp2')}): see "
+            "llmtrain plan."
+        )
 
 
 class Unit(NamedTuple):
@@ -274,34 +287,43 @@ class Unit(NamedTuple):
 
 
 def units_of(model: nn.Module, norms_apart: bool) -> Iterator[Unit]:
-    """Yield what is gathered and freed on its own. Raises :class:`UserError` where there are no blocks.
+    """Yield what is gathered and freed together.
 
-    That is each block (and its norms, where they keep another precision); the embedding; the head, and with it an
-    embedding that it shares weights with, for each weight belongs to one unit. What is left, the last norm or the like,
-    stays with the model itself.
+    Each block is a unit, and its norms are another if they keep another precision. The embedding is
+    a unit, and so is the head. If the two share weights they are one unit, because each weight
+    belongs to one. The rest, such as the last norm, stays with the model itself.
+
+    Raises:
+        UserError: if the model has no blocks.
     """
     blocks = meshes.blocks_of(model)
-    require(
-        blocks, f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP."
-    )
+    if not blocks:
+        raise UserError(
+            f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP."
+        )
     for block in reversed(blocks):  # inner first
-        norms = [
-            m
-            for m in block.modules()
-            if "Norm" in type(m).__name__ and any(True for _ in m.parameters(False))
-        ]
+        norms = [module for module in block.modules() if _is_norm(module)]
         if norms and norms_apart:
             yield Unit(norms, multiplied=False)
         yield Unit([block])
+
     if not isinstance(model, meshes.HasEmbeddings):
         return
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and {*embedding.parameters()} & {*head.parameters()}:
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is None:
+        yield Unit([embedding], multiplied=False)
+    elif {*embedding.parameters()} & {*head.parameters()}:
         yield Unit([embedding, head], multiplied=False, backward_begins=True)
-        return
-    yield Unit([embedding], multiplied=False)
-    if head is not None:
+    else:
+        yield Unit([embedding], multiplied=False)
         yield Unit([head], backward_begins=True)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm with weights of its own."""
+    has_weights = any(True for _ in module.parameters(recurse=False))
+    return "Norm" in type(module).__name__ and has_weights
 
 
 def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":

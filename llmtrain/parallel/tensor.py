@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_range
 from llmtrain.parallel.mesh import HasEmbeddings, to_local
 from llmtrain.shipped import shipped_config
@@ -56,47 +56,67 @@ STYLES = {
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model's parameters, in place, over a mesh of one dimension, and have its modules compute with shards.
+    """Shard a model's parameters, in place, and have its modules compute with the shards.
 
-    The model's ``tp_plan`` says how. Full tensors may be on the meta device. Raises :class:`UserError` where the model
-    has no plan, or one that does not divide.
+    The model's ``tp_plan`` says how. Full tensors may be on the meta device.
+
+    Args:
+        model: the model.
+        mesh: a mesh of one dimension.
+
+    Raises:
+        UserError: if the model has no plan, or if a size does not divide among the ranks.
     """
-    kind, size, plan = type(model).__name__, mesh.size(), _plan_of(model)
-    lacking = (
-        "LoRA's matrices have" if hasattr(model, "peft_config") else "" if plan else f"{kind} has"
-    )
-    require(
-        not lacking,
-        f"{lacking} no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')}).",
-    )
-    _check_heads(model, kind, size)
+    kind = type(model).__name__
+    plan = _plan_of(model)
+    if hasattr(model, "peft_config"):
+        raise UserError(
+            f"LoRA's matrices have no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')})."
+        )
+    if not plan:
+        raise UserError(
+            f"{kind} has no plan for tensor parallelism; use FSDP ({shipped_config('fsdp2')})."
+        )
+    _check_heads(model, kind, mesh.size())
+
     shared: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is sharded once
     for name, module in model.named_modules():
-        said = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))  # * stands for a number
-        if said is None:
+        wish = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))  # * stands for a number
+        if wish is None:
             continue
-        style = STYLES.get(said)
+        style = STYLES.get(wish)
         if style is None:
             raise UserError(
-                f"{kind} asks for '{said}' in {name}, which is not supported; use FSDP."
+                f"{kind} asks for '{wish}' in {name}, which is not supported; use FSDP."
             )
         for key, full in [*module.named_parameters(recurse=False)]:
             dimension = _dimension(module, key, style)
             if dimension is None:
                 continue
             if full not in shared:
-                columns = full.shape[dimension]
-                if columns % (size * style.pieces) and style.along != "first" and not style.gathers:
-                    raise UserError(
-                        f"{kind}: the {columns} columns of {name} do not divide among {size} processes."
-                    )
-                strided = _StridedShard(dimension, split_factor=style.pieces)
-                placement = strided if style.pieces > 1 else Shard(dimension)
-                shard = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=None)
-                shared[full] = nn.Parameter(shard, full.requires_grad)
+                _check_divides(kind, name, full.shape[dimension], mesh.size(), style)
+                shared[full] = _sharded(full, mesh, dimension, style)
             module.register_parameter(key, shared[full])
-        if said != "by_itself":
+        if wish != "by_itself":
             _compute_with_shards(module, style, mesh)
+
+
+def _check_divides(kind: str, name: str, columns: int, ranks: int, style: Style) -> None:
+    """Raise :class:`UserError` if columns must be shared out equally and cannot be."""
+    may_be_uneven = style.along == "first" or style.gathers
+    if columns % (ranks * style.pieces) and not may_be_uneven:
+        raise UserError(
+            f"{kind}: the {columns} columns of {name} do not divide among {ranks} processes."
+        )
+
+
+def _sharded(full: nn.Parameter, mesh: DeviceMesh, dimension: int, style: Style) -> nn.Parameter:
+    """Return a parameter sharded along one of its dimensions."""
+    placement: Shard | _StridedShard = Shard(dimension)
+    if style.pieces > 1:
+        placement = _StridedShard(dimension, split_factor=style.pieces)
+    shard = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(shard, full.requires_grad)
 
 
 def _plan_of(model: nn.Module) -> Mapping[str, str]:
