@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.contract import Facts
-from llmtrain.errors import first_line, require
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.launching.children import read_config
 
@@ -84,27 +84,32 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _act_as_launcher(arguments: argparse.Namespace) -> None:
-    """Set what a launcher of one process a machine would, where several machines are asked for and there is none.
+    """Set the variables of a launcher with one process a machine, if several machines are asked for and there is none.
 
     A launcher itself waits for a quarter of an hour, without a word, for a machine that does not come.
     """
-    found = (read_config(arguments.config_file) if arguments.config_file else {}) | _said(arguments)
-    machines, rank, address, port = (found.get(name) for name in _MEETING)
+    config = read_config(arguments.config_file) if arguments.config_file else {}
+    config |= _said(arguments)
+    machines, rank, address, port = (config.get(name) for name in _MEETING)
     if "WORLD_SIZE" in os.environ or machines in (None, 1):
         return
-    told = "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
-    require(rank is not None and address is not None, told)
-    require(
-        rank in range(machines),
-        f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}.",
-    )
+
+    if rank is None or address is None:
+        raise UserError(
+            "each of several machines needs --machine_rank, and --main_process_ip, the address of the first."
+        )
+    if rank not in range(machines):
+        raise UserError(
+            f"--machine_rank {rank}: of {machines} machines it is from 0 to {machines - 1}."
+        )
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(machines),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": str(address),
+        "MASTER_PORT": str(port or 29500),
     }
-    os.environ |= {"MASTER_ADDR": str(address), "MASTER_PORT": str(port or 29500)}
 
 
 def _said(arguments: argparse.Namespace, *more: str) -> Facts:

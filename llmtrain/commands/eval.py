@@ -51,7 +51,7 @@ def _score(arguments: argparse.Namespace) -> None:
     from accelerate.utils import broadcast_object_list
 
     from llmtrain.data.cache import cache_folder, file_digest
-    from llmtrain.errors import UserError, require
+    from llmtrain.errors import UserError
     from llmtrain.files import append_json_line, json_text
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.models.generation import model_folder
@@ -59,49 +59,65 @@ def _score(arguments: argparse.Namespace) -> None:
 
     for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
         value = getattr(arguments, name)
-        require(value is None or value >= least, f"--{name} {value} must be at least {least}.")
-    include, run_folder = arguments.include_path, Path(arguments.model)
-    require(include is None or Path(include).is_dir(), f"--include_path {include} is no folder.")
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value} must be at least {least}.")
+    include_path = arguments.include_path
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include_path {include_path} is no folder.")
     try:
         from llmtrain.models.harness import forget, scores
     except ImportError:
         raise UserError(
             "llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'."
         ) from None
-    with contextlib.redirect_stdout(sys.stderr):  # the banner and bars
+
+    options = {
+        "num_fewshot": arguments.num_fewshot,
+        "limit": arguments.limit,
+        "apply_chat_template": arguments.apply_chat_template,
+    }
+    with contextlib.redirect_stdout(sys.stderr):  # the banner and progress bars
         accelerator = start_accelerator()
-        [source] = broadcast_object_list(
-            [model_folder(arguments.model)]
-        )  # a run may save another one meanwhile
+        # The run may save another model meanwhile, so all ranks take the one that the first has found.
+        [source] = broadcast_object_list([model_folder(arguments.model)])
         files = sorted(path for path in Path(source).glob("*") if path.is_file())
-        options = {
-            name: getattr(arguments, name)
-            for name in ("num_fewshot", "limit", "apply_chat_template")
-        }
-        asked = [
+        key = [
             source,
             arguments.tasks,
-            include,
+            include_path,
             options,
             accelerator.num_processes,
             accelerator.mixed_precision,
+            *(file_digest(path).hex() for path in files),
         ]
-        key = json_text([*asked, *(file_digest(path).hex() for path in files)])
-        answers = cache_folder() / "answers" / hashlib.sha256(key.encode()).hexdigest()[:32]
-        found = scores(
-            accelerator, source, arguments.tasks, include, arguments.batch_size, answers, **options
+        digest = hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
+        answers = cache_folder() / "answers" / digest
+        results = scores(
+            accelerator,
+            source,
+            arguments.tasks,
+            include_path,
+            arguments.batch_size,
+            answers,
+            **options,
         )
+
+    run_folder = Path(arguments.model)
     saved = Path(source).parent.name.partition("step-")[2]
     step = int(saved) if saved.isdecimal() else History.found(run_folder).step
-    lines = [
-        {"step": step, "time": time.time(), "model": source, **options, **line} for line in found
-    ]
-    for line in lines if is_run(run_folder) else []:
-        append_json_line(run_folder / "scores.jsonl", line)
+    common = {"step": step, "time": time.time(), "model": source, **options}
+    lines = [{**common, **result} for result in results]
+    if is_run(run_folder):
+        for line in lines:
+            append_json_line(run_folder / "scores.jsonl", line)
     forget(accelerator, answers)
-    if arguments.json and lines:
+    if not lines:  # only the main process has any
+        return
+
+    if arguments.json:
         print(json_text(lines))
-    for line in [] if arguments.json else lines:
+        return
+    for line in lines:
         error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
         print(
             f"{line['task']:24} {line['metric']:12} {line['value']:.4f}{error}  of {line['questions']:,} questions"

@@ -22,32 +22,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.errors import UserError, require
+    from llmtrain.errors import UserError
     from llmtrain.files import new_folder
     from llmtrain.models.generation import logits_apart, model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
-    require(Path(arguments.model).is_dir(), f"{arguments.model} is no folder.")
+    model = Path(arguments.model)
+    if not model.is_dir():
+        raise UserError(f"{model} is no folder.")
     source = Path(model_folder(arguments.model))
-    target = Path(
-        arguments.to or Path(arguments.model) / ("merged" if arguments.merge else "export")
-    )
-    require(not target.exists(), f"{target} exists; name another folder with --to.")
+    target = Path(arguments.to or model / ("merged" if arguments.merge else "export"))
+    if target.exists():
+        raise UserError(f"{target} exists; name another folder with --to.")
     if arguments.merge and not is_adapter(source):
         raise UserError(
             f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out."
         )
+
+    result: dict[str, str | float] = {"model": str(target)}
+    message = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working)
         else:
             shutil.copytree(source, working, dirs_exist_ok=True)
-        apart, size = logits_apart(str(source), str(working)) if arguments.check else (0.0, 1.0)
-        if not apart <= _ROUNDING * size:
-            raise UserError(
-                f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept."
-            )
-    checked = {"logits_differ_by": apart, "largest_logit": size} if arguments.check else {}
-    said = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
-    said += f"; its logits differ by {apart:.2g} of {size:.2g}" if checked else ""
-    print(json.dumps({"model": str(target), **checked}) if arguments.json else said)
+
+        if arguments.check:
+            apart, size = logits_apart(str(source), str(working))
+            is_same = apart <= _ROUNDING * size  # False for NaN
+            if not is_same:
+                raise UserError(
+                    f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept."
+                )
+            result |= {"logits_differ_by": apart, "largest_logit": size}
+            message += f"; its logits differ by {apart:.2g} of {size:.2g}"
+    print(json.dumps(result) if arguments.json else message)

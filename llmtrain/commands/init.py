@@ -8,8 +8,9 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Literal
 
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.shipped import shipped
 
 _ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as this machine's GPUs
@@ -31,13 +32,12 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     gpus = torch.accelerator.device_count()
-    config = _called(
-        "config", arguments.config or {0: "cpu", 1: "single_gpu"}.get(gpus, "multi_gpu")
-    )
-    batch = (
-        [config] if config.suffix == ".slurm" else []
-    )  # which starts with the config of its name
-    sources = [_called("recipe", arguments.recipe), config.with_suffix(".yaml"), *batch]
+    config = _shipped_file("config", arguments.config or _fitting_config(gpus))
+    sources = [_shipped_file("recipe", arguments.recipe), config.with_suffix(".yaml")]
+    is_batch_job = config.suffix == ".slurm"
+    if is_batch_job:
+        sources.append(config)  # it starts with the YAML file of the same name
+
     folder = Path(arguments.folder)
     targets = [folder / source.name for source in sources]
     kept = [target for target in targets if target.exists()]
@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{kept[0]} exists already; name another folder, or with --config what to copy beside it."
         )
+
     recipe, config_file = targets[:2]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,15 +56,30 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{error.filename or folder} could not be written: {error.strerror}."
         ) from None
-    launch = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
-    command = ["sbatch", str(targets[-1])] if batch else launch
+
+    command = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
+    if is_batch_job:
+        command = ["sbatch", str(targets[-1])]
     if arguments.json:
-        places = {"recipe": str(recipe), "config": str(config_file)}
-        print(json.dumps({**places, "start": command, "kept": [*map(str, kept)]}))
+        content = {
+            "recipe": str(recipe),
+            "config": str(config_file),
+            "start": command,
+            "kept": [str(target) for target in kept],
+        }
+        print(json.dumps(content))
         return
     for name, target in zip(("recipe", "config", "batch"), targets, strict=False):
-        print(f"{name:<9} {target}{' (was there, and is kept)' if target in kept else ''}")
+        remark = " (was there, and is kept)" if target in kept else ""
+        print(f"{name:<9} {target}{remark}")
     print(f"start     {shlex.join(command)}")
+
+
+def _fitting_config(gpus: int) -> str:
+    """Return the name of the config for a machine with so many GPUs."""
+    if gpus == 0:
+        return "cpu"
+    return "single_gpu" if gpus == 1 else "multi_gpu"
 
 
 def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
@@ -79,11 +95,11 @@ def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
     return text
 
 
-def _called(kind: str, name: str) -> Path:
-    folder, ending = {"recipe": ("recipes", ".py"), "config": ("accelerate_configs", ".yaml")}[kind]
-    there = {path.name.removesuffix(ending): path for path in shipped(folder).glob("[!_.]*.*")}
-    require(
-        name.removesuffix(ending) in there,
-        f"--{kind} {name}: there are {', '.join(sorted(there))}.",
-    )
-    return there[name.removesuffix(ending)]
+def _shipped_file(kind: Literal["recipe", "config"], name: str) -> Path:
+    """Return a file of this package by its name, with or without its ending."""
+    folder, ending = ("recipes", ".py") if kind == "recipe" else ("accelerate_configs", ".yaml")
+    paths = {path.name.removesuffix(ending): path for path in shipped(folder).glob("[!_.]*.*")}
+    stem = name.removesuffix(ending)
+    if stem not in paths:
+        raise UserError(f"--{kind} {name}: there are {', '.join(sorted(paths))}.")
+    return paths[stem]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
@@ -26,31 +26,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     if not arguments.all and arguments.lesson is None:
-        if arguments.json:
-            print(json_text([{"lesson": name, "title": title(name)} for name in LESSONS], indent=1))
-            return
-        for name in LESSONS:
-            print(f"  {name:<14}{title(name)}")
-        print(
-            "\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md reads them in order."
-        )
+        _list(arguments.json)
         return
-    asked, failed = LESSONS if arguments.all else [arguments.lesson], []
+
+    lessons = [*LESSONS] if arguments.all else [arguments.lesson]
+    failed = []
     began = time.monotonic()
-    for name in asked:
+    for name in lessons:
         if arguments.all and not arguments.json:
             print(f"===== {name}: {title(name)}", flush=True)
         if not teach(name, sys.stderr if arguments.json else None):
             failed.append(name)
+
     if arguments.json:
-        print(json_text({name: name not in failed for name in asked}, indent=1))
+        print(json_text({name: name not in failed for name in lessons}, indent=1))
     elif arguments.all:
-        print(
-            f"===== {len(LESSONS) - len(failed)} of {len(LESSONS)} lessons hold, in {time.monotonic() - began:.0f} s"
+        held = len(lessons) - len(failed)
+        seconds = time.monotonic() - began
+        print(f"===== {held} of {len(lessons)} lessons hold, in {seconds:.0f} s")
+    if failed:
+        raise UserError(
+            f"on this machine something else happened than the lesson says: {', '.join(failed)}."
         )
-    require(
-        not failed,
-        f"on this machine something else happened than the lesson says: {', '.join(failed)}.",
+
+
+def _list(as_json: bool) -> None:
+    """Print the names and titles of all lessons."""
+    if as_json:
+        print(json_text([{"lesson": name, "title": title(name)} for name in LESSONS], indent=1))
+        return
+    for name in LESSONS:
+        print(f"  {name:<14}{title(name)}")
+    print(
+        "\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md reads them in order."
     )
 
 

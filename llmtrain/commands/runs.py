@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmtrain.console import say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, first_line, require
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
 
@@ -32,12 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    checks = arguments.words[:1] == ["check"]
-    folders = arguments.words[1:] if checks else arguments.words or ["runs"]
-    require(len(folders) == 1, "write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
+    should_check = arguments.words[:1] == ["check"]
+    folders = arguments.words[1:] if should_check else arguments.words or ["runs"]
+    if len(folders) != 1:
+        raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
+
     path = Path(folders[0])
     try:
-        if checks:
+        if should_check:
             sys.exit(0 if _check(path, arguments.json) else 1)
         _list(path, arguments.json)
     except OSError as error:
@@ -48,31 +50,41 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list(path: Path, as_json: bool) -> None:
     """Print the runs, the newest first."""
-    require(path.is_dir(), f"{path} is no folder; name the one that holds runs.")
-    runs: list[Facts] = []
-    for run in sorted(map(History.of, runs_in(path)), key=History.age):
-        facts = {"run": str(run.folder), "state": run.state, "step": run.step}
-        losses = {name: run.last(key) for name, key in _LOSSES.items()}
-        runs.append(
-            {
-                **facts,
-                "max_steps": run.settings.get("max_steps"),
-                **losses,
-                "age": round(run.age(), 1),
-            }
-        )
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder; name the one that holds runs.")
+
+    histories = sorted((History.of(folder) for folder in runs_in(path)), key=History.age)
+    runs = [_listed(history) for history in histories]
     if as_json:
         print(json_text(runs, indent=1))
         return
-    require(runs, f"{path} holds no runs.")
-    width = max(3, *(len(one["run"]) for one in runs)) + 2
+    if not runs:
+        raise UserError(f"{path} holds no runs.")
+
+    width = max(3, *(len(run["run"]) for run in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
-    for one in runs:
-        step = f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else "")
-        numbers = "".join(
-            f"{'' if one[key] is None else format(one[key], '.4f'):>10}" for key in _LOSSES
-        )
-        print(f"{one['run']:<{width}}{one['state']:<12}{step:>15}{numbers}{_span(one['age']):>10}")
+    for run in runs:
+        step = f"{run['step']:,}"
+        if run["max_steps"]:
+            step += f"/{run['max_steps']:,}"
+        losses = ""
+        for key in _LOSSES:
+            loss = "" if run[key] is None else f"{run[key]:.4f}"
+            losses += f"{loss:>10}"
+        print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{_span(run['age']):>10}")
+
+
+def _listed(history: History) -> Facts:
+    """Return what the list shows of a run."""
+    losses = {name: history.last(key) for name, key in _LOSSES.items()}
+    return {
+        "run": str(history.folder),
+        "state": history.state,
+        "step": history.step,
+        "max_steps": history.settings.get("max_steps"),
+        **losses,
+        "age": round(history.age(), 1),
+    }
 
 
 def _span(seconds: float) -> str:

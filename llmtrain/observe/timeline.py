@@ -233,27 +233,42 @@ def as_trace(report: Report) -> Facts:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+class Picture(NamedTuple):
+    """One step as boxes on a horizontal axis; times are in microseconds."""
+
+    step: int
+    events: list[Facts]  # of Chrome's trace event format
+    zero: float  # when the step began
+    length: float
+    tick: float  # between two marks on the axis
+
+
+def _picture(step: int, events: list[Facts]) -> Picture:
+    zero = min(event["ts"] for event in events)
+    length = max(event["ts"] + event["dur"] - zero for event in events)
+    length = max(length, 1e-3)
+
+    # Round ticks, about ten of them.
+    scale = 10.0 ** math.floor(math.log10(length / 10))
+    tick = next(n * scale for n in (1, 2, 5, 10) if length / (n * scale) <= 12)
+    return Picture(step=step, events=events, zero=zero, length=length, tick=tick)
+
+
 def as_html(report: Report, title: str) -> str:
-    """Return one page that needs nothing else: the table, and a picture of each update."""
-    pictures, trace = [], as_trace(report)["traceEvents"]
-    for update in report.updates:
-        events = [event for event in trace if event["args"].get("update") == update]
-        zero = min(event["ts"] for event in events)
-        length = max(1e-3, *(event["ts"] + event["dur"] - zero for event in events))  # microseconds
-        scale = 10.0 ** math.floor(math.log10(length / 10))
-        tick = next(
-            n * scale for n in (1, 2, 5, 10) if length / (n * scale) <= 12
-        )  # about ten of them
-        pictures.append(
-            {"update": update, "events": events, "zero": zero, "length": length, "tick": tick}
-        )
-    facts = {
-        "title": title,
-        "lines": as_lines(report),
-        "processes": report.processes,
-        "phases": PHASES,
-    }
-    return _render("timeline.html", **facts, pictures=pictures)
+    """Return one page that needs nothing else: the table, and a picture of each step."""
+    trace = as_trace(report)["traceEvents"]
+    pictures = []
+    for step in report.updates:
+        events = [event for event in trace if event["args"].get("update") == step]
+        pictures.append(_picture(step, events))
+    return _render(
+        "timeline.html",
+        title=title,
+        lines=as_lines(report),
+        processes=report.processes,
+        phases=PHASES,
+        pictures=pictures,
+    )
 
 
 def _render(name: str, **facts: object) -> str:

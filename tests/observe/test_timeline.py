@@ -1,10 +1,12 @@
 """An x-ray's arithmetic, on times made by hand; that its pictures hold what it says."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
 
+from llmtrain.observe.phases import PHASES
 from llmtrain.observe.timeline import (
     Bucket,
     Report,
@@ -32,8 +34,11 @@ def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
                 "forward": (10, 20),
                 "backward": (20, 60),
                 "exchange": (60, 75),
+                "norm": (75, 78),
+                "optimizer": (78, 95),
+                "other": (95, 100),
             }
-            edges |= {"optimizer": (75, 95), "other": (95, 100)}
+            assert [*edges] == [*PHASES]
             for phase, (began, ended) in edges.items():
                 micro = -1 if phase in ("data", "count") else 0
                 spans.append(Span(rank, update, micro, phase, zero + began * MS, zero + ended * MS))
@@ -106,11 +111,14 @@ class Boxes(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[dict[str, str | None]] = []
+        self.legend: list[str] = []  # colours
         self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag == "rect":
             self.found.append(dict(attributes))
+        if tag == "i":
+            self.legend.append(str(dict(attributes)["style"]).removeprefix("background:"))
         self.links += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href")] + [
             tag
         ] * (tag == "script")
@@ -121,10 +129,25 @@ def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
     drawn = Boxes()
     drawn.feed(page)
     assert not drawn.links
-    assert len(drawn.found) == 2 * 2 * (7 + 2 * 2)  # updates, ranks; phases, and two boxes a bucket
+    steps, ranks, boxes_of_buckets = 2, 2, 2 * 2
+    assert len(drawn.found) == steps * ranks * (len(PHASES) + boxes_of_buckets)
     assert all(
         0 <= float(box["x"] or -1) <= 1200.01 and float(box["width"] or -1) > 0
         for box in drawn.found
     )
     assert "&lt;x-ray&gt;" in page
     assert "h.1.w, h.1.b" in page
+
+
+def test_every_phase_and_bucket_has_a_colour_of_its_own_which_the_legend_shows() -> None:
+    drawn = Boxes()
+    drawn.feed(as_html(report(wait=12.0), "x-ray"))
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in drawn.legend)
+    assert len({*drawn.legend}) == len(PHASES) + 2  # a bucket that travels, and one that waits
+    assert {box["fill"] for box in drawn.found} == {*drawn.legend}
+
+
+def test_every_picture_has_the_number_of_its_step_as_a_heading() -> None:
+    page = as_html(report(), "x-ray")
+    assert re.findall("<h2>(.*)</h2>", page) == ["Step 6", "Step 7", "Table"]
+    assert re.findall('aria-label="(.*)"', page) == ["timeline of step 6", "timeline of step 7"]

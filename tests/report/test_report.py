@@ -279,6 +279,11 @@ def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
     assert "could not be written" in err
 
 
+def test_every_phase_has_a_colour_of_its_own(run: Path) -> None:
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of(run)])))
+    assert len({colours[phase] for phase in PHASES}) == len(PHASES)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> None:

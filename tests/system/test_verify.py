@@ -204,7 +204,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         ),
         pytest.param(
             "a scheduler stepped per rank",
-            "2 processes: different learning rate from step 2 on",
+            "2 processes: different learning rate from step 3 on",
             marks=long_form,
         ),
         pytest.param(
@@ -246,7 +246,7 @@ def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
         (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),
         (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
         (["--config_file", "README.md", GPT], "README.md is no accelerate config"),
-        (["--layouts", "2x2x2", GPT], "name two of them or more"),
+        (["--layouts", "2x2x2", GPT], "name two layouts or more"),
         (
             ["--config_file", "accelerate_configs/cpu.yaml", GPT],
             "starts one process, distributed_type being NO",
