@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from llmtrain.config import did_you_mean
 from llmtrain.console import say
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, explained, hub_said, require
+from llmtrain.errors import UserError, explained, hub_said
 from llmtrain.models.generation import TextModel
 from llmtrain.models.lora import is_adapter
 
@@ -69,39 +69,48 @@ def scores(
     answers: Path,
     **options: object,
 ) -> list[Facts]:
-    """Return a line for each metric of each task; nothing on ranks other than the first.
+    """Evaluate a model on tasks of the harness.
 
     Args:
-        accelerator: Knows the ranks, and the precision of products.
-        name: A model's folder, an adapter's, or a hub name.
-        tasks: Names of tasks, groups or tags; ``*`` stands for any letters.
-        include: A folder with tasks of one's own, in YAML.
-        batch_size: Questions at a time on each rank.
-        answers: Where each rank keeps answers, so that an interrupted evaluation goes on; :func:`forget` ends that.
+        accelerator: Knows the ranks, the device and the precision.
+        name: The folder of a model or of an adapter, or a hub name.
+        tasks: Names of tasks, groups or tags; ``*`` matches any characters.
+        include: A folder with further tasks, in YAML.
+        batch_size: The number of questions that each rank answers at a time.
+        answers: Where each rank keeps its answers, so that an interrupted evaluation can go on. :func:`forget` removes
+            them.
         options: Further arguments of ``lm_eval.simple_evaluate``.
 
-    Raises :class:`UserError` for a task that the harness does not have, and where one cannot be loaded or asked.
+    Returns:
+        One entry for each metric of each task, on rank 0. An empty list on the other ranks.
+
+    Raises:
+        UserError: If the harness does not have a task, or cannot load or run one.
     """
-    cuts, log = _Cuts(), logging.getLogger("lm_eval")
+    cuts = _Cuts()
+    log = logging.getLogger("lm_eval")
     log.addHandler(cuts)
     log.propagate = False
-    known, ranks = TaskManager(include_path=include), accelerator.num_processes
+
+    manager = TaskManager(include_path=include)
     for task in tasks:
-        if not known.match_tasks([task]):
-            guess = did_you_mean(task, known.all_tasks)
+        if not manager.match_tasks([task]):
+            guess = did_you_mean(task, manager.all_tasks)
             raise UserError(
                 f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}"
             )
-    require(
-        (options.get("limit") or ranks) >= ranks,
-        f"--limit must be at least the number of ranks, {ranks}.",
-    )
+    limit = cast("int | None", options.get("limit"))
+    if limit and limit < accelerator.num_processes:
+        raise UserError(
+            f"--limit {limit} is less than the number of processes, {accelerator.num_processes}; raise it."
+        )
+
     try:
-        asked = _OnAllRanks(name, accelerator, batch_size)
-        found: Facts | None = simple_evaluate(
-            asked,
-            tasks=sorted(known.match_tasks([*tasks])),
-            task_manager=known,
+        model = _OnAllRanks(name, accelerator, batch_size)
+        results: Facts | None = simple_evaluate(
+            model,
+            tasks=sorted(manager.match_tasks([*tasks])),
+            task_manager=manager,
             batch_size=batch_size,
             use_cache=str(answers),
             log_samples=False,
@@ -109,15 +118,17 @@ def scores(
         )
     except UserError:
         raise
-    except Exception as error:  # of the harness, datasets, the hub, a template
-        raise UserError(
-            explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}"
-        ) from error
+    except Exception as error:  # of the harness, datasets, the hub or a template
+        reason = explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}"
+        raise UserError(reason) from error
+
     cut = int(accelerator.reduce(torch.tensor(cuts.count, device=accelerator.device)))
     if cut:
-        longer = f"{cut:,} prompts are longer than the model's {asked.max_length:,} positions"
-        say("cut", f"{longer}, and lose their beginning")
-    return [] if found is None else [*_lines(found)]
+        say(
+            "cut",
+            f"{cut:,} prompts are longer than the model's {model.max_length:,} positions, and lose their beginning",
+        )
+    return [] if results is None else [*_lines(results)]
 
 
 def forget(accelerator: Accelerator, answers: Path) -> None:

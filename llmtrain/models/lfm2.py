@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from llmtrain.contract import Facts
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
@@ -265,11 +265,12 @@ class LFM2(GPT):
     }
 
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
-        fits = config.n_embd // config.n_head % 2 == 0
-        require(
-            fits,
-            f"--n_head {config.n_head}: a head has --n_embd / --n_head dimensions, which must be even.",
-        )
+        head_size = config.n_embd // config.n_head
+        if head_size % 2:
+            raise UserError(
+                f"--n_head {config.n_head} gives each head --n_embd / --n_head = {head_size} dimensions, which must be "
+                "even; use another --n_head."
+            )
         self.model = Model(config, vocab_size)
         self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from llmtrain.console import say
 from llmtrain.contract import Facts, Weights
-from llmtrain.errors import UserError, first_line, refused_as, require
+from llmtrain.errors import UserError, first_line, refused_as
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
 
 if TYPE_CHECKING:
+    import peft
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -31,89 +32,129 @@ _ORIGIN = (
 def add_lora(
     model: "PreTrainedModel", config: LoraConfig, base: str, seed: int, new_tokens: Sequence[int]
 ) -> "PeftModel":
-    """Put the trained matrices into ``model``, in place, and freeze the rest; returns peft's view, which can save it.
+    """Add LoRA's matrices to a model, in place, and freeze everything else.
 
-    ``base`` names the weights. ``new_tokens`` are rows of the embedding that they lack, which are trained as well.
+    Args:
+        model: The base model.
+        config: The size and the places of the matrices.
+        base: The folder or hub name of the base's weights.
+        seed: Of the initial values of the matrices.
+        new_tokens: Tokens that the base has no embeddings for. Their rows are trained, too.
+
+    Returns:
+        peft's view of the model, which can save the adapter.
+
+    Raises:
+        UserError: If peft is not installed, or if ``--lora_target_modules`` does not fit the model.
     """
     try:
         import peft
     except ImportError:
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
+
+    targets = config.lora_target_modules
+    all_linear = targets == ["all-linear"]
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    tied = model.config.get_text_config().tie_word_embeddings
-    ends = [
-        model.get_input_embeddings(),
-        *([] if tied else [head]),
-    ]  # rows of new tokens are trained in these matrices
-    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     linear = [
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
     ]
-    targets, every = config.lora_target_modules, config.lora_target_modules == ["all-linear"]
     stacks = _fused_experts(model)
-    fused = [name for name in stacks if every or any(_means(target, name) for target in targets)]
-    bare = not config.lora_dropout and not config.use_dora
-    needs = (
-        "the fused weights of this model's experts take neither; leave it out, or name modules with"
-    )
-    require(bare or not fused, f"--lora_dropout and --use_dora: {needs} --lora_target_modules.")
+    fused = [name for name in stacks if all_linear or _is_target(name, targets)]
+    if fused and (config.lora_dropout or config.use_dora):
+        raise UserError(
+            "--lora_dropout and --use_dora: the fused weights of this model's experts take neither; leave them out, or "
+            "name other modules with --lora_target_modules."
+        )
     if fused:
         size = sum(model.get_parameter(name).nbytes for name in fused) / 2**30
-        kept = "in each forward pass, and kept for the backward pass (--gradient_checkpointing: those of a block)"
-        say("experts", f"their weights with LoRA's added, {size:.2f} GiB, are computed {kept}")
-    modules = [target for target in targets if not any(_means(target, name) for name in stacks)]
-    modules += [
-        target
-        for target in targets
-        if target not in modules and any(_means(target, name) for name in linear)
-    ]
+        say(
+            "experts",
+            f"their weights with LoRA's added, {size:.2f} GiB, are computed in each forward pass, and kept for the "
+            "backward pass (with --gradient_checkpointing, those of one block)",
+        )
+
+    modules = _module_targets(targets, linear, stacks)
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if every else modules,
+        target_modules="all-linear" if all_linear else modules,
         target_parameters=fused or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
-        trainable_token_indices={names[end]: [*new_tokens] for end in ends} if new_tokens else None,
+        trainable_token_indices=_token_rows(model, new_tokens),
         task_type="CAUSAL_LM",
     )
     try:
         with warnings.catch_warnings():
             _ignore_warnings()
-            if (
-                fused and model.device.type == "meta"
-            ):  # peft takes dense layers for experts by their names
-                trial = copy.deepcopy(model)
-                peft.get_peft_model(trial, copy.deepcopy(settings))
-                lost = [name for name in linear if type(trial.get_submodule(name)) is nn.Linear]
-                lost = [
-                    name
-                    for name in lost
-                    if every or any(_means(target, name) for target in targets)
-                ]
-                settings = replace(
-                    settings, target_parameters=[*fused, *(f"{name}.weight" for name in lost)]
-                )
+            if fused and model.device.type == "meta":
+                lost = _lost_layers(model, settings, linear)
+                lost = [name for name in lost if all_linear or _is_target(name, targets)]
+                parameters = [*fused, *(f"{name}.weight" for name in lost)]
+                settings = replace(settings, target_parameters=parameters)
             adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
-    taken = [
+
+    adapted_names = [
         name.removesuffix(".lora_A")
         for name, _ in model.named_modules()
         if name.endswith(".lora_A")
     ]
     for target in modules:
-        if target != "all-linear" and not any(name.endswith(target) for name in taken):
+        if target != "all-linear" and not any(name.endswith(target) for name in adapted_names):
             raise UserError(f"--lora_target_modules: no module is called {target}.")
+
     _draw(model, seed)
-    if Path(base).is_dir():  # it will be looked for from anywhere
-        base = str(Path(base).resolve())
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # the adapter may be loaded from another working directory
     adapted.peft_config["default"] = replace(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
     return adapted
+
+
+def _module_targets(targets: list[str], linear: list[str], stacks: list[str]) -> list[str]:
+    """Return the targets that are modules, not only parameters of fused experts.
+
+    Args:
+        targets: ``--lora_target_modules``.
+        linear: The names of the linear layers.
+        stacks: The names of the parameters of fused experts.
+    """
+    modules = [target for target in targets if not any(_means(target, name) for name in stacks)]
+    # A name may mean both, such as gate_proj if some layers are dense.
+    for target in targets:
+        if target not in modules and any(_means(target, name) for name in linear):
+            modules.append(target)
+    return modules
+
+
+def _token_rows(model: "PreTrainedModel", new_tokens: Sequence[int]) -> dict[str, list[int]] | None:
+    """Return the rows of the embeddings that new tokens train, by the name of the embedding's module."""
+    if not new_tokens:
+        return None
+    embeddings: list[nn.Module] = [model.get_input_embeddings()]
+    if not model.config.get_text_config().tie_word_embeddings:
+        embeddings.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    return {names[embedding]: list(new_tokens) for embedding in embeddings}
+
+
+def _lost_layers(
+    model: "PreTrainedModel", settings: "peft.LoraConfig", linear: list[str]
+) -> list[str]:
+    """Return the linear layers that get no adapter, because their names are those of fused experts.
+
+    peft takes a layer's name for the experts' parameters, also in blocks where the layer is dense.
+    """
+    import peft
+
+    trial = copy.deepcopy(model)
+    peft.get_peft_model(trial, copy.deepcopy(settings))
+    return [name for name in linear if type(trial.get_submodule(name)) is nn.Linear]
 
 
 def _ignore_warnings() -> None:
@@ -137,8 +178,13 @@ def _fused_experts(model: nn.Module) -> list[str]:
     ]
 
 
+def _is_target(name: str, targets: list[str]) -> bool:
+    """Return whether one of the targets names a module or parameter."""
+    return any(_means(target, name) for target in targets)
+
+
 def _means(target: str, name: str) -> bool:
-    """Return whether a target names a module or parameter; two products that are fused bear the names of both."""
+    """Return whether a target names a module or parameter; a fused ``gate_up_proj`` has the names of both its parts."""
     fused = name.endswith(".gate_up_proj") and target in ("gate_proj", "up_proj")
     return fused or f".{name}".endswith(f".{target}")
 
@@ -231,22 +277,34 @@ def write_merged(adapter: Path, folder: Path) -> None:
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
-    """Load the base of an adapter's folder with the adapter in it, and an embedding for as many tokens.
+    """Load an adapter with its base model.
 
-    Raises :class:`UserError` where the base is not the one that the adapter was trained on.
+    Args:
+        name: The adapter's folder.
+        vocabulary: The number of tokens that the embeddings need rows for.
+        dtype: The type of the base's weights; ``auto``: as they are stored.
+
+    Raises:
+        UserError: If the base is not the one that the adapter was trained on, or if either cannot be loaded.
     """
     from peft import PeftConfig, PeftModel
 
     folder = Path(name)
     with refused_as(f"{folder}: its adapter could not be loaded", first_line):
         base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
-        require(base, f"{folder} does not say whose adapter it is (base_model_name_or_path).")
-        known = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
-        same = "sha256" not in known or origin_of(base) == known
-        require(
-            same, f"{folder} is an adapter of other weights than {base} holds now; put those back."
-        )
-        model = load_causal_lm(base, dtype=dtype, revision=known.get("commit") or "main")
+        if not base:
+            raise UserError(
+                f"{folder} does not name the model that it adapts; set base_model_name_or_path in adapter_config.json."
+            )
+        origin = {}
+        if (folder / _ORIGIN).exists():
+            origin = json.loads((folder / _ORIGIN).read_text())
+        if "sha256" in origin and origin_of(base) != origin:
+            raise UserError(
+                f"{folder} is an adapter of other weights than {base} holds now; put those back."
+            )
+
+        model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
         if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
             model.resize_token_embeddings(vocabulary)
         with warnings.catch_warnings():

@@ -127,7 +127,7 @@ def test_its_weight_may_be_another_and_classes_that_have_none_get_none(load: Cal
     assert load("mixtral", router_aux_loss_coef=0.0).balance == 0
     assert load("gpt_oss", attn_implementation="eager").balance == 0.001
     assert load("llama4_text", ",head_dim=16").balance == 0
-    with pytest.raises(UserError, match="is for a mixture of experts, and this model is none"):
+    with pytest.raises(UserError, match="is for a mixture of experts, which this model is not"):
         load("llama", router_aux_loss_coef=0.5)
 
 
@@ -187,7 +187,9 @@ def test_a_run_tells_of_it(tmp_path) -> None:
     ended = run_forked(
         [*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]
     ).assert_ok()
-    assert "the routers' balancing loss, times 0.001, is of the global batch" in ended.out
+    assert (
+        "the routers' balancing loss, times 0.001, is computed over the global batch" in ended.out
+    )
     losses = series(tmp_path / "run", "train/balance_loss")
     assert len(losses) == 6
     assert all(1.9 < loss < 4 for loss in losses.values()), (

@@ -511,7 +511,9 @@ def test_activations_computed_again_give_the_same_gradients(load):
 def test_the_experts_balancing_loss_is_ours_and_said_so(load, capsys):
     model = load("mixtral", config_overrides=f"{OVERRIDES},output_router_logits=true").model
     assert not model.config.output_router_logits
-    assert "balancing loss, times 0.001, is of the global batch" in capsys.readouterr().out
+    assert (
+        "balancing loss, times 0.001, is computed over the global batch" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
