@@ -7,7 +7,6 @@ import logging
 import math
 import netrc
 import os
-import statistics
 import sys
 import threading
 import time
@@ -217,13 +216,20 @@ class _Mirror:
 
 
 def _as_numbers(reading: Facts) -> dict[str, float]:
-    """Return what a tracker can plot: of values by rank the mean; null, where JSON has no word, is not a number."""
+    """Return the numbers of a log entry that a tracker can plot.
+
+    Of values by rank it is the largest: the rank that holds most memory runs out of it first, and
+    the slowest one holds up the others. JSON's null is NaN, and text is left out.
+    """
     numbers: dict[str, float] = {}
     for key, value in reading.items():
         if isinstance(value, dict):
-            numbers |= {f"{key}/{name}": statistics.mean(ranks) for name, ranks in value.items()}
+            for name, by_rank in value.items():
+                numbers[f"{key}/{name}"] = max(by_rank)
+        elif value is None:
+            numbers[key] = math.nan
         elif not isinstance(value, str):
-            numbers[key] = math.nan if value is None else value
+            numbers[key] = value
     return numbers
 
 

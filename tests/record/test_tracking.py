@@ -82,6 +82,23 @@ def test_trackers_are_told_every_reading_and_how_the_run_ended(opened, tmp_path:
     assert tensorboard.finished.is_set()
 
 
+def test_trackers_are_sent_the_largest_value_of_any_rank(opened) -> None:
+    """The rank that will run out of memory first, and the one that the others wait for."""
+    wandb = Tracker("wandb", nothing)
+    metrics = opened(wandb=wandb)
+    metrics.write(
+        {
+            "step": 1,
+            "memory": {"cuda": [10.0, 79.0], "host": [4.0, 2.0]},
+            "phases": {"forward": [0.1, 0.5]},
+        }
+    )
+    metrics.close(exit_code=0)
+
+    (sent,) = wandb.told
+    assert sent == {"step": 1, "memory/cuda": 79.0, "memory/host": 4.0, "phases/forward": 0.5}
+
+
 def test_a_tracker_that_stalls_holds_up_neither_the_run_nor_another_tracker(
     opened,
     never: threading.Event,
