@@ -217,7 +217,8 @@ _FACTS = {  # of a run's record or its first start: where it acts, and its name 
     "train_rows": ("data", "rows to train on"),
     "vocabulary": ("model", "tokens of the vocabulary"),
     "mixed_precision": ("pass", "precision"),
-    "code_sha256": ("code", "code of the package and the recipe"),
+    "git_sha": ("code", "commit"),
+    "code_sha256": ("code", "code of the package, the recipe and the modules beside it"),
     "versions": ("code", "versions"),
     **{name: ("layout", name) for name in ("processes", "sharded", "threads", "device")},
 }
@@ -277,9 +278,12 @@ def _tokens_a_document(one: Facts, other: Facts) -> str | None:
 
 
 def _short(value: Json) -> str:
-    """Return the beginning of a hash, and all of another value."""
+    """Return the beginning of a hash, with the mark of a dirty commit, and all of another value."""
     text = str(value)
-    return f"{text[:12]}..." if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else text
+    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?", text)
+    if match is None:
+        return text
+    return f"{text[:12]}...{match[2] or ''}"
 
 
 def lines(names: Sequence[str], found: Comparison) -> list[str]:
