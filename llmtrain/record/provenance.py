@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain._version import __version__
-from llmtrain.contract import Facts
+from llmtrain.contract import Facts, Json
 from llmtrain.errors import UserError
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.team import Team
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llmtrain.record.resume import Choice
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 # Flags that may differ between machines: where things are, and what only rank 0 does.
 _LOCAL_FLAGS = {
     "dataset",
@@ -55,9 +57,48 @@ def versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Return one sha256 over this package's sources and the script that was started."""
+    """Return one sha256 over all the code of :func:`code_digests`."""
+    return digest(code_digests())
+
+
+def code_digests() -> dict[str, str]:
+    """Return the sha256 of the code that runs: this package, the script, and its helper modules.
+
+    Helper modules are those that the process has imported from the script's folder or below it.
+    Installed packages are left out: :func:`versions` names the ones that matter.
+    """
+    package = Path(__file__).resolve().parents[1]
+    script = Path(sys.argv[0]).resolve()
+    files = {script.name: script}
+    if script.is_file():
+        files |= _modules_below(script.parent, leave_out=package)
+
+    digests = {package.name: _sha256_of(sorted(package.rglob("*.py")))}
+    for name, path in sorted(files.items()):
+        digests[name] = _sha256_of([path])
+    return digests
+
+
+def _modules_below(folder: Path, leave_out: Path) -> dict[str, Path]:
+    """Return the files of the imported modules below a folder, by their names relative to it."""
+    libraries = Path(sysconfig.get_path("stdlib"))
+    files = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__dict__", {}).get("__file__")  # no lazy import is set off
+        if not isinstance(name, str):
+            continue
+        path = Path(os.path.abspath(name))  # noqa: PTH100 - resolve() is slow for so many files
+        is_installed = path.is_relative_to(libraries) or bool(_INSTALLED & {*path.parts})
+        is_helper = path.is_relative_to(folder) and not path.is_relative_to(leave_out)
+        if is_helper and not is_installed:
+            files[str(path.relative_to(folder))] = path
+    return files
+
+
+def _sha256_of(paths: list[Path]) -> str:
+    """Return one sha256 over the files that can be read."""
     total = hashlib.sha256()
-    for path in [*sorted(Path(__file__).resolve().parents[1].rglob("*.py")), Path(sys.argv[0])]:
+    for path in paths:
         with contextlib.suppress(OSError):
             total.update(path.read_bytes())
     return total.hexdigest()
@@ -74,7 +115,13 @@ def difference(before: object, now: object) -> str:
 
 
 def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
-    """Return what this rank is about to train, and with what; ``settings`` are every flag with its value and origin."""
+    """Return what this rank is about to train, and with which code.
+
+    Args:
+        identity: the identity of the run.
+        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        precision: Accelerate's name of it.
+    """
     flags = {
         name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS
     }
@@ -83,22 +130,37 @@ def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Fa
         **identity,
         "precision": precision,
         "versions": versions(),
-        "code": code_digest(),
+        "code": code_digests(),
     }
 
 
 def check_same_everywhere(team: Team, mine: Facts) -> None:
-    """Raise :class:`UserError`, on all ranks, where one of them is about to train something else than rank 0.
+    """Raise :class:`UserError`, on all ranks, if a rank is about to train something else than rank 0.
 
-    Each machine may have its own command, data, packages and code. ``mine`` is of :func:`what_runs`.
+    Each machine may have its own command, data, packages and code.
+
+    Args:
+        mine: what :func:`what_runs` returns on this rank.
     """
     first, *others = team.each(lambda: mine)
     for rank, theirs in enumerate(others, 1):
-        for key, value in first.items():
-            if theirs.get(key) != value:
+        for key in first:
+            here, there = _comparable(key, first, theirs)
+            if here != there:
                 raise UserError(
-                    f"rank {rank} differs from rank 0 in {key}: {difference(theirs.get(key), value)}."
+                    f"rank {rank} differs from rank 0 in {key}: {difference(there, here)}."
                 )
+
+
+def _comparable(key: str, first: Facts, other: Facts) -> tuple[Json, Json]:
+    """Return the values under a key that two ranks must have in common."""
+    here: Json = first[key]
+    there: Json = other.get(key)
+    if key == "code":  # a rank may import a module that the other ranks do not need
+        shared = here.keys() & there.keys()
+        here = {name: here[name] for name in shared}
+        there = {name: there[name] for name in shared}
+    return here, there
 
 
 def run_record(
@@ -131,7 +193,7 @@ def run_record(
         **start,
         "threads": torch.get_num_threads(),
         "versions": versions(),
-        "git_sha": _git_sha(),
+        "git_sha": git_commit(),
         "code_sha256": code_digest(),
     }
     record = {
@@ -148,11 +210,22 @@ def run_record(
     return with_version(record)
 
 
-def _git_sha() -> str | None:
-    """Return the commit of the repository that the started script stands in, where there is one."""
-    command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "rev-parse", "HEAD"]
+def git_commit() -> str | None:
+    """Return the commit of the repository that holds the script, or ``None`` without a repository.
+
+    It ends in ``-dirty`` if a tracked file has changed since.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if commit and _git("status", "--porcelain", "--untracked-files=no"):
+        return f"{commit}-dirty"
+    return commit
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints in the script's folder, or ``None`` if it fails or takes too long."""
+    folder = str(Path(sys.argv[0]).resolve().parent)
+    command = ["git", "-C", folder, "--no-optional-locks", *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
     return None

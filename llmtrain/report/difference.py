@@ -231,7 +231,8 @@ _FACTS = {
     "train_rows": ("data", "rows to train on"),
     "vocabulary": ("model", "tokens of the vocabulary"),
     "mixed_precision": ("pass", "precision"),
-    "code_sha256": ("code", "code of the package and the recipe"),
+    "git_sha": ("code", "commit"),
+    "code_sha256": ("code", "code of the package, the recipe and the modules beside it"),
     "versions": ("code", "versions"),
     "processes": ("layout", "processes"),
     "sharded": ("layout", "sharded"),
@@ -325,10 +326,12 @@ def _extra_tokens_per_document(one: Facts, other: Facts) -> str | None:
 
 
 def _short(value: Json) -> str:
-    """Return the beginning of a hash, and all of another value."""
+    """Return the beginning of a hash, with the mark of a dirty commit, and all of another value."""
     text = str(value)
-    is_hash = re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) is not None
-    return f"{text[:12]}..." if is_hash else text
+    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?", text)
+    if match is None:
+        return text
+    return f"{text[:12]}...{match[2] or ''}"
 
 
 def lines(names: tuple[str, str], comparison: Comparison) -> list[str]:

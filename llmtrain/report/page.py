@@ -129,9 +129,16 @@ def _for_a_person(known: Facts) -> dict[str, str]:
         + told("sharded", ", sharded {}", ""),
         "precision": "float32" if known["mixed_precision"] == "no" else told("mixed_precision"),
         "data": told("data"),
-        "code": told("git_sha", "{:.12}"),
+        "code": _short_commit(known["git_sha"]),
         "started last": told("time") + told("host", " on {}", ""),
     }
+
+
+def _short_commit(commit: str | None) -> str:
+    if commit is None:
+        return _ABSENT
+    digits, separator, mark = commit.partition("-")
+    return digits[:12] + separator + mark
 
 
 def differing(runs: Sequence[History]) -> dict[str, list[str]]:

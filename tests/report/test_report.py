@@ -343,6 +343,22 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
     ]
 
 
+def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path) -> None:
+    commits = ["0" * 40, "0" * 40 + "-dirty", "1" * 40]
+    clean, dirty, other = (
+        History.of(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
+        for i, commit in enumerate(commits)
+    )
+    assert differing_facts(clean, clean) == []
+    assert differing_facts(clean, dirty) == [
+        ("code", "commit: 000000000000... and 000000000000...-dirty")
+    ]
+    assert differing_facts(clean, other) == [
+        ("code", "commit: 000000000000... and 111111111111...")
+    ]
+    assert "000000000000-dirty" in html([dirty])
+
+
 ACTS = {
     "seed": ["seed"],
     "skip_nonfinite": ["update"],

@@ -1,0 +1,112 @@
+"""The record of a run names the code that ran."""
+
+import importlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.record import provenance
+from llmtrain.record.provenance import check_same_everywhere, code_digest, what_runs
+from tests.record.test_team import Two
+
+ImportHelper = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pretend that this process was started with a script of the user's."""
+    path = tmp_path / "project" / "train.py"
+    path.parent.mkdir()
+    path.write_text("import helper\n")
+    monkeypatch.setattr("sys.argv", [str(path), "--max_steps", "3"])
+    return path
+
+
+@pytest.fixture
+def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper:
+    """Write a module below the script's folder, import it, and return its file."""
+
+    def go(name: str) -> Path:
+        path = script.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("RATE = 1\n")
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.delitem("sys.modules", path.stem, raising=False)
+        importlib.import_module(path.stem)
+        return path
+
+    yield go
+    for name in ("llmtrain_helper", "llmtrain_nested", "llmtrain_installed"):
+        provenance.sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["llmtrain_helper.py", "lib/llmtrain_nested.py"])
+def test_the_digest_of_the_code_covers_a_module_beside_the_script(
+    name: str, import_helper: ImportHelper
+) -> None:
+    helper = import_helper(name)
+    before = code_digest()
+    assert code_digest() == before
+
+    helper.write_text("RATE = 2\n")
+    assert code_digest() != before
+
+
+def test_the_digest_of_the_code_covers_the_script(script: Path) -> None:
+    before = code_digest()
+    script.write_text("RATE = 2\n")
+    assert code_digest() != before
+
+
+def test_the_digest_of_the_code_leaves_out_what_the_run_has_not_imported(
+    script: Path, import_helper: ImportHelper
+) -> None:
+    installed = import_helper(".venv/lib/site-packages/llmtrain_installed.py")
+    before = code_digest()
+
+    installed.write_text("RATE = 2\n")
+    (script.parent / "other.py").write_text("RATE = 2\n")
+    assert code_digest() == before
+
+
+def test_ranks_with_another_module_beside_the_script_stop(
+    import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = import_helper("llmtrain_helper.py")
+    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    helper.write_text("RATE = 2\n")
+    with pytest.raises(UserError, match=r"rank 1 differs from rank 0 in code: llmtrain_helper\.py"):
+        check_same_everywhere(Two(), what_runs({}, {}, "no"))
+
+
+def test_a_rank_may_import_a_module_that_the_others_do_not_need(
+    import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    import_helper("llmtrain_helper.py")
+    check_same_everywhere(Two(), what_runs({}, {}, "no"))
+
+
+def git(folder: Path, *words: str) -> str:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *author, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_commit_of_a_run_says_whether_files_were_changed_since(script: Path) -> None:
+    assert provenance.git_commit() is None
+
+    git(script.parent, "init", "-q")
+    git(script.parent, "add", "train.py")
+    git(script.parent, "commit", "-qm", "first")
+    commit = git(script.parent, "rev-parse", "HEAD")
+    (script.parent / "notes.txt").write_text("an untracked file")
+    assert provenance.git_commit() == commit
+
+    script.write_text("RATE = 2\n")
+    assert provenance.git_commit() == f"{commit}-dirty"
