@@ -3,23 +3,32 @@
 import contextlib
 import time
 import timeit
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from llmtrain.console import say
 from llmtrain.contract import Batch
-from llmtrain.errors import first_line, require
+from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import blocks_of
+from llmtrain.parallel.mesh import blocks_of, reshard, sharding_of
 
-_WORTH_SECONDS = (
-    300.0  # of updates to come: compiling takes 10 to 60 s, and saves a tenth of them or more
-)
-_GAIN = 0.97  # compiled code must take less than this share of the time, or it is dropped
+# Compiling takes 10 to 60 seconds and saves a tenth of the time or more. It is not worth trying
+# for a run with fewer seconds of steps to come.
+_WORTH_SECONDS = 300.0
+_GAIN = 0.97  # compiled code is dropped unless it takes less than this share of the time
 _TRIES = 2
+
+# Compilers are less mature for other devices.
+_DEVICES = ("cpu", "cuda")
 
 
 def choose(
@@ -30,91 +39,290 @@ def choose(
     wanted: str,
     earlier: bool | None,
 ) -> bool:
-    """Return whether the blocks of ``model`` are compiled from here on.
+    """Compile the blocks of ``model`` if that is wanted, or if it pays; return whether they are.
+
+    All ranks call this, and all of them compile or none does.
 
     Args:
-        batch: a micro-batch, to try it on; weights and gradients stay as they are.
-        passes: micro-batches that a rank has before it.
+        batch: a micro-batch, to try the model on. Weights and gradients stay as they are.
+        passes: micro-batches that this rank has still to compute.
         wanted: ``--torch_compile``.
-        earlier: the run's earlier choice. Compiled code rounds in other places, so a run stays with one.
+        earlier: the choice of an earlier start of this run. Compiled code rounds differently, so a
+            run keeps its choice.
 
-    Raises :class:`UserError` where compiled code was asked for and does not work.
+    Raises:
+        UserError: compiled code was asked for, and does not work.
     """
+    _check_can_compile(accelerator, wanted)
     if wanted == "never" or (wanted == "auto" and earlier is False):
         return False
+    if _blocks_communicate(accelerator):
+        if earlier:
+            say("compile", "no: blocks communicate under tensor parallelism")
+        return False
+
     if wanted == "always" or earlier:
-        _compile(model)
-        failure = _failure(accelerator, model, batch)
-        require(
-            not failure,
-            f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never.",
-        )
+        failure = _compile_everywhere(accelerator, model, batch)
+        if failure:
+            raise UserError(
+                f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never."
+            )
         return True
-    if accelerator.device.type not in ("cpu", "cuda"):  # where it is less mature
+
+    if accelerator.device.type not in _DEVICES:
         return False
-    eager = _seconds(accelerator, model, batch)
-    if eager * passes < _WORTH_SECONDS:
+    return _compile_if_it_pays(accelerator, model, batch, passes)
+
+
+def _compile_if_it_pays(
+    accelerator: Accelerator, model: nn.Module, batch: Batch, passes: int
+) -> bool:
+    """Compile the blocks in a long run, and keep that if a trial gains by it."""
+    eager_seconds = _seconds(accelerator, model, batch)
+    if eager_seconds * passes < _WORTH_SECONDS:
         return False
-    began = time.monotonic()
-    _compile(model)
-    failure = _failure(accelerator, model, batch)
-    compiled = eager if failure else _seconds(accelerator, model, batch)
-    took, gains = f"{time.monotonic() - began:.0f} s of compiling", compiled <= _GAIN * eager
+
+    start = time.monotonic()
+    failure = _compile_everywhere(accelerator, model, batch)
+    if failure:
+        _drop_compiled_code(model)
+        say("compile", failure)
+        return False
+
+    compiled_seconds = _seconds(accelerator, model, batch)
+    gains = compiled_seconds <= _GAIN * eager_seconds
     if not gains:
-        for block in blocks_of(model):
-            vars(block).pop("forward", None)
-    verdict = f"{'blocks' if gains else 'no'}: {took}, and a micro-batch takes {compiled / eager:.2f}x its time before"
-    say("compile", failure or verdict)
+        _drop_compiled_code(model)
+    say(
+        "compile",
+        f"{'blocks' if gains else 'no'}: {time.monotonic() - start:.0f} s of compiling, and a "
+        f"micro-batch takes {compiled_seconds / eager_seconds:.2f}x its time before",
+    )
     return gains
 
 
 @contextlib.contextmanager
 def eager_code(model: nn.Module) -> Iterator[None]:
-    """Run no compiled blocks inside: an evaluation has other shapes, for which they would be compiled again."""
-    owners = [vars(block) for block in blocks_of(model) if "forward" in vars(block)]
-    held = [own.pop("forward") for own in owners]
+    """Run no compiled blocks inside the context.
+
+    An evaluation has other shapes, for which the blocks would be compiled again.
+    """
+    compiled = [block for block in blocks_of(model) if "forward" in vars(block)]
+    forwards = [vars(block).pop("forward") for block in compiled]
     try:
         yield
     finally:
-        for own, forward in zip(owners, held, strict=True):
-            own["forward"] = forward
+        for block, forward in zip(compiled, forwards, strict=True):
+            vars(block)["forward"] = forward
+
+
+def _check_can_compile(accelerator: Accelerator, wanted: str) -> None:
+    if wanted == "always" and _blocks_communicate(accelerator):
+        raise UserError(
+            "--torch_compile always: blocks communicate under tensor parallelism, and are not "
+            "compiled; leave it out."
+        )
+
+
+def _blocks_communicate(accelerator: Accelerator) -> bool:
+    """Return whether ranks meet inside of a block, so that none can try to compile one alone."""
+    return sharding_of(accelerator).tensor > 1
+
+
+def _compile_everywhere(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
+    """Compile the blocks on all ranks, or on none if one of them fails; return what went wrong.
+
+    The result is the same on every rank, and empty if nothing went wrong.
+    """
+    if is_sharded(accelerator):
+        # A rank that failed in a pass through the whole model would leave the others waiting for
+        # its shards. So each rank first tries the blocks alone.
+        failure = _failure_anywhere(accelerator, _error_of_blocks(accelerator, model, batch))
+        if failure:
+            return failure
+
+    _compile(model)
+    error = ""
+    try:
+        _try(accelerator, model, batch)
+    except Exception as problem:  # each compiler has errors of its own
+        error = first_line(problem)
+    return _failure_anywhere(accelerator, error)
 
 
 def _compile(model: nn.Module, backend: str = "inductor") -> None:
-    torch._dynamo.config.optimize_ddp = (
-        False  # it would split blocks where a bucket of gradients ends
-    )
-    for block in blocks_of(model):  # without the hooks around it, which are FSDP's
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+    """Let all blocks run compiled code, which is compiled at the first call."""
+    # Else DDP would split a block at the end of a bucket of gradients.
+    torch._dynamo.config.optimize_ddp = False
+    for block in blocks_of(model):
+        # Hooks around `forward`, such as those of FSDP, are not compiled.
+        block.forward = _compiled(block.forward, backend)
 
 
-def _failure(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
-    """Return what went wrong in compiling, on this rank or another; empty where nothing did."""
-    mine = ""
-    try:
-        _try(accelerator, model, batch)
-    except Exception as error:  # of compilers there are many
-        mine = first_line(error)
-    failed = accelerator.reduce(
-        torch.tensor(float(bool(mine)), device=accelerator.device), reduction="sum"
-    )
-    return mine or ("it failed on another process" if failed else "")
+def _compiled(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(forward, backend=backend, dynamic=False)
+    return compiled
+
+
+def _drop_compiled_code(model: nn.Module) -> None:
+    for block in blocks_of(model):
+        vars(block).pop("forward", None)
+
+
+def _failure_anywhere(accelerator: Accelerator, error: str) -> str:
+    """Return the first error of all ranks, with the rank it is from; empty if there is none."""
+    errors: list[str] = gather_object([error])
+    if accelerator.num_processes == 1:
+        return error
+    failures = [f"process {rank}: {error}" for rank, error in enumerate(errors) if error]
+    return failures[0] if failures else ""
 
 
 def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
     """Return the seconds per micro-batch on the slowest rank."""
-    mine = min(timeit.repeat(lambda: _try(accelerator, model, batch), number=1, repeat=_TRIES))
-    return float(accelerator.gather(torch.tensor([mine], device=accelerator.device)).max())
+    seconds = min(timeit.repeat(lambda: _try(accelerator, model, batch), number=1, repeat=_TRIES))
+    return float(accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max())
 
 
 def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """Run a forward and a backward pass, and undo what they leave behind."""
-    own = [accelerator.device] if accelerator.device.type == "cuda" else []
-    # a sharded model would keep whole gradients that were not reduced
-    alone = contextlib.nullcontext() if is_sharded(accelerator) else accelerator.no_sync(model)
-    with torch.random.fork_rng(own), alone:
+    # Without reducing them, a sharded model would keep whole gradients.
+    unsynced = contextlib.nullcontext() if is_sharded(accelerator) else accelerator.no_sync(model)
+    with _same_random_numbers(accelerator), unsynced:
         nll = model(**batch)
         accelerator.backward(nll * 0.0)
     nll.item()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def _same_random_numbers(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which the generators are as they were before."""
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    return torch.random.fork_rng(devices)
+
+
+# --- blocks of a sharded model, tried by each rank alone
+
+
+@dataclass
+class _Call:
+    """The arguments of a block's ``forward``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def detached(self) -> "_Call":
+        """Return the call with tensors that belong to no graph, and need a gradient as before."""
+
+        def detach(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+
+        args, kwargs = tree_map_only(torch.Tensor, detach, (self.args, self.kwargs))
+        return _Call(args, kwargs)
+
+
+def _error_of_blocks(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
+    """Compile each block of a sharded model and try it on this rank alone; return the first error.
+
+    All ranks call this. They meet only in passes that run no compiled code, and where the weights
+    of a block are gathered, which a rank does even after an error.
+    """
+    calls = _calls_of_blocks(accelerator, model, batch)
+    error = ""
+    for block, call in calls.items():
+        _unshard(block)
+        if not error:
+            try:
+                _try_alone(accelerator, block, call)
+            except Exception as problem:  # each compiler has errors of its own
+                error = first_line(problem)
+        reshard(block)
+    return error
+
+
+def _calls_of_blocks(
+    accelerator: Accelerator, model: nn.Module, batch: Batch
+) -> dict[nn.Module, _Call]:
+    """Return how each block of a model is called in a pass over a micro-batch."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def note_call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[block] = _Call(args, kwargs).detached()
+
+    with contextlib.ExitStack() as hooks:
+        for block in blocks_of(model):
+            hooks.enter_context(block.register_forward_pre_hook(note_call, with_kwargs=True))
+        _try(accelerator, model, batch)
+    return calls
+
+
+def _unshard(block: nn.Module) -> None:
+    """Gather the weights of a block, and of units of FSDP inside of it."""
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def _try_alone(accelerator: Accelerator, block: nn.Module, call: _Call) -> None:
+    """Compile a block whose weights are gathered, and run it forward and backward."""
+    plain = _without_fsdp(block)
+    compiled = _compiled(plain.forward)
+    with _same_random_numbers(accelerator), accelerator.autocast():
+        result = compiled(*call.args, **call.kwargs)
+
+    inputs = _with_gradient([call.args, call.kwargs, *plain.parameters()])
+    outputs = _with_gradient(result)
+    if inputs and outputs:
+        # Unlike backward(), this leaves no gradients in the parameters.
+        torch.autograd.grad(
+            outputs,
+            inputs,
+            grad_outputs=[torch.zeros_like(output) for output in outputs],
+            allow_unused=True,
+        )
+
+
+def _with_gradient(tree: object) -> list[torch.Tensor]:
+    """Return the tensors of nested containers that need a gradient."""
+    return [
+        leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+
+
+def _without_fsdp(module: nn.Module, is_block: bool = True) -> nn.Module:
+    """Return a module with the class and the tensors of ``module``, without the hooks of FSDP.
+
+    They would free the weights of a unit, and gather them again in the backward pass. The class
+    stays, because compiled code serves modules of one class: the run uses what is compiled here.
+    """
+    plain: nn.Module = object.__new__(type(module))
+    vars(plain).update(vars(module))
+    vars(plain)["_modules"] = {
+        name: None if child is None else _without_fsdp(child, is_block=False)
+        for name, child in module._modules.items()
+    }
+    if isinstance(module, FSDPModule):
+        for name in _HOOKS:
+            vars(plain)[name] = OrderedDict()
+        if not is_block:
+            # A compiler stops at the hooks of FSDP. Let it stop here too, to make the same pieces.
+            plain.register_forward_pre_hook(_no_hook)
+            plain.register_forward_hook(_no_hook)
+    return plain
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def _no_hook(*_: object) -> None:
+    """Do nothing, in the place of a hook of FSDP."""
+    torch._dynamo.graph_break()

@@ -15,6 +15,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.mesh import Sharding, ShardingPlugin
 from llmtrain.training import compiling
 from llmtrain.training.compiling import choose, eager_code
 from tests.launching import long_form
@@ -104,6 +105,22 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
         UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Leave it out"
     ):
         choose(accelerator, gpt(), BATCH, MANY, "always", None)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_blocks_are_not_compiled_under_tensor_parallelism(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They communicate, so no rank can try one alone."""
+    plugin = ShardingPlugin(Sharding(1, 1, tensor=2))
+    monkeypatch.setitem(vars(accelerator.state), "fsdp_plugin", plugin)
+    monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"--torch_compile always: .* tensor parallelism"):
+        choose(accelerator, gpt(), BATCH, MANY, "always", None)
+    for earlier in (None, True):
+        model = gpt()
+        assert choose(accelerator, model, BATCH, MANY, "auto", earlier) is False
+        assert not is_compiled(model)
 
 
 @pytest.mark.usefixtures("compiler")

@@ -1,0 +1,130 @@
+"""Run by test_compile_ranks.py on two processes that share a model: whether its blocks are compiled.
+
+`compile_ranks.py FOLDER CASE...` writes what each process found into FOLDER/RANK.json.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain import GPT, Built, GPTConfig, launch
+from llmtrain.data import tokenizer as tok
+from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.mesh import full_tensor
+from llmtrain.training import compiling
+
+LENGTH = 16
+own_compile = torch.compile
+
+
+def fails_at_once(forward: Callable[..., Any], **_: object) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no C++ compiler here\nand more")
+
+    return fail
+
+
+def fails_in_backward(forward: Callable[..., Any], **_: object) -> Callable[..., Any]:
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("no room for the backward pass")
+
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = forward(*args, **kwargs)
+        result.register_hook(fail)
+        return result
+
+    return computed
+
+
+def works(forward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Compile as far as takes no C++ compiler, which would take most of a minute."""
+    return own_compile(forward, **settings | {"backend": "aot_eager"})
+
+
+COMPILERS = {
+    "fails at once": fails_at_once,
+    "fails in backward": fails_in_backward,
+    "works": works,
+}
+
+
+@contextmanager
+def compilers(accelerator: Accelerator, on_rank_1: str) -> Iterator[None]:
+    """Let rank 0 have a compiler that works, and rank 1 the one that is named."""
+    compiler = COMPILERS[on_rank_1] if accelerator.process_index == 1 else works
+    torch.compile = compiler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = own_compile
+
+
+def sharded_model(accelerator: Accelerator) -> nn.Module:
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=LENGTH, dropout=0.2)
+    with torch.device("meta"):
+        gpt = GPT.of(config, 300)
+    words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
+    built = Built(gpt, gpt.files(words, "nothing"), gpt.first_weights(3))
+    return place(accelerator, built).model.train()
+
+
+def micro_batch(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    ids = torch.randint(1, 250, (2, LENGTH + 1), generator=generator)
+    return {"input_ids": ids, "labels": ids, "dropout_keys": torch.arange(2)}
+
+
+def gradients_of(accelerator: Accelerator, model: nn.Module) -> list[torch.Tensor]:
+    accelerator.backward(model(**micro_batch(accelerator)))
+    return [full_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
+    """Choose whether to compile; say what was chosen, and what the model computes afterwards."""
+    on_rank_1, wanted = case.split(", ")
+    expected = gradients_of(accelerator, sharded_model(accelerator))
+
+    model = sharded_model(accelerator)
+    torch.manual_seed(5)
+    next_random = torch.rand(3)
+    torch.manual_seed(5)
+    found: dict[str, Any] = {}
+    with compilers(accelerator, on_rank_1):
+        try:
+            found["is compiled"] = compiling.choose(
+                accelerator, model, micro_batch(accelerator), 10**9, wanted, None
+            )
+        except UserError as error:
+            found["error"] = str(error)
+        found["random numbers as before"] = torch.equal(torch.rand(3), next_random)
+        found["gradients left"] = sum(p.grad is not None for p in model.parameters())
+        found["all sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+
+        gradients = gradients_of(accelerator, model)
+    apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, expected, strict=True)]
+    found["gradients apart"] = float(torch.stack(apart).max())
+    found["compiled blocks"] = sum("forward" in vars(block) for block in model.transformer.h)
+    return found
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    accelerator = start_accelerator()
+    compiling._WORTH_SECONDS = 0.0  # or nothing so small would be compiled
+    compiling._GAIN = float("inf")
+    found = {case: findings(accelerator, case) for case in cases}
+    Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    launch(main)
