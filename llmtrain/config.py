@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import math
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 
 _UNSET = object()
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
@@ -57,13 +58,11 @@ def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = Fal
 
 
 def require_at_least(config: Config, minimum: float, *names: str) -> None:
-    """Check that every named number is finite and at least ``minimum``."""
+    """Raise :class:`UserError` unless every named number is finite and at least ``minimum``."""
     for name in names:
         value = getattr(config, name)
-        require(
-            minimum <= value < float("inf"),
-            f"--{name} {value} is out of range: it must be at least {minimum}.",
-        )
+        if not minimum <= value < math.inf:  # so that NaN is refused, too
+            raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
 def configs_of(settings: Any) -> dict[str, Config]:
@@ -233,49 +232,61 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
     """Return the flags that a YAML file writes down.
 
-    Its scalars are taken as the words that they are: YAML's own reading would turn ``on`` into a boolean and ``12:30``
-    into a number.
+    Every scalar is read as the text in the file: YAML's own types would turn ``on`` into a boolean
+    and ``12:30`` into a number.
     """
+    tree = _read_yaml(path)
+    if tree is None or _is_null(tree):
+        return []
+    if not isinstance(tree, yaml.MappingNode):
+        raise UserError(f"--config {path} must be `flag: value` lines.")
+
+    special = ("--config", "--help_all", "--help")
+    names = [option.removeprefix("--") for option in parser.flags if option not in special]
+    parser.place = f"{path}: "
+    argv: list[str] = []
+    seen = set()
+    for key_node, value_node in tree.value:
+        key = str(key_node.value)
+        if key not in names:
+            raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
+        if key in seen:
+            raise UserError(f"{path}: '{key}' stands there twice.")
+        seen.add(key)
+        if not _is_null(value_node):  # null keeps the recipe's default
+            argv += _flag_words(path, key, value_node)
+    return argv
+
+
+def _read_yaml(path: str) -> yaml.Node | None:
+    """Return the syntax tree of a YAML file, or ``None`` if the file is empty."""
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - the user's spelling stays in the error
-            tree = yaml.compose(file.read(), Loader=yaml.BaseLoader)
+            return yaml.compose(file.read(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--config {path} is not YAML: {error}") from None
-    if tree is None or _is_null(tree):
-        return []
-    require(isinstance(tree, yaml.MappingNode), f"--config {path} must be `flag: value` lines.")
-    names = [
-        option[2:] for option in parser.flags if option not in ("--config", "--help_all", "--help")
-    ]
-    argv: list[str] = []
-    seen = set()
-    parser.place = f"{path}: "
-    for key_node, value in tree.value:
-        key = str(key_node.value)
-        if key not in names:
-            raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
-        require(key not in seen, f"{path}: '{key}' stands there twice.")
-        seen.add(key)
-        if _is_null(value):  # leave out: the recipe's default holds
-            continue
-        nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        scalars = all(isinstance(node, yaml.ScalarNode) for node in nodes)
-        require(scalars, f"{path}: '{key}' must be a value or a list, not nested keys.")
-        words = [str(node.value) for node in nodes]
-        require(words, f"{path}: --{key} is an empty list; give a value or leave the key out.")
-        if key.startswith("no_"):  # `no_x: true` is the flag --no_x
-            try:
-                argv += [f"--{key}"] if string_to_bool(words[0]) else []  # type: ignore[no-untyped-call]
-            except argparse.ArgumentTypeError:
-                raise UserError(
-                    f"{path}: '{key}' must be true or false, not '{words[0]}'."
-                ) from None
-        else:
-            # `--key=value` keeps a value that begins with a dash a value
-            argv += [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]
-    return argv
+
+
+def _flag_words(path: str, key: str, node: yaml.Node) -> list[str]:
+    """Return the words of a command line for one key of a YAML file and its value."""
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(node, yaml.ScalarNode) for node in nodes):
+        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
+    words = [str(node.value) for node in nodes]
+    if not words:
+        raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
+
+    if key.startswith("no_"):  # `no_x: true` is the flag --no_x, which takes no value
+        try:
+            is_set = string_to_bool(words[0])  # type: ignore[no-untyped-call]
+        except argparse.ArgumentTypeError:
+            raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
+        return [f"--{key}"] if is_set else []
+    if len(words) == 1:
+        return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag
+    return [f"--{key}", *words]
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -6,7 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,44 @@ def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_o
         assert oldest in takes or not applies, (
             f"constraints.txt: {pin} needs Python {takes}; give it a marker"
         )
+
+
+def third_party_imports(folder: Path) -> dict[str, Path]:
+    """Return every top-level module of other packages that is imported, and a file that does so."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                found[name.partition(".")[0]] = path
+    return {
+        name: path
+        for name, path in found.items()
+        if name not in sys.stdlib_module_names and name not in ("llmtrain", "recipes")
+    }
+
+
+@pytest.mark.parametrize("folder", ["llmtrain", "recipes"])
+def test_every_package_that_is_imported_is_declared(folder: str) -> None:
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    extras = [metadata["options.extras_require"][name] for name in ("lora", "eval")]
+    lines = "\n".join([metadata["options"]["install_requires"], *extras]).split()
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    distributions_of = packages_distributions()
+
+    undeclared = {}
+    for module, path in third_party_imports(ROOT / folder).items():
+        names = {canonicalize_name(name) for name in distributions_of.get(module, [module])}
+        if not names & declared:
+            undeclared[module] = str(path)
+
+    assert not undeclared, "imported, and not declared in setup.cfg"
 
 
 def test_importing_the_package_imports_nothing_else() -> None:

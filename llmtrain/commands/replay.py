@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.launching.children import command_of, run_to_end
 from llmtrain.record.history import History, read_lines
@@ -41,57 +41,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    history, step = History.of(Path(arguments.run_folder)), arguments.step
-    last = history.step + (
-        history.state != "finished"
-    )  # the update that ended it may be the one to look at
-    require(1 <= step <= last, f"--step {step}: this run has made updates 1 to {history.step}.")
-    start: Facts = next((start for start in reversed(history.starts) if start["step"] < step), {})
-    require(
-        start.get("command"), f"{history.folder}/run.json does not say how the run was started."
-    )
+    history = History.of(Path(arguments.run_folder))
+    step = arguments.step
+    # A run that failed may have done so in the step after its last one: that one can be repeated.
+    last = history.step if history.state == "finished" else history.step + 1
+    if not 1 <= step <= last:
+        raise UserError(f"--step {step}: this run has made updates 1 to {history.step}.")
+    start = _start_that_made(history, step)
+
     source, from_step = _before(history, step)
     with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
-        again, began = Path(scratch) / "run", time.monotonic()
-        forced = {"replay_step": step, "logging_steps": 1, "report_to": "none", "output_dir": again}
-        _launch(
-            history.folder,
-            start,
-            arguments.config_file,
-            forced | {"resume_from_checkpoint": source},
-        )
+        repeated = Path(scratch) / "run"
+        forced = {
+            "replay_step": step,
+            "logging_steps": 1,
+            "report_to": "none",
+            "output_dir": repeated,
+            "resume_from_checkpoint": source,
+        }
+        began = time.monotonic()
+        _launch(history.folder, start, arguments.config_file, forced)
         seconds = time.monotonic() - began
-        if not (again / "replay.json").exists():
+        if not (repeated / "replay.json").exists():
             raise UserError(
                 f"the recipe ended before update {step}; start it by hand with --replay_step {step}."
             )
-        rows = json.loads((again / "replay.json").read_text())["rows"]
-        now = _reading(read_lines(again / "metrics.jsonl"), step)
-    then = _reading(history.readings, step)
-    assert now is not None, "a replay logs every update"
-    compared = {key: (then[key], now[key]) for key in _COMPARED if then is not None and key in then}
-    differing = [key for key, (first, second) in compared.items() if first != second]
+        rows = json.loads((repeated / "replay.json").read_text())["rows"]
+        now = _reading(read_lines(repeated / "metrics.jsonl"), step)
+    assert now is not None, "a replay logs every step"
+
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
     _add_text(rows, history.folder)
+    then = _reading(history.readings, step)
     if arguments.json:
-        same = None if then is None else not differing
+        same = None if then is None else not _differences(then, now)
         print(json_text({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
         return
+
     print(f"update    {step}, made again from step {from_step} in {seconds:.1f} s")
-    if then is None:
-        print("compared  with nothing: the run has no reading of it (--logging_steps)")
-    elif differing:
-        told = (
-            f"{_COMPARED[key]}: {compared[key][0]} then, {compared[key][1]} now"
-            for key in differing
-        )
-        print("differs   " + "; ".join(told))
-    else:
-        print(f"the same  {', '.join(_COMPARED[key] for key in compared)}: to the last bit")
+    print(_comparison(then, now))
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
         text = json.dumps(row["text"], ensure_ascii=False)[:_WIDTH]
         print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
+
+
+def _start_that_made(history: History, step: int) -> Facts:
+    """Return the entry of ``run.json`` for the start that made a step."""
+    starts = [start for start in history.starts if start["step"] < step]
+    if not starts or not starts[-1]["command"]:  # a notebook has no command
+        raise UserError(f"{history.folder}/run.json does not say how the run was started.")
+    return starts[-1]
+
+
+def _differences(then: Facts, now: Facts) -> list[str]:
+    """Return the compared keys whose values differ."""
+    return [key for key in _COMPARED if key in then and then[key] != now[key]]
+
+
+def _comparison(then: Facts | None, now: Facts) -> str:
+    """Return the line that says whether the repeated step is the same."""
+    if then is None:
+        return "compared  with nothing: the run has no reading of it (--logging_steps)"
+    differing = _differences(then, now)
+    if differing:
+        parts = [f"{_COMPARED[key]}: {then[key]} then, {now[key]} now" for key in differing]
+        return "differs   " + "; ".join(parts)
+    names = ", ".join(name for key, name in _COMPARED.items() if key in then)
+    return f"the same  {names}: to the last bit"
 
 
 def _add_text(rows: list[Facts], folder: Path) -> None:
@@ -113,45 +130,54 @@ def _reading(lines: list[Facts], step: int) -> Facts | None:
 
 
 def _before(history: History, step: int) -> tuple[str, int]:
-    """Return what ``--resume_from_checkpoint`` takes to begin at the newest checkpoint before an update, and its step.
+    """Return the checkpoint to repeat a step from, and the checkpoint's step.
 
-    The checkpoint with which the run itself began counts, too.
+    It is the newest whole checkpoint before the step, or else the one that the run began with. The
+    first value is what ``--resume_from_checkpoint`` takes.
     """
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
-    origin = history.starts[0].get("from")
-    for path in [
-        *reversed(checkpoints(history.folder / "checkpoints")),
-        *([Path(origin)] if origin else []),
-    ]:
+    origin = history.starts[0]["from"]
+    candidates = list(reversed(checkpoints(history.folder / "checkpoints")))
+    if origin:
+        candidates.append(Path(origin))
+    for path in candidates:
         at = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else step
         if at < step and path.is_dir() and find_fault(path) is None:
             return str(path.absolute()), at
-    require(not origin, f"no checkpoint before update {step} is left: the run began with {origin}.")
+
+    if origin:
+        raise UserError(f"no checkpoint before update {step} is left: the run began with {origin}.")
     return "never", 0
 
 
 def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) -> None:
+    """Start a run's recipe again, with its flags and then those that are forced."""
     recipe, *flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(
-            f"{recipe} is not here; go to the folder on {start.get('host')} in which the run was started."
+            f"{recipe} is not here; go to the folder on {start['host']} in which the run was started."
         )
-    own = Path(recipe).resolve().is_relative_to(folder.resolve())
-    require(
-        not own,
-        f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you trust it.",
-    )
-    shares = re.match(
-        r"\d+x(\d+)(?:x(\d+))?", start.get("sharded") or ""
-    )  # replicas, shards, shards of matrices
-    if config_file is None and shares is not None and (int(shares[1]) > 1 or shares[2]):
+    if Path(recipe).resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you "
+            "trust it."
+        )
+    if config_file is None and _has_shards(start["sharded"]):
         raise UserError(
             f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file."
         )
+
     variables = {
         "ACCELERATE_MIXED_PRECISION": start["mixed_precision"],
         "OMP_NUM_THREADS": str(start["threads"]),
     }
     command = command_of([recipe, *flags], forced, start["processes"], config_file)
-    run_to_end(command, start["device"] == "cpu" and config_file is None, **variables)
+    on_cpu = start["device"] == "cpu" and config_file is None
+    run_to_end(command, on_cpu, **variables)
+
+
+def _has_shards(sharded: str | None) -> bool:
+    """Return whether a layout, replicas x shards (x tensor), splits the model."""
+    layout = re.match(r"\d+x(\d+)(?:x(\d+))?", sharded or "")
+    return layout is not None and (int(layout[1]) > 1 or layout[2] is not None)

@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from llmtrain.contract import Facts
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def asked_sharding(processes: int, stages: int = 1) -> "Sharding | None":
     from llmtrain.parallel.mesh import Sharding
 
     if stages > 1:
-        require(not asked, "--pipeline_stages is for a DDP config; this one shards the model.")
+        if asked:
+            raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
         if processes % stages:
             raise UserError(
                 f"--pipeline_stages {stages} needs as many processes, or a multiple; {processes} started. Use: "

@@ -11,12 +11,12 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmtrain._version import __version__
-from llmtrain.contract import Facts, Json
+from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.team import Team
@@ -152,10 +152,10 @@ def check_same_everywhere(team: Team, mine: Facts) -> None:
                 )
 
 
-def _comparable(key: str, first: Facts, other: Facts) -> tuple[Json, Json]:
+def _comparable(key: str, first: Facts, other: Facts) -> tuple[Any, Any]:
     """Return the values under a key that two ranks must have in common."""
-    here: Json = first[key]
-    there: Json = other.get(key)
+    here = first[key]
+    there: Any = other.get(key)
     if key == "code":  # a rank may import a module that the other ranks do not need
         shared = here.keys() & there.keys()
         here = {name: here[name] for name in shared}

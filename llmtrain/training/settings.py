@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 
@@ -39,11 +39,11 @@ class OptimConfig(Config):
         require_at_least(self, 1, "max_steps")
         require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
         for name in ("adam_beta1", "adam_beta2"):
-            require(
-                0 <= getattr(self, name) < 1,
-                f"--{name} {getattr(self, name)} must be at least 0 and below 1.",
-            )
-        require(self.max_grad_norm > 0, f"--max_grad_norm {self.max_grad_norm} must be above 0.")
+            beta = getattr(self, name)
+            if not 0 <= beta < 1:
+                raise UserError(f"--{name} {beta} must be at least 0 and below 1.")
+        if not self.max_grad_norm > 0:  # so that NaN is refused, too
+            raise UserError(f"--max_grad_norm {self.max_grad_norm} must be above 0.")
 
 
 @dataclass
@@ -104,41 +104,37 @@ class LoopConfig(Config):
     def __post_init__(self) -> None:
         require_at_least(self, 1, "logging_steps")
         require_at_least(self, 0, "eval_steps", "skip_nonfinite", "early_stopping_patience")
-        stops = self.early_stopping_patience > 0
-        require(
-            self.eval_steps > 0 or not stops,
-            "--early_stopping_patience needs evaluations: --eval_steps above 0.",
-        )
-        told = stops or self.metric_for_best_model == "eval/loss"
-        require(
-            told,
-            "--metric_for_best_model is what --early_stopping_patience looks at; give that too.",
-        )
-        require(
-            self.replay_step is None or self.replay_step > 0,
-            f"--replay_step {self.replay_step} must be above 0.",
-        )
-        require(
-            self.max_hours is None or self.max_hours > 0,
-            f"--max_hours {self.max_hours} must be above 0.",
-        )
-        require(
-            0 <= self.seed < 2**63,
-            f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.",
-        )
-        _ = self.xray_range
+        can_stop_early = self.early_stopping_patience > 0
+        if can_stop_early and not self.eval_steps:
+            raise UserError("--early_stopping_patience needs evaluations: --eval_steps above 0.")
+        if self.metric_for_best_model != "eval/loss" and not can_stop_early:
+            raise UserError(
+                "--metric_for_best_model is what --early_stopping_patience looks at; give that too."
+            )
+        if self.replay_step is not None and self.replay_step < 1:
+            raise UserError(f"--replay_step {self.replay_step} must be above 0.")
+        if self.max_hours is not None and not self.max_hours > 0:  # so that NaN is refused, too
+            raise UserError(f"--max_hours {self.max_hours} must be above 0.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+        _parse_xray_steps(self.xray_steps)
 
     @property
     def xray_range(self) -> range | None:
-        """The updates to record, counted from 1."""
-        if self.xray_steps is None:
-            return None
-        asked = re.fullmatch(r"([1-9]\d*):(\d+)", self.xray_steps)
-        if asked is None or int(asked[1]) > int(asked[2]):
-            raise UserError(
-                f"--xray_steps {self.xray_steps}: write two updates, such as 6:8; the first of a run is 1."
-            )
-        return range(int(asked[1]), int(asked[2]) + 1)
+        """The steps to record, counted from 1."""
+        return _parse_xray_steps(self.xray_steps)
+
+
+def _parse_xray_steps(text: str | None) -> range | None:
+    """Return the steps that ``A:B`` names, both included."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d*):(\d+)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise UserError(
+            f"--xray_steps {text}: write two updates, such as 6:8; the first of a run is 1."
+        )
+    return range(int(match[1]), int(match[2]) + 1)
 
 
 @dataclass
@@ -170,23 +166,28 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_steps")
         require_at_least(self, 2, "save_total_limit")
-        require(bool(self.output_dir.strip()), "--output_dir is empty: name a folder for the run.")
-        _ = self.trackers
+        if not self.output_dir.strip():
+            raise UserError("--output_dir is empty: name a folder for the run.")
+        _check_trackers(self.report_to)
 
     @property
     def trackers(self) -> list[str]:
-        """The trackers that are told. Raises :class:`UserError` for one that is unknown or not installed."""
-        names = [name for name in self.report_to if name != "none"]
-        for name in names:
-            known = name in ("wandb", "tensorboard")
-            require(known, f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
-        alone = not names or "none" not in self.report_to
-        require(alone, f"--report_to none and {' '.join(names)} contradict each other.")
-        if "tensorboard" in names and not any(map(find_spec, ("tensorboard", "tensorboardX"))):
-            raise UserError(
-                "--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'."
-            )
-        return names
+        """The trackers that the run reports to."""
+        return [name for name in self.report_to if name != "none"]
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Raise :class:`UserError` for a tracker that is unknown or not installed."""
+    for name in names:
+        if name not in ("wandb", "tensorboard", "none"):
+            raise UserError(f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
+    trackers = [name for name in names if name != "none"]
+    if trackers and "none" in names:
+        raise UserError(f"--report_to none and {' '.join(trackers)} contradict each other.")
+    if "tensorboard" in trackers and not any(map(find_spec, ("tensorboard", "tensorboardX"))):
+        raise UserError(
+            "--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'."
+        )
 
 
 M = TypeVar("M")
@@ -213,6 +214,15 @@ class Settings(Generic[M, D]):
 
 AnySettings: TypeAlias = Settings[Any, Any]
 CONFIGS: tuple[type[Config], ...] = (
-    *(GPTConfig, ModelConfig, LoraConfig, DataConfig, ChatConfig, PairConfig, PreferenceConfig),
-    *(OptimConfig, PipelineConfig, LoopConfig, RunConfig),
+    GPTConfig,
+    ModelConfig,
+    LoraConfig,
+    DataConfig,
+    ChatConfig,
+    PairConfig,
+    PreferenceConfig,
+    OptimConfig,
+    PipelineConfig,
+    LoopConfig,
+    RunConfig,
 )
