@@ -27,10 +27,10 @@ def bytes_of(tensors: Any) -> int:
     return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
-def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others: Any) -> Any:
+def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, **named: Any) -> Any:
     calls.append(1)
     if len(calls) < FIRST:
-        return own_step(accelerator, model, optimizer, batches, *others)
+        return own_step(accelerator, model, optimizer, batches, **named)
     parameters = [p for p in model.parameters() if not p.is_meta]
     storages = {
         local_shard(p).untyped_storage().data_ptr(): p for p in parameters
@@ -53,7 +53,7 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, *others:
         "5"
     )  # the most that was ever resident is from here on, proc(5)
     before = resident("VmRSS")
-    update = own_step(accelerator, model, optimizer, batches, *others)
+    update = own_step(accelerator, model, optimizer, batches, **named)
     # the least of some updates: threads of gloo let go of what was sent when they come to it
     found["most"] = min(found.get("most", math.inf), resident("VmHWM") - before)
     before_optimizer.remove()

@@ -31,8 +31,8 @@ def sync_in_every_micro_batch(self: Any, batches: Any, tokens: torch.Tensor) -> 
     return total
 
 
-def perturb_rank_1(accelerator: Any, model: Any, *rest: Any) -> Any:
-    update = HONEST["train_step"](accelerator, model, *rest)
+def perturb_rank_1(accelerator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+    update = HONEST["train_step"](accelerator, model, *rest, **named)
     with torch.no_grad():
         next(model.parameters())[0, 0] += RANK * 1e-3
     return update
