@@ -1,12 +1,13 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices.
+"""Muon: momentum, made orthogonal, for matrices.
 
-``torch.optim.Muon`` always computes in bfloat16, whose rounding makes of two layouts of one run two runs: after 20
-updates their weights differ by 1e-3. Here the products have the precision of the run's: in float32 two layouts stay as
-near to each other as with AdamW, and in bfloat16 matrices of one shape, which go together, take less time.
+It is by Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. ``torch.optim.Muon`` always
+computes in bfloat16, whose rounding makes two layouts of one run differ: after 20 steps their
+weights are 1e-3 apart. Here products have the precision of the run. In float32 two layouts stay as
+close as with AdamW, and in bfloat16 it takes less time, because matrices of one shape go together.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +16,25 @@ from torch import nn
 
 from llmtrain.parallel.mesh import full_tensor, local_shard, shard_like
 
-_QUINTIC = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of Jordan et al.: steepest at zero, and near one for what has grown
+# The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-_TOGETHER = {
-    "cpu": 1 << 22,
-    "cuda": 1 << 28,
-}  # numbers in a batch of matrices; larger ones come alone
+
+# Numbers in a batch of matrices that are made orthogonal at once. A larger matrix is a batch.
+_TOGETHER = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and decays
-    fit. The update of a sharded matrix is gathered, made orthogonal on every rank alike, and sharded again. Products
-    are in ``dtype``; by default, that of the gradients. ``shared`` deals the matrices out to the ranks, all of which
-    have the same gradients: each makes some orthogonal, and all gather the results.
+    Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so AdamW's learning
+    rates and decays fit. The momentum of a sharded matrix is gathered, made orthogonal on every
+    rank alike, and sharded again.
+
+    Args:
+        dtype: of the matrix products; by default, that of the gradients.
+        shared: all ranks have the same gradients, and share the work: each makes some of the
+            matrices orthogonal, and all gather the results.
     """
 
     def __init__(
@@ -52,84 +53,114 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        under_way: list[Callable[[], None]] = []
+        """Update all matrices that have a gradient."""
+        in_flight: _Update | None = None
         for group in self.param_groups:
-            for matrices in batches_of([p for p in group["params"] if p.grad is not None]):
-                momenta = torch.stack(
-                    [_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices]
-                )
-                results, work = self._orthogonal(momenta.to(group["dtype"] or momenta.dtype))
-                del momenta
-                under_way.append(functools.partial(self._update, matrices, group, results, work))
-                if (
-                    len(under_way) > 1 or work is None
-                ):  # while results are sent, those before are put to use
-                    under_way.pop(0)()
-        for update in under_way:
-            update()
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for matrices in batches_of(with_gradient):
+                update = self._begin(matrices, group)
+                # While the ranks send these results, apply those of the batch before.
+                if in_flight is not None:
+                    in_flight.finish()
+                in_flight = update
+                if update.work is None:
+                    update.finish()
+                    in_flight = None
+        if in_flight is not None:
+            in_flight.finish()
+
+    def _begin(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> "_Update":
+        """Compute the orthogonal momenta of a batch of matrices, or begin to gather them."""
+        momenta = torch.stack(
+            [_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices]
+        )
+        momenta = momenta.to(group["dtype"] or momenta.dtype)
+        results, work = self._orthogonal(momenta)
+        return _Update(matrices, group["lr"], group["weight_decay"], results, work)
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Return :func:`orthogonal` of [N, m, n], which the ranks may share, and what to wait for."""
-        if (
-            len(momenta) < self.ranks or self.ranks == 1
-        ):  # with fewer, more would be sent than is saved
-            return orthogonal(momenta), None
-        each = -(-len(momenta) // self.ranks)
-        mine = momenta[dist.get_rank() * each :][:each]
-        sent = momenta.new_zeros(each, *momenta.shape[1:])
-        if len(mine):
-            sent[: len(mine)] = orthogonal(mine)
-        results = sent.new_empty(self.ranks * each, *sent.shape[1:])
-        return results, dist.all_gather(list(torch.split(results, each)), sent, async_op=True)
+        """Return :func:`orthogonal` of [N, m, n], and the gathering to wait for, if there is one.
 
-    def _update(
-        self,
-        matrices: list[nn.Parameter],
-        group: dict[str, Any],
-        results: torch.Tensor,
-        work: dist.Work | None,
-    ) -> None:
-        lr, decay = group["lr"], group["lr"] * group["weight_decay"]
-        if work is not None:
-            work.wait()
-        for p, wide in zip(matrices, results, strict=False):
-            update = shard_like(wide if p.shape == wide.shape else wide.mT, p)
-            size = 0.2 * max(p.shape) ** 0.5  # the root mean square of AdamW's updates is about 0.2
-            part = local_shard(p)
-            part.mul_(1 - decay).add_(update.to(part), alpha=-lr * size)
+        The results may be followed by others, of no matrix.
+        """
+        # With fewer matrices than ranks, sending them would cost more than sharing saves.
+        if self.ranks == 1 or len(momenta) < self.ranks:
+            return orthogonal(momenta), None
+
+        share = -(-len(momenta) // self.ranks)
+        start = dist.get_rank() * share
+        own_momenta = momenta[start : start + share]
+        own_results = momenta.new_zeros(share, *momenta.shape[1:])
+        if len(own_momenta):
+            own_results[: len(own_momenta)] = orthogonal(own_momenta)
+
+        results = own_results.new_empty(self.ranks * share, *momenta.shape[1:])
+        shares = list(torch.split(results, share))
+        return results, dist.all_gather(shares, own_results, async_op=True)
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+        """Update the momentum of a matrix; return it with Nesterov's look ahead."""
         assert p.grad is not None
         if not self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-        # lerp computes the same, but on a CPU takes five times as long
-        mean = self.state[p]["momentum_buffer"].mul_(momentum).add_(p.grad, alpha=1 - momentum)
-        return p.grad.mul(1 - momentum).add_(mean, alpha=momentum)
+        buffer = self.state[p]["momentum_buffer"]
+        # `lerp` computes the same, and takes five times as long on a CPU.
+        buffer.mul_(momentum).add_(p.grad, alpha=1 - momentum)
+        return p.grad.mul(1 - momentum).add_(buffer, alpha=momentum)
+
+
+@dataclass
+class _Update:
+    """The update of a batch of matrices, which may still be on its way from other ranks."""
+
+    matrices: list[nn.Parameter]
+    lr: float
+    weight_decay: float
+    results: torch.Tensor  # [N, m, n], m at most n; N may be larger than the number of matrices
+    work: dist.Work | None
+
+    def finish(self) -> None:
+        """Wait for the results, and apply them."""
+        if self.work is not None:
+            self.work.wait()
+        for p, wide in zip(self.matrices, self.results, strict=False):
+            full_update = wide if p.shape == wide.shape else wide.mT
+            # The root mean square of AdamW's updates is about 0.2.
+            scale = 0.2 * max(p.shape) ** 0.5
+            shard = local_shard(p)
+            update = shard_like(full_update, p).to(shard)
+            shard.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr * scale)
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Return an approximation of U V' of every matrix U S V' of [N, m, n], m at most n.
+    """Return an approximation of U V' for every matrix U S V' of [N, m, n], m at most n.
 
-    Singular values of more than 0.002 of the norm end between 0.7 and 1.2, by five iterations of Newton and Schulz.
+    Five iterations of Newton and Schulz bring singular values that are larger than 0.002 of the
+    norm to between 0.7 and 1.2.
     """
     a, b, c = _QUINTIC
     x: torch.Tensor = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 
 def _wide(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix that has at most as many rows as columns: this one, or its transpose."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield matrices of one shape, or its transpose, that are updated together; not too many at once."""
-    alike: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    """Yield batches of matrices that have one shape, or its transpose, and are not too large."""
+    by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
-        alike.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
-    for some in alike.values():
-        count = max(1, _TOGETHER.get(some[0].device.type, _TOGETHER["cpu"]) // some[0].numel())
-        for start in range(0, len(some), count):
-            yield some[start : start + count]
+        by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+
+    for same_shape in by_shape.values():
+        device = same_shape[0].device.type
+        most_numbers = _TOGETHER.get(device, _TOGETHER["cpu"])
+        count = max(1, most_numbers // same_shape[0].numel())
+        for start in range(0, len(same_shape), count):
+            yield same_shape[start : start + count]
