@@ -1,12 +1,12 @@
 """Token rows -> windows of micro-batches.
 
-Slot ``j`` of the global batch of step ``s`` is fixed by (seed, s, j) alone. The sampler yields whole global batches and
-knows neither ranks nor micro-batches; Accelerate gives each process its slice, and ``collate`` splits that slice into
-the process's window. So the layout decides who computes a row, never which rows a step holds.
+Slot ``j`` of the global batch of step ``s`` is fixed by (seed, s, j) alone. The sampler yields whole
+global batches, and knows neither ranks nor micro-batches. Accelerate gives each process its slice,
+and ``Collate`` splits that slice into the window of the process. So the layout decides who computes
+a row, and never which rows a step holds.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,26 +41,38 @@ def slots_of(
 ) -> list[Slot]:
     """Return the global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
 
-    An epoch is ``ceil(n / global_batch_size)`` steps; its last batch is filled up with empty slots. With a ``mixture``
-    each source has epochs of its own, which end where they end: no slot is empty.
+    An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
+    With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
+    empty.
     """
-    first = step * global_batch_size
+    first_position = step * global_batch_size
     if mixture is not None and seed is not None:
-        rows = mixture.rows_at(np.arange(first, first + global_batch_size), seed)
+        positions = np.arange(first_position, first_position + global_batch_size)
+        rows = mixture.rows_at(positions, seed)
     else:
-        epoch, k = divmod(step, -(-n // global_batch_size))
-        steps = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
-        block, place = divmod(k, steps)
-        rows = _order(n, steps * global_batch_size, seed, epoch, block)[
-            place * global_batch_size :
-        ][:global_batch_size]
-    padded: list[int | None] = [*rows.tolist(), *[None] * (global_batch_size - len(rows))]
-    return [Slot(first + j, row) for j, row in enumerate(padded)]
+        rows = _rows_of_epoch(step, n, global_batch_size, seed)
+
+    padding = [None] * (global_batch_size - len(rows))
+    padded: list[int | None] = [*rows.tolist(), *padding]
+    return [Slot(first_position + j, row) for j, row in enumerate(padded)]
+
+
+def _rows_of_epoch(step: int, n: int, global_batch_size: int, seed: int | None) -> np.ndarray:
+    """Return the rows of one step; fewer than a batch at the end of an epoch."""
+    steps_per_epoch = -(-n // global_batch_size)
+    epoch, step_of_epoch = divmod(step, steps_per_epoch)
+
+    # The order is computed for several steps at once, which takes numpy no longer than for one.
+    steps_per_block = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
+    block, step_of_block = divmod(step_of_epoch, steps_per_block)
+    rows = _order(n, steps_per_block * global_batch_size, seed, epoch, block)
+    start = step_of_block * global_batch_size
+    return rows[start : start + global_batch_size]
 
 
 @functools.lru_cache(maxsize=4)
 def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.ndarray:
-    """Return the rows at so many positions of an epoch; for several steps at once, which takes numpy no longer."""
+    """Return the rows at the positions of one block, of ``size`` positions, of an epoch."""
     positions = np.arange(block * size, min((block + 1) * size, n))
     return positions if seed is None else permute(positions, n, key_of(seed, epoch))
 
@@ -68,7 +80,7 @@ def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.nd
 class GlobalBatchSampler(Sampler[list[Slot]]):
     """Yields the global batch of every step in ``steps``."""
 
-    drop_last = False  # Accelerate asks
+    drop_last = False  # Accelerate reads it
 
     def __init__(
         self,
@@ -78,47 +90,53 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
         seed: int | None,
         mixture: Mixture | None = None,
     ) -> None:
-        self.n, self.batch_size, self.steps, self.seed, self.mixture = (
-            n,
-            global_batch_size,
-            steps,
-            seed,
-            mixture,
-        )
+        self.n = n
+        self.batch_size = global_batch_size
+        self.steps = steps
+        self.seed = seed
+        self.mixture = mixture
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        return (
-            slots_of(step, self.n, self.batch_size, self.seed, self.mixture) for step in self.steps
-        )
+        for step in self.steps:
+            yield slots_of(step, self.n, self.batch_size, self.seed, self.mixture)
 
 
 class HeldOutSampler(Sampler[list[Slot]]):
-    """Yields every row once, in the stored order; no batch has rows of two sources, whose numbers ``parts`` has."""
+    """Yields every row once, in the stored order. No batch has rows of two sources.
 
-    drop_last = False  # Accelerate asks
+    Args:
+        parts: the number of rows of each source.
+    """
+
+    drop_last = False  # Accelerate reads it
 
     def __init__(self, parts: Sequence[int], batch_size: int) -> None:
-        self.parts, self.batch_size = parts, batch_size
+        self.parts = parts
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return sum(-(-rows // self.batch_size) for rows in self.parts)
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        for first, rows in zip(
-            itertools.accumulate(self.parts, initial=0), self.parts, strict=False
-        ):
-            for start in range(first, first + rows, self.batch_size):
-                places = range(start, start + self.batch_size)
-                yield [Slot(place, place if place < first + rows else None) for place in places]
+        first = 0
+        for rows in self.parts:
+            end = first + rows
+            for start in range(first, end, self.batch_size):
+                positions = range(start, start + self.batch_size)
+                yield [
+                    Slot(position, position if position < end else None) for position in positions
+                ]
+            first = end
 
 
 class SlotRows(Dataset[Read]):
     """Token rows, read by slot.
 
-    They come straight from memory-mapped columns: a ``datasets.Dataset`` takes ten times as long for a few rows.
+    They are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
+    few rows.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -132,14 +150,15 @@ class SlotRows(Dataset[Read]):
         """Return the rows of slots, with ``labels``; an empty slot has no label."""
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
-        places = list(zip(chunks.tolist(), (rows - self.starts[chunks]).tolist(), strict=True))
+        rows_of_chunks = rows - self.starts[chunks]
+        places = list(zip(chunks.tolist(), rows_of_chunks.tolist(), strict=True))
         columns = {
-            name: np.stack([parts[chunk][row] for chunk, row in places])
-            for name, parts in self.columns.items()
+            name: np.stack([matrices[chunk][row] for chunk, row in places])
+            for name, matrices in self.columns.items()
         }
-        labels = columns.setdefault(
-            "labels", columns["input_ids"]
-        )  # a text's places are -100 where it has ended
+
+        # The tokens of a text are its labels: they are -100 where the text has ended.
+        labels = columns.setdefault("labels", columns["input_ids"])
         labels[[slot.row is None for slot in slots]] = IGNORED
         return Read(slots, columns)
 
@@ -147,9 +166,12 @@ class SlotRows(Dataset[Read]):
 class Collate:
     """Split a process's slice of the global batch into micro-batches.
 
-    Each is ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]; labels are not shifted. Packed rows
-    also have ``position_ids`` of that shape, which restart at each document. With ``dropout_seed`` each row carries its
-    ``dropout_keys`` (int64 [micro_batch]). ``prepare`` is called with each, on the host.
+    Each has ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]. Labels are not
+    shifted. Packed rows also have ``position_ids`` of that shape, which restart at each document.
+
+    Args:
+        dropout_seed: each row carries its ``dropout_keys`` (int64 [micro_batch]), made of this.
+        prepare: is called with each micro-batch, on the host.
     """
 
     def __init__(
@@ -158,41 +180,48 @@ class Collate:
         dropout_seed: int | None = None,
         prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        self.micro_batch, self.dropout_seed, self.prepare = micro_batch, dropout_seed, prepare
+        self.micro_batch = micro_batch
+        self.dropout_seed = dropout_seed
+        self.prepare = prepare
 
     def __call__(self, read: Read) -> Window:
-        found = {
-            name: one.astype(np.int64) if one.dtype.kind == "i" else one
-            for name, one in read.columns.items()
-        }
-        rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
-        found["input_ids"] = np.maximum(found["input_ids"], 0)
-        content = [fingerprint(found[name][rows >= 0]) for name in ("input_ids", "labels")]
-        targets = (found["labels"][:, 1:] != IGNORED).sum(axis=1)
-        columns = {name: torch.from_numpy(column) for name, column in found.items()}
+        arrays = {name: _with_wide_integers(column) for name, column in read.columns.items()}
+        arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
+        columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.dropout_seed is not None:
-            keys = [
-                key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots
-            ]  # 63 bits fit in int64
+            # Without their lowest bit, keys fit into int64.
+            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots]
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
-        about = torch.from_numpy(rows), torch.from_numpy(targets), torch.tensor(content)
-        window = Window(columns, self.micro_batch, *about)
-        prepare = self.prepare
-        return (
-            window
-            if prepare is None
-            else replace(window, prepared=tuple(map(prepare, window.batches)))
+
+        rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
+        content = [fingerprint(arrays[name][rows >= 0]) for name in ("input_ids", "labels")]
+        targets = (arrays["labels"][:, 1:] != IGNORED).sum(axis=1)
+        window = Window(
+            columns,
+            self.micro_batch,
+            rows=torch.from_numpy(rows),
+            targets=torch.from_numpy(targets),
+            content=torch.tensor(content),
         )
+        if self.prepare is None:
+            return window
+        return replace(window, prepared=tuple(self.prepare(batch) for batch in window.batches))
+
+
+def _with_wide_integers(column: np.ndarray) -> np.ndarray:
+    """Return a column with integers in int64."""
+    return column.astype(np.int64) if column.dtype.kind == "i" else column
 
 
 def fingerprint(rows: np.ndarray) -> int:
     """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row.
 
-    Another token changes it. Rows have it in whatever order and on however many processes they come.
+    It changes with any token. It does not depend on the order of the rows, or on how they are
+    divided among processes.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        places = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-        sums = ((rows + 1).astype(np.uint64) * places).sum(axis=1, dtype=np.uint64)
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
+        factors = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+        sums = ((rows + 1).astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
         return int((mix(sums) >> np.uint64(33)).sum())
 
 
@@ -207,9 +236,13 @@ def train_loader(
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
 ) -> DataLoader[Read]:
-    """Return the windows of the given steps, for ``accelerator.prepare``; ``seed=None`` keeps the stored order.
+    """Return a loader of the windows of ``steps``, for ``accelerator.prepare``.
 
-    To start at any step costs nothing. From ``pinned`` memory a GPU copies while it computes.
+    Starting at a late step costs nothing.
+
+    Args:
+        seed: of the order; ``None`` keeps the stored order.
+        pinned: use memory from which a GPU can copy while it computes.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
     collate: Callable[..., Window] = Collate(micro_batch, dropout_seed, prepare)
@@ -224,15 +257,24 @@ def eval_loader(
     pinned: bool = False,
     parts: Sequence[int] = (),
 ) -> DataLoader[Read]:
-    """Return every row once, in the stored order; the last batch of each source is filled up with rows of weight zero.
+    """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
-    ``parts`` are the rows of each source, where there are several. Micro-batches have up to a quarter fewer rows than
-    ``micro_batch``, where fewer rows of weight zero are then computed.
+    The last batch of each source is filled up with rows of weight zero. Micro-batches have up to a
+    quarter fewer rows than ``micro_batch`` if that leaves fewer of these to compute.
+
+    Args:
+        parts: the number of rows of each source, if there are several.
+        pinned: use memory from which a GPU can copy while it computes.
     """
     parts = parts or [len(rows)]
-    sizes = range(processes * micro_batch, processes * (micro_batch * 3 // 4), -processes)
-    sampler = HeldOutSampler(
-        parts, min(sizes, key=lambda size: sum(-count % size for count in parts))
-    )
+
+    def empty_rows(batch_size: int) -> int:
+        return sum(-count % batch_size for count in parts)
+
+    largest = processes * micro_batch
+    smallest = processes * (micro_batch * 3 // 4)
+    batch_size = min(range(largest, smallest, -processes), key=empty_rows)
+
+    sampler = HeldOutSampler(parts, batch_size)
     collate: Callable[..., Window] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

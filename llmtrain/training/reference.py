@@ -1,7 +1,8 @@
-"""The reference of a loss, which are the weights that a run starts from: a number for each answer, kept.
+"""Log-probabilities of answers under the reference model, which are the first weights of a run.
 
-No second model is held. The numbers lie in the user's cache, under a key of all that they depend on, and are computed a
-few rows at a time, always the same ones together, so that every layout finds the same.
+No second model is held. The numbers are kept in the user's cache, under a key of everything that
+they depend on. They are computed a few rows at a time, always the same rows together, so that every
+layout has the same numbers.
 """
 
 import functools
@@ -21,141 +22,177 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.rows import Tokenized
 from llmtrain.data.table import TokenRows
-from llmtrain.errors import require
+from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, reshard
 from llmtrain.record.provenance import digest
 from llmtrain.record.team import Team
 
 _TOGETHER = 4  # rows of a forward pass
-_CHUNK = 64  # rows that are kept, and verified, together
-_DIGEST = hashlib.sha256().digest_size
+_CHUNK = 64  # rows that are stored, and verified, together
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def with_reference(accelerator: Accelerator, seed: int, rows: Tokenized, built: Built) -> Tokenized:
-    """Return rows with a column ``reference``, float32 [slots], where the model's loss takes one.
+    """Return rows with a column ``reference``, float32 [slots], if the loss of the model takes one.
 
-    The model has its first weights. All ranks call this. Raises :class:`UserError` where a number is not finite.
+    The model must still have its first weights. All ranks call this.
+
+    Raises:
+        UserError: a log-probability is not finite.
     """
     model = built.model
     if not isinstance(model, TakesReference) or not model.takes_reference:
         return rows
-    weights = (built.start or {}).get("weights")
-    first = {
-        "weights": weights,
-        "config": built.files.config,
-        "seed": seed,
-        "rows": rows.facts.data_sha256,
-    }
-    how = [
-        accelerator.mixed_precision,
-        accelerator.device.type,
-        torch.get_num_threads(),
-        rows.facts.shared,
-    ]
-    key = digest({**first, "how": how})
-    train = _with_column(accelerator, key, "train", rows.train, built)
-    held_out = (
-        None if rows.eval is None else _with_column(accelerator, key, "eval", rows.eval, built)
+
+    key = digest(
+        {
+            "weights": (built.start or {}).get("weights"),
+            "config": built.files.config,
+            "seed": seed,
+            "rows": rows.facts.data_sha256,
+            "how": [
+                accelerator.mixed_precision,
+                accelerator.device.type,
+                torch.get_num_threads(),
+                rows.facts.shared,
+            ],
+        }
     )
+    train = _with_column(accelerator, key, "train", rows.train, built)
+    held_out = None
+    if rows.eval is not None:
+        held_out = _with_column(accelerator, key, "eval", rows.eval, built)
     return replace(rows, train=train, eval=held_out)
 
 
 def _with_column(
     accelerator: Accelerator, key: str, name: str, rows: TokenRows, built: Built
 ) -> TokenRows:
-    import pyarrow
-
+    """Return rows with their reference, read from the cache as far as it is there."""
     assert isinstance(built.model, TakesReference)
-    slots, team = built.model.slots, Team.everyone()
+    slots = built.model.slots
+    team = Team.everyone()
     path = cache_folder() / "references" / f"{key}-{name}"
-    values, damaged = team.main(lambda: _read(path, len(rows), slots))
-    found = f"{len(values):,} of {len(rows):,} rows found in the cache"
-    again = "; what was damaged there is computed again" if damaged else ""
-    say("reference", f"log-probabilities under the first weights, {name}: {found}{again}")
+
+    values, is_damaged = team.main(lambda: _read(path, len(rows), slots))
+    damage = "; what was damaged there is computed again" if is_damaged else ""
+    say(
+        "reference",
+        f"log-probabilities under the first weights, {name}: {len(values):,} of {len(rows):,} rows "
+        f"found in the cache{damage}",
+    )
+
     for chunk in _computed(accelerator, rows, len(values), slots, built):
-        finite = np.isfinite(chunk).all()
-        require(
-            finite,
-            "the first weights give log-probabilities that are not finite: they cannot be compared with.",
-        )
+        if not np.isfinite(chunk).all():
+            raise UserError(
+                "the first weights give log-probabilities that are not finite: "
+                "they cannot be compared with."
+            )
         team.main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
+    return _append_column(rows, values, slots)
+
+
+def _append_column(rows: TokenRows, values: np.ndarray, slots: int) -> TokenRows:
+    """Return rows with a column of ``values`` [rows, slots], in chunks like those of the others."""
+    import pyarrow
+
     kind = pyarrow.list_(pyarrow.float32(), slots)
     ends = np.cumsum([len(part) for part in rows.data.column(0).chunks])
     parts = [
         pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=kind)
         for part in np.split(values, ends[:-1])
     ]
-    return TokenRows(rows.data.append_column("reference", pyarrow.chunked_array(parts, kind)))
+    column = pyarrow.chunked_array(parts, kind)
+    return TokenRows(rows.data.append_column("reference", column))
 
 
 @torch.no_grad()
 def _computed(
     accelerator: Accelerator, rows: TokenRows, start: int, slots: int, built: Built
 ) -> Iterator[np.ndarray]:
-    """Yield the numbers [rows, slots] of chunks of rows, from the row ``start`` on."""
-    model, ranks, me = built.model, data_parallel_size(accelerator), data_parallel_rank(accelerator)
-    collate = Collate(
-        _TOGETHER, prepare=model.prepare if isinstance(model, PreparesBatches) else None
-    )
-    table, training = SlotRows(rows), model.training
+    """Yield the log-probabilities [rows, slots] of chunks of rows, from the row ``start`` on."""
+    model = built.model
+    prepare = model.prepare if isinstance(model, PreparesBatches) else None
+    collate = Collate(_TOGETHER, prepare=prepare)
+    table = SlotRows(rows)
+
+    ranks = data_parallel_size(accelerator)
+    passes = -(-_CHUNK // _TOGETHER)
+    passes_of_rank = -(-passes // ranks)  # the same on each rank, because they communicate in each
+
+    was_training = model.training
     model.eval()
-    starts = range(start, len(rows), _CHUNK)
-    for first in tqdm(
-        starts, desc="reference", leave=False, disable=not accelerator.is_main_process
+    for first_row in tqdm(
+        range(start, len(rows), _CHUNK),
+        desc="reference",
+        leave=False,
+        disable=not accelerator.is_main_process,
     ):
-        mine = []
-        for group in range(
-            me, -(-_CHUNK // _TOGETHER // ranks) * ranks, ranks
-        ):  # as many on each rank
-            places = range(first + group * _TOGETHER, first + (group + 1) * _TOGETHER)
-            inside = group * _TOGETHER < _CHUNK
-            slots_of = [
-                Slot(place, place if inside and place < len(rows) else None) for place in places
-            ]
-            (batch,) = collate(table.__getitems__(slots_of)).to(accelerator.device).batches
+        own_values = []
+        for i in range(passes_of_rank):
+            number = data_parallel_rank(accelerator) + i * ranks
+            read = table.__getitems__(_slots_of_pass(first_row, number, len(rows)))
+            (batch,) = collate(read).to(accelerator.device).batches
             with accelerator.autocast():
-                mine.append(model(**batch, logps=True).float())
-        everyone = gather_rows(
-            accelerator, torch.stack(mine)
-        )  # [ranks * groups of each, together, slots]
-        in_order = everyone.view(ranks, -1, _TOGETHER, slots).transpose(0, 1).reshape(-1, slots)
-        yield in_order[: min(_CHUNK, len(rows) - first)].cpu().numpy()
+                own_values.append(model(**batch, logps=True).float())
+
+        # [ranks * passes_of_rank, _TOGETHER, slots]; consecutive passes are of consecutive ranks
+        of_ranks = gather_rows(accelerator, torch.stack(own_values))
+        of_ranks = of_ranks.view(ranks, passes_of_rank, _TOGETHER, slots)
+        in_order = of_ranks.transpose(0, 1).reshape(-1, slots)
+        yield in_order[: min(_CHUNK, len(rows) - first_row)].cpu().numpy()
     reshard(model)
-    model.train(training)
+    model.train(was_training)
+
+
+def _slots_of_pass(first_row: int, number: int, rows: int) -> list[Slot]:
+    """Return the rows of one forward pass of a chunk; past its end, and the last row, are none."""
+    is_inside = number * _TOGETHER < _CHUNK
+    start = first_row + number * _TOGETHER
+    return [
+        Slot(row, row if is_inside and row < rows else None)
+        for row in range(start, start + _TOGETHER)
+    ]
 
 
 def _read(path: Path, rows: int, slots: int) -> tuple[np.ndarray, bool]:
-    """Return the numbers [rows, slots] that are kept, up to the first chunk that is damaged, and whether one is."""
-    found, damaged = [np.zeros((0, slots), np.float32)], False
+    """Return the stored numbers [rows, slots] before any damage, and whether there is damage.
+
+    A damaged file is replaced by one with the chunks that are whole.
+    """
+    chunks = [np.zeros((0, slots), np.float32)]
+    rows_read = 0
+    is_damaged = False
     stored = path.read_bytes() if path.exists() else b""
-    while stored and not damaged:
-        size = 4 * slots * min(_CHUNK, rows - sum(map(len, found)))
-        known, data, stored = (
-            stored[:_DIGEST],
-            stored[_DIGEST : _DIGEST + size],
-            stored[_DIGEST + size :],
-        )
-        damaged = (
-            not size or len(data) < size or known != _digest(path.name, sum(map(len, found)), data)
-        )
-        found += [] if damaged else [np.frombuffer(data, np.float32).reshape(-1, slots)]
-    whole = np.concatenate(found)
-    if damaged:
+    position = 0
+    while position < len(stored):
+        size = 4 * slots * min(_CHUNK, rows - rows_read)
+        expected = stored[position : position + _DIGEST_BYTES]
+        position += _DIGEST_BYTES
+        data = stored[position : position + size]
+        position += size
+        if not size or len(data) < size or expected != _digest(path.name, rows_read, data):
+            is_damaged = True
+            break
+        chunks.append(np.frombuffer(data, np.float32).reshape(-1, slots))
+        rows_read += len(chunks[-1])
+
+    values = np.concatenate(chunks)
+    if is_damaged:
         path.unlink()
-        for first in range(0, len(whole), _CHUNK):
-            _append(path, first, whole[first : first + _CHUNK])
-    return whole, damaged
+        for first_row in range(0, len(values), _CHUNK):
+            _append(path, first_row, values[first_row : first_row + _CHUNK])
+    return values, is_damaged
 
 
-def _append(path: Path, first: int, chunk: np.ndarray) -> None:
+def _append(path: Path, first_row: int, chunk: np.ndarray) -> None:
+    """Append a chunk and its digest, by which a torn write, or those of two runs, are noticed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = chunk.astype(np.float32).tobytes()
-    with path.open(
-        "ab"
-    ) as file:  # torn, or written by two runs at once, it is found out by its digest
-        file.write(_digest(path.name, first, data) + data)
+    with path.open("ab") as file:
+        file.write(_digest(path.name, first_row, data) + data)
 
 
-def _digest(key: str, first: int, data: bytes) -> bytes:
-    return hashlib.sha256(f"{key} {first} ".encode() + data).digest()
+def _digest(key: str, first_row: int, data: bytes) -> bytes:
+    return hashlib.sha256(f"{key} {first_row} ".encode() + data).digest()
