@@ -184,7 +184,7 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 
 
 def test_what_sharding_does_not_do_is_refused() -> None:
-    with pytest.raises(UserError, match="fp16 is not supported where the model is sharded"):
+    with pytest.raises(UserError, match="fp16 is not supported for a model that is sharded"):
         start._check_precision("fp16", False, Sharding(1, 2), False)
     with pytest.raises(
         UserError, match="--bitwise adds gradients in an order that FSDP does not know"

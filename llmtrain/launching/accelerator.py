@@ -22,20 +22,34 @@ from llmtrain.shipped import shipped_config
 
 
 def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = False) -> Accelerator:
-    """Join the process group and make the one Accelerator of this run, which shards where its config asks for it.
+    """Join the process group and make the Accelerator of this run, sharded if its config says so.
 
-    Without an accelerator device the processes meet over gloo. Precision is the launcher's; where it was told none, a
-    GPU uses bfloat16, or float16 where it has no other. ``bitwise`` gives a CPU process one thread, on every layout,
-    unless another number was asked for: sums over more threads round differently. A collective that is not joined
-    within ``ddp_timeout`` seconds, and a minute in which the heartbeat says who is missing, fails.
+    Without a GPU the processes communicate over gloo. The launcher chooses the precision. If the
+    user gave it none, a GPU computes in bfloat16, or in float16 if it has no bfloat16.
+
+    A collective fails that a process does not join within ``ddp_timeout`` seconds and one minute,
+    in which the heartbeat says which one is missing.
+
+    Args:
+        bitwise: a CPU process has one thread on every layout, unless the user chose a number,
+            because sums over more threads round differently.
+
+    Raises:
+        UserError: what was launched cannot be run.
     """
-    if "WORLD_SIZE" not in os.environ:  # an earlier run of this process, in a notebook say, is over
+    if "WORLD_SIZE" not in os.environ:
+        # An earlier run of this process, as in a notebook, is over.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
     parallel = parallel or ParallelConfig()
     check_launch()
-    launcher, world = Launcher.find(), int(os.environ.get("WORLD_SIZE", "1"))
-    cpu, timeout = use_cpu(launcher), timedelta(seconds=parallel.ddp_timeout + 60)
+    launcher = Launcher.find()
+    world = _world_size()
+    cpu = use_cpu(launcher)
+    # The heartbeat has a minute more, to say who is missing.
+    timeout = timedelta(seconds=parallel.ddp_timeout + 60)
+
     _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     if cpu and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -46,50 +60,67 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
     _check_exchange(parallel, sharding, bitwise)
     if sharding_is_asked() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
-    backend = (
-        "gloo" if cpu else "cuda:nccl,cpu:gloo" if sharding and sharding.cpu_offload else "nccl"
-    )
-    _meet_after_restart(backend, timeout)
+
+    _meet_after_restart(_backend(cpu, sharding), timeout)
     accelerator = _make_accelerator(cpu, precision, timeout, sharding)
     accelerator.ddp_handler = DDPHandler(parallel, bitwise)  # which it does not take as an argument
-    require(
-        accelerator.num_processes == world,
-        f"the launcher started {world} processes and this one is in a group of {accelerator.num_processes}; each would "
-        "train alone. Start with: accelerate launch --multi_gpu --num_processes N, or torchrun.",
-    )
+    if accelerator.num_processes != world:
+        raise UserError(
+            f"the launcher started {world} processes and this one is in a group of "
+            f"{accelerator.num_processes}; each would train alone. "
+            "Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
     if sharding is not None:
         sharding.set_mesh(accelerator)
-    as_asked = bool(sharding) == is_sharded(accelerator)
-    require(
-        as_asked,
-        f"accelerate {accelerate_version} does not shard as it was asked to; use 1.15, or a DDP config.",
-    )
-    device = (
-        torch.cuda.get_device_name()
-        if accelerator.device.type == "cuda"
-        else accelerator.device.type
-    )
-    several = ("MULTI_GPU", "FSDP")
-    asked_gpu = (
-        launcher.config.get("distributed_type") in several or "--multi_gpu" in launcher.words
-    ) and world > 1
-    over = " over gloo (no GPU here)" if cpu and asked_gpu and not launcher.said("use_cpu") else ""
-    plain = (
-        "float32" if accelerator.device.type != "cuda" or bitwise else "float32 (products in TF32)"
-    )
-    how = {"no": plain}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    said = (
-        ""
-        if launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION") or how == plain
-        else " (default)"
-    )
-    if cpu and how == "bf16" and not cpu_has_bfloat16():
-        said = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    say(
-        "device",
-        f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, {how}{said}",
-    )
+    if is_sharded(accelerator) != (sharding is not None):
+        raise UserError(
+            f"accelerate {accelerate_version} does not shard as it was asked to; "
+            "use 1.15, or a DDP config."
+        )
+    say("device", _device_line(accelerator, launcher, threads, bitwise))
     return accelerator
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _backend(cpu: bool, sharding: Sharding | None) -> str:
+    """Return the backend of torch.distributed over which the processes communicate."""
+    if cpu:
+        return "gloo"
+    if sharding is not None and sharding.cpu_offload:
+        return "cuda:nccl,cpu:gloo"
+    return "nccl"
+
+
+def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bitwise: bool) -> str:
+    """Return the line of the start-up log that says on which devices, and in which precision."""
+    world = int(accelerator.num_processes)
+    is_cuda = accelerator.device.type == "cuda"
+    device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
+    is_cpu = accelerator.device.type == "cpu"
+
+    asked_for_gpus = (
+        launcher.config.get("distributed_type") in ("MULTI_GPU", "FSDP")
+        or "--multi_gpu" in launcher.words
+    )
+    over = ""
+    if is_cpu and world > 1 and asked_for_gpus and not launcher.said("use_cpu"):
+        over = " over gloo (no GPU here)"
+
+    float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
+    mixed_precision = accelerator.mixed_precision
+    precision = float32 if mixed_precision == "no" else mixed_precision
+    remark = ""
+    if is_cpu and precision == "bf16" and not cpu_has_bfloat16():
+        remark = ", which this CPU emulates: --mixed_precision no is many times as fast"
+    elif precision != float32 and not launcher.said(*_PRECISION_NAMES):
+        remark = " (default)"
+    return (
+        f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, "
+        f"{precision}{remark}"
+    )
 
 
 def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
@@ -110,115 +141,158 @@ def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
 
 
 def use_cpu(launcher: Launcher) -> bool:
-    """Return whether a run of this process is on the CPU. Raises :class:`UserError` where it has no GPU of its own."""
+    """Return whether this process runs on the CPU.
+
+    Raises:
+        UserError: this machine has fewer GPUs than processes.
+    """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or launcher.wants_cpu():
         return True
-    if device.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return True  # Macs' GPUs form no group
-    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    require(
-        here <= devices,
-        f"{here} processes were started on a machine with {counted(devices, 'GPU')}; start one a GPU "
-        f"(--num_processes), or use {shipped_config('cpu_ddp')}.",
-    )
+    if device.type == "mps" and _world_size() > 1:
+        return True  # the GPUs of Macs form no group
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.accelerator.device_count()
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes were started on a machine with {counted(gpus, 'GPU')}; "
+            f"start one a GPU (--num_processes), or use {shipped_config('cpu_ddp')}."
+        )
     return False
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether products in bfloat16 have instructions here; else they take up to a hundred times as long."""
-    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return known is not None and bool(known())
+    """Return whether this CPU has instructions for products in bfloat16.
+
+    Without them such products take up to a hundred times as long.
+    """
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return is_supported is not None and bool(is_supported())
 
 
 def counted(n: int, word: str) -> str:
-    """Return a number of things, for a person."""
-    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith(('s', 'ch')) else 's'}"
+    """Return a number and its noun, such as ``2 processes``."""
+    if n == 1:
+        return f"{n} {word}"
+    ending = "es" if word.endswith(("s", "ch")) else "s"
+    return f"{n} {word}{ending}"
+
+
+# Where an earlier run of this process wrote the number of threads, if the user chose none.
+_SHARED = "LLMTRAIN_SHARED_THREADS"
 
 
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
-    """Pin the threads of a CPU process: as many as were asked for, else its share of this machine's cores.
+    """Set the threads of a CPU process: the user's number, or its share of this machine's cores.
 
-    The number is part of what a run computes (sums over more threads round differently), so it is set and recorded.
+    Sums over more threads round differently, so the number is set, and recorded.
     """
-    asked = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
-    asked = None if asked == os.environ.get(_SHARED) else asked
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    share = 1 if bitwise else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = int(asked) if asked else share
+    users_number = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    if users_number == os.environ.get(_SHARED):
+        users_number = None  # an earlier run of this process wrote it
+
+    if users_number:
+        threads = int(users_number)
+    elif bitwise:
+        threads = 1
+    else:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = max(1, _usable_cores() // processes)
+
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if not asked:
+    if not users_number:
         os.environ[_SHARED] = str(threads)
     return threads
 
 
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# Options of mallopt, as malloc.h of the GNU C library has them.
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+
+
 def _keep_freed_memory() -> None:
-    """Let glibc keep what an update frees for the next one: to clear pages anew takes up to a fifth of an update.
+    """Let the GNU C library keep the memory that a step frees, for the next step.
 
-    Values of ``mallopt`` of the GNU C library: nothing up to 1 GiB is mapped on its own, nothing is given back.
+    Clearing new pages takes up to a fifth of a step.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        for option, size in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1)):
-            set_option(option, size)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_MMAP_THRESHOLD, 1 << 30)  # up to 1 GiB nothing is mapped on its own
+    mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # nothing is given back
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_SHARED = "LLMTRAIN_SHARED_THREADS"  # what an earlier run of this process wrote, where nobody asked for a number
+# The names of the precision as a flag, or in a config file, and in the environment.
+_PRECISION_NAMES = ("mixed_precision", "ACCELERATE_MIXED_PRECISION")
 
 
 def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
-    said = launcher.said("mixed_precision", "ACCELERATE_MIXED_PRECISION")
-    if said is not None:
-        return "no" if said is False else str(said).lower()  # YAML reads a bare `no` as false
+    """Return the mixed precision that the user chose, or the default of this device."""
+    users_precision = launcher.said(*_PRECISION_NAMES)
+    if users_precision is False:
+        return "no"  # as YAML reads a bare `no`
+    if users_precision is not None:
+        return str(users_precision).lower()
+
     if cpu or not torch.cuda.is_available():
         return "no"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
-    return "no" if sharded else "fp16"  # which is not supported where models are sharded
+    return "no" if sharded else "fp16"  # sharded models do not support fp16
 
 
 def _meet_after_restart(backend: str, timeout: timedelta) -> None:
-    """Join the group under keys of this attempt's own, where the launcher has restarted its processes.
+    """Join the process group under new keys if the launcher has restarted its processes.
 
-    With a static rendezvous, which is accelerate's default, its store still holds the addresses of the processes that
-    died, and whoever starts first would try to reach those.
+    With a static rendezvous, accelerate's default, the store still has the addresses of the
+    processes that died, and the first one to start would try to reach those.
     """
-    attempt, world = (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    if attempt == "0" or world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    world = _world_size()
+    if attempt == "0" or world == 1 or not has_agent_store:
         return
-    address, port, rank = (
+
+    agent_store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        int(os.environ["RANK"]),
-    )
-    store = PrefixStore(
-        f"attempt-{attempt}", TCPStore(address, port, world, is_master=False, timeout=timeout)
+        world,
+        is_master=False,
+        timeout=timeout,
     )
     torch.distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timeout
+        backend,
+        store=PrefixStore(f"attempt-{attempt}", agent_store),
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=timeout,
     )
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    known, half, sharded = (
-        precision in ("no", "bf16", "fp16"),
-        precision == "fp16",
-        sharding is not None,
-    )
-    require(known, f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
-    # accelerate would take it, and compute in float32
-    require(not (cpu and half), "mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
-    why = "mixed precision fp16 is not supported where the model is sharded; use bf16 or no."
-    require(not (sharded and half), why)
-    why = "--bitwise adds gradients in an order that FSDP does not know; use a DDP config, or leave it out."
-    require(not (sharded and bitwise), why)
+    """Raise :class:`UserError` if this run cannot compute in a precision, or not ``bitwise``."""
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+    if cpu and precision == "fp16":
+        # Accelerate would accept it, and compute in float32.
+        raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
+    if sharding is not None and precision == "fp16":
+        raise UserError(
+            "mixed precision fp16 is not supported for a model that is sharded; use bf16 or no."
+        )
+    if sharding is not None and bitwise:
+        raise UserError(
+            "--bitwise adds gradients in an order that FSDP does not know; "
+            "use a DDP config, or leave it out."
+        )
 
 
 def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool) -> None:
@@ -237,11 +311,13 @@ def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise
 def _make_accelerator(
     cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None
 ) -> Accelerator:
-    if not sharding:  # one process has nobody to share with, whatever its config says
+    if sharding is None:
+        # A process alone has no other to share with, whatever its config says.
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ.pop(name, None)
     elif cpu:
         let_cpus_shard(timeout=timeout)
+
     loading = DataLoaderConfiguration(
         split_batches=True,
         even_batches=False,
@@ -256,5 +332,5 @@ def _make_accelerator(
         dataloader_config=loading,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         rng_types=[],  # the order of the data is a function of the seed, not of a generator
-        **(sharding_settings(sharding, cpu, precision) if sharding else {}),
+        **({} if sharding is None else sharding_settings(sharding, cpu, precision)),
     )
