@@ -22,12 +22,6 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
-def require(condition: object, message: str, kind: type[Exception] = UserError) -> None:
-    """Raise an error of a ``kind`` with the message where the condition does not hold."""
-    if not condition:
-        raise kind(message)
-
-
 class ToldElsewhereError(UserError):
     """The end of another process, and of this one with it: the other says why on its own stderr."""
 

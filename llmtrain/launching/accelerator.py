@@ -12,7 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, require
+from llmtrain.errors import UserError
 from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
