@@ -154,10 +154,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def temporary_sibling(path: Path, purpose: str = "") -> Path:
-    """Return a new name in the same folder, which the next start of a run deletes.
+    """Return a name for a temporary file or folder beside ``path``.
 
-    It is random. Containers may share a file system and give their processes the same numbers, and
-    a process that was killed may have left a name behind.
+    The name is random, not made of the process id: containers that share a file system may use the
+    same process ids, and a process that was killed may have left such a name behind.
     """
     words = [".tmp", purpose, path.name, uuid.uuid4().hex[:12]]
     return path.with_name("-".join(word for word in words if word))
