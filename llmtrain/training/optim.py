@@ -95,8 +95,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
     The head is the one that predicts tokens, or the ``score`` head of a reward model.
     """
-    ends: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    ends += _heads(model)
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends: list[nn.Module] = [*embeddings, *_heads(model)]
     end_ids = {id(p) for module in ends for p in module.parameters()}
 
     # peft keeps the rows it trains of an embedding in a module of its own, `trainable_tokens`.
