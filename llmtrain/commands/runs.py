@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.contract import Facts
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
@@ -53,13 +53,25 @@ def _list(path: Path, as_json: bool) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is no folder; name the one that holds runs.")
 
-    histories = sorted((History.of(folder) for folder in runs_in(path)), key=History.age)
+    histories = []
+    refusals = []
+    for folder in runs_in(path):
+        try:
+            histories.append(History.of(folder))
+        except UserError as error:  # a newer llmtrain has written it
+            refusals.append(str(error))
+
+    histories.sort(key=History.age)
     runs = [_listed(history) for history in histories]
+    if not runs and not refusals and not as_json:
+        raise UserError(f"{path} holds no runs.")
+    for refusal in refusals:
+        note(refusal)
     if as_json:
         print(json_text(runs, indent=1))
         return
     if not runs:
-        raise UserError(f"{path} holds no runs.")
+        return
 
     width = max(3, *(len(run["run"]) for run in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
