@@ -80,6 +80,10 @@ def _score(arguments: argparse.Namespace) -> None:
         accelerator = start_accelerator()
         # The run may save another model meanwhile, so all ranks take the one that the first has found.
         [source] = broadcast_object_list([model_folder(arguments.model)])
+        run_folder = Path(arguments.model)
+        saved = Path(source).parent.name.partition("step-")[2]
+        step = int(saved) if saved.isdecimal() else History.found(run_folder).step
+
         files = sorted(path for path in Path(source).glob("*") if path.is_file())
         key = [
             source,
@@ -102,9 +106,6 @@ def _score(arguments: argparse.Namespace) -> None:
             **options,
         )
 
-    run_folder = Path(arguments.model)
-    saved = Path(source).parent.name.partition("step-")[2]
-    step = int(saved) if saved.isdecimal() else History.found(run_folder).step
     common = {"step": step, "time": time.time(), "model": source, **options}
     lines = [{**common, **result} for result in results]
     if is_run(run_folder):

@@ -89,8 +89,9 @@ def notes(way: "Way") -> list[str]:
     """Return what the tables do not say about a way: that smaller micro-batches than the largest may not fit."""
     if not way.too_large:
         return []
+    larger = [rows for rows in way.fitting if rows > min(way.too_large)]
     return [
-        f"{way.name}: micro-batches of {_listed(way.fitting)} rows fit, but smaller ones of {_listed(way.too_large)} "
+        f"{way.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of {_listed(way.too_large)} "
         "do not: a step with several micro-batches keeps gradients between them"
     ]
 

@@ -329,9 +329,12 @@ def _last_trace(last: Beat | None) -> str:
 
     state = "stopped, cut off or gone"
     if last.host == platform.node():
-        state = f"process {last.pid} is gone"
-        with contextlib.suppress(psutil.Error):
+        try:
             state = f"process {last.pid} is {psutil.Process(last.pid).status()}"
+        except psutil.NoSuchProcess:
+            state = f"process {last.pid} is gone"
+        except psutil.Error:  # this user may not look at it
+            pass
     return f", last heard of in {last.place} ({state})"
 
 

@@ -62,19 +62,23 @@ def code_digest() -> str:
 
 
 def code_digests() -> dict[str, str]:
-    """Return the sha256 of the code that runs: this package, the script, and its helper modules.
+    """Return the sha256 of the code that runs: ``package``, ``script``, and helper modules by file name.
 
     Helper modules are those that the process has imported from the script's folder or below it.
     Installed packages are left out: :func:`versions` names the ones that matter.
     """
     package = Path(__file__).resolve().parents[1]
     script = Path(sys.argv[0]).resolve()
-    files = {script.name: script}
+    helpers: dict[str, Path] = {}
     if script.is_file():
-        files |= _modules_below(script.parent, leave_out=package)
+        helpers = _modules_below(script.parent, leave_out=package)
+        helpers.pop(script.name, None)
 
-    digests = {package.name: _sha256_of(sorted(package.rglob("*.py")))}
-    for name, path in sorted(files.items()):
+    digests = {
+        "package": _sha256_of(sorted(package.rglob("*.py"))),
+        "script": _sha256_of([script]),
+    }
+    for name, path in sorted(helpers.items()):
         digests[name] = _sha256_of([path])
     return digests
 
@@ -156,7 +160,7 @@ def _comparable(key: str, first: Facts, other: Facts) -> tuple[Any, Any]:
     """Return the values under a key that two ranks must have in common."""
     here = first[key]
     there: Any = other.get(key)
-    if key == "code":  # a rank may import a module that the other ranks do not need
+    if key == "code":  # a rank may import a helper module that the other ranks do not need
         shared = here.keys() & there.keys()
         here = {name: here[name] for name in shared}
         there = {name: there[name] for name in shared}
@@ -213,12 +217,16 @@ def run_record(
 def git_commit() -> str | None:
     """Return the commit of the repository that holds the script, or ``None`` without a repository.
 
-    It ends in ``-dirty`` if a tracked file has changed since.
+    It ends in ``-dirty`` if a tracked file has changed since, and in ``-unknown`` if git could not
+    tell.
     """
     commit = _git("rev-parse", "HEAD")
-    if commit and _git("status", "--porcelain", "--untracked-files=no"):
-        return f"{commit}-dirty"
-    return commit
+    if not commit:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    if changes is None:
+        return f"{commit}-unknown"
+    return f"{commit}-dirty" if changes else commit
 
 
 def _git(*words: str) -> str | None:

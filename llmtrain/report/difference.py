@@ -328,7 +328,7 @@ def _extra_tokens_per_document(one: Facts, other: Facts) -> str | None:
 def _short(value: Json) -> str:
     """Return the beginning of a hash, with the mark of a dirty commit, and all of another value."""
     text = str(value)
-    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty)?", text)
+    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty|-unknown)?", text)
     if match is None:
         return text
     return f"{text[:12]}...{match[2] or ''}"

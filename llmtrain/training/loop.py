@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import asdict, fields
 
 import torch
@@ -30,6 +30,8 @@ from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import Accumulation, plain_of, train_step
+
+_READER_SECONDS = 5.0  # to wait for the thread that reads ahead, when training ends
 
 
 def train(
@@ -157,16 +159,17 @@ def _windows(
     choose_device = None
     if accelerator.device.type == "cuda":  # each thread has its own current device
         choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    reader = ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=choose_device)
+    reader = futures.ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=choose_device)
 
+    loader.set_epoch(loader.iteration)
+    on_host = iter(loader.base_dataloader)
+    read_next = functools.partial(reader.submit, next, on_host, None)
+
+    set_phase("data")
+    reading = read_next()
     loader.begin()
     try:
-        loader.set_epoch(loader.iteration)
-        on_host = iter(loader.base_dataloader)
-        read_next = functools.partial(reader.submit, next, on_host, None)
-
-        set_phase("data")
-        window = read_next().result()
+        window = reading.result()
         reading = read_next()
         while window is not None:
             # Like Accelerate, look one window ahead to know whether this one is the last.
@@ -184,7 +187,9 @@ def _windows(
             window = following
         loader.iteration += 1
     finally:
-        reader.shutdown(cancel_futures=True)
+        # If an error passes, a read that hangs must not keep this rank from reporting the error.
+        futures.wait([reading], timeout=_READER_SECONDS)
+        reader.shutdown(wait=reading.done(), cancel_futures=True)
         loader.end()
 
 

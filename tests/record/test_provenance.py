@@ -90,6 +90,17 @@ def test_a_rank_may_import_a_module_that_the_others_do_not_need(
     check_same_everywhere(Two(), what_runs({}, {}, "no"))
 
 
+def test_ranks_that_were_started_with_different_scripts_stop(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    other_script = script.with_name("other.py")
+    other_script.write_text("RATE = 2\n")
+    monkeypatch.setattr("sys.argv", [str(other_script)])
+    with pytest.raises(UserError, match="rank 1 differs from rank 0 in code: script"):
+        check_same_everywhere(Two(), what_runs({}, {}, "no"))
+
+
 def git(folder: Path, *words: str) -> str:
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     done = subprocess.run(
