@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -224,7 +225,8 @@ class Displacement:
     MARGIN = 0.05
 
     def __init__(self) -> None:
-        self.chosen: list[float] = []  # rewards of consecutive entries in which both have fallen
+        # Rewards of consecutive log entries in which both answers have fallen.
+        self.chosen: deque[float] = deque(maxlen=self.ENTRIES)
 
     def is_lasting(self, chosen: float, rejected: float) -> bool:
         """Take the mean rewards of one log entry; return whether the rule holds now."""
@@ -232,8 +234,8 @@ class Displacement:
             self.chosen.clear()
             return False
         self.chosen.append(chosen)
-        last = self.chosen[-self.ENTRIES :]
-        return len(last) == self.ENTRIES and statistics.fmean(last) < -self.MARGIN
+        is_full = len(self.chosen) == self.ENTRIES
+        return is_full and statistics.fmean(self.chosen) < -self.MARGIN
 
 
 class Readings(_Watching):
