@@ -42,7 +42,7 @@ def save(folder: Path, step: int, loss: float | None = None, identity: str = "mi
 
 def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"identity_sha256": "mine"}))
+    (folder / "run.json").write_text(json.dumps({"format_version": 1, "identity_sha256": "mine"}))
     (folder / "status.json").write_text(json.dumps(status))
     for step, loss in steps.items():
         save(folder / "checkpoints", step, loss)
@@ -290,7 +290,9 @@ def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Pa
         STATUS | {"state": "running", "host": platform.node()},
         {},
     )
-    (new / "run.json").write_text(json.dumps({"settings": {"max_steps": {"value": 60}}}))
+    (new / "run.json").write_text(
+        json.dumps({"format_version": 1, "settings": {"max_steps": {"value": 60}}})
+    )
     lines = [
         {"step": 0, "eval/loss": 9.0},
         {"step": 40, "train/loss": 2.5},

@@ -58,7 +58,7 @@ def _list(path: Path, as_json: bool) -> None:
     for folder in runs_in(path):
         try:
             histories.append(History.of(folder))
-        except UserError as error:  # a newer llmtrain has written it
+        except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
 
     histories.sort(key=History.age)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import read_object
-from llmtrain.record.format import read_versioned
+from llmtrain.record.format import read_versioned, version_fault
 
 if TYPE_CHECKING:
     from llmtrain.contract import Facts
@@ -37,13 +37,18 @@ class History(NamedTuple):
         """Read a run's folder.
 
         Raises:
-            UserError: the folder holds no run, or a newer llmtrain has written it.
+            UserError: the folder holds no run, or another version of llmtrain has written it.
         """
         if not is_run(folder):
             raise UserError(
                 f"{folder} is no run's folder: it has neither run.json nor status.json."
             )
-        return cls.found(folder)
+        history = cls.found(folder)
+        if history.record and version_fault("run.json", history.record):
+            raise UserError(
+                f"{folder}/run.json was written by an earlier llmtrain, whose format is no longer read."
+            )
+        return history
 
     @classmethod
     def found(cls, folder: Path) -> History:

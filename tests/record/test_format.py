@@ -112,6 +112,23 @@ def test_commands_refuse_a_run_of_a_newer_format(
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("words", [["report", "."], ["diff", ".", "."], ["replay", "."]])
+def test_a_run_without_a_format_version_is_refused_in_one_line(
+    words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = json.loads((run / "run.json").read_text())
+    del record["format_version"]
+    (run / "run.json").write_text(json.dumps(record))
+    monkeypatch.chdir(run)
+
+    more = ["--step", "1"] if words[0] == "replay" else []
+    status, out, err = ended(capsys, *words, *more)
+
+    assert (status, out) == (2, "")
+    assert "run.json was written by an earlier llmtrain" in err
+    assert err.count("\n") == 1
+
+
 def test_a_run_of_a_newer_format_does_not_hide_the_other_runs_of_a_list(
     run: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ def make(
         "mixed_precision": "bf16",
     }
     record = {
+        "format_version": 1,
         "settings": entries,
         "dataset": "some text",
         "starts": [versions | start for start in starts],
@@ -211,7 +212,15 @@ def test_of_many_values_the_highest_and_the_lowest_stay() -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"starts": 3, "settings": 4}', b"null\n3\n"]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"format_version": 1, "starts": 3, "settings": 4}',
+        b"null\n3\n",
+    ],
 )
 def test_a_file_that_is_missing_or_damaged_leaves_its_part_empty(
     name: str, content: bytes, run: Path
