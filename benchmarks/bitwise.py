@@ -15,7 +15,8 @@ from llmtrain.console import say
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.parallel.bitwise import BitwiseGradients
+from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.step import train_step
 
 PAIRS, UNCOUNTED = 16, 3
@@ -36,13 +37,12 @@ def main() -> None:
         accelerator.wait_for_everyone()
         return time.perf_counter() - began
 
-    tree = BitwiseGradients(accelerator, model, before_exchange=lambda: None)
+    plain_engine = ReplicatedEngine(accelerator, model)
+    bitwise_engine = BitwiseEngine(accelerator, model)
     plain, bitwise, check = [], [], []
     for _ in range(UNCOUNTED + PAIRS):
-        plain.append(seconds(lambda: train_step(accelerator, model, optimizer, batches, 1.0)))
-        bitwise.append(
-            seconds(lambda: train_step(accelerator, model, optimizer, batches, 1.0, tree))
-        )
+        plain.append(seconds(lambda: train_step(plain_engine, optimizer, batches, 1.0)))
+        bitwise.append(seconds(lambda: train_step(bitwise_engine, optimizer, batches, 1.0)))
         check.append(seconds(lambda: check_replicas(accelerator, model)))
     one, other, once = (statistics.median(times[UNCOUNTED:]) for times in (plain, bitwise, check))
     say("step", f"{one * 1e3:.1f} ms; --bitwise {other * 1e3:.1f} ms, {other / one:.3f}x")

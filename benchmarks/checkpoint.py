@@ -27,7 +27,8 @@ from benchmarks.runs import scratch
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.console import say
 from llmtrain.launching.process import launch
-from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import fill
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensors import read_tensors
@@ -76,7 +77,11 @@ class Bench:
 
     def save(self, saver: int, number: int, done: Callable[[], None]) -> None:
         self.savers[saver].save(
-            number, Spread(self.weights), Spread(self.state), {"step": number}, done
+            number,
+            DistributedTensors(self.weights),
+            DistributedTensors(self.state),
+            {"step": number},
+            done,
         )
 
     def round(self, number: int) -> None:

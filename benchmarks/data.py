@@ -18,6 +18,7 @@ from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, to
 from llmtrain.data.loader import train_loader
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
+from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.step import train_step
 
 MEGABYTES, BLOCK, ROWS = 100, 256, 32
@@ -61,6 +62,7 @@ def loading(folder: Path) -> list[Row]:
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128), 2048)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
+    engine = ReplicatedEngine(accelerator, model)
     tokens = ROWS * 128
 
     def load(cold: bool) -> float:
@@ -77,7 +79,7 @@ def loading(folder: Path) -> list[Row]:
     def step() -> float:
         began = time.perf_counter()
         for _ in range(10):
-            train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+            train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
         return 10 * tokens / (time.perf_counter() - began)
 
     found = in_turn({"cold": partial(load, True), "warm": partial(load, False), "step": step})

@@ -177,7 +177,8 @@ def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def losses(call: Call) -> Figures:
     """Relative errors of the loss and its gradients, both ways, against float64 on the CPU."""
-    from llmtrain.models import loss
+    from llmtrain.models import nll_kernels
+    from llmtrain.models.loss import linear_nll
 
     # numbers that bfloat16 has, too, so that what is measured is the arithmetic
     hidden, weight = (
@@ -188,13 +189,13 @@ def losses(call: Call) -> Figures:
 
     def outcome(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         h, w = (one.to(device, dtype).requires_grad_() for one in (hidden, weight))
-        nll = loss.linear_nll(h, w, targets.to(device))
+        nll = linear_nll(h, w, targets.to(device))
         return [nll, *torch.autograd.grad(nll, (h, w))]
 
     exact, found = outcome("cpu", torch.float64), {}
-    limits = loss._LIMITS[call.sizes.device]
-    for way, held in (("held", 1 << 30), ("blockwise", -1)):
-        loss._LIMITS[call.sizes.device] = limits._replace(held=held)
+    limits = nll_kernels.LOGIT_LIMITS[call.sizes.device]
+    for way, in_place in (("held", 1 << 30), ("blockwise", -1)):
+        nll_kernels.LOGIT_LIMITS[call.sizes.device] = limits._replace(in_place=in_place)
         for dtype in (torch.bfloat16, torch.float32):
             for tf32 in ("highest", "high"):
                 torch.set_float32_matmul_precision(tf32)
@@ -208,7 +209,8 @@ def models(call: Call) -> Figures:
     from transformers import AutoModelForCausalLM
 
     from llmtrain import GPT, GPTConfig
-    from llmtrain.models.summed import probe, summed
+    from llmtrain.models.causal_lm import make_causal_lm
+    from llmtrain.models.probe import probe
 
     ids = torch.randint(500, (4, 65))
     llama = AutoModelForCausalLM.from_config(
@@ -217,7 +219,7 @@ def models(call: Call) -> Figures:
     found = {}
     for name, model in {
         "gpt": GPT(GPTConfig(4, 4, 128, 64), 500),
-        "llama": summed(llama, 64),
+        "llama": make_causal_lm(llama, row_length=64),
     }.items():
         if name == "llama":
             probe(model)
@@ -317,11 +319,11 @@ def alone(call: Call) -> Figures:
 def _watched(
     recipe: str, words: list[str], around: Callable[[Iterator[Any]], Iterator[Any]], folder: Path
 ) -> None:
-    """Run a recipe in this process, its windows wrapped."""
+    """Run a recipe in this process, with its batches wrapped."""
     from llmtrain.training import loop
 
-    honest = loop._windows
-    loop._windows = lambda *arguments: around(honest(*arguments))  # type: ignore[assignment]
+    honest = loop._read_ahead
+    loop._read_ahead = lambda *arguments: around(honest(*arguments))  # type: ignore[assignment]
     sys.argv = [recipe]
     runpy.run_path(recipe)["main"]([*words, *place(folder)])
 

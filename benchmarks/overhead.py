@@ -31,8 +31,9 @@ from benchmarks.runs import (
     place,
     scratch,
 )
-from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
+from llmtrain import DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
 from llmtrain.launching.process import launch
+from llmtrain.models.gpt_family import build_gpt
 
 UPDATES = 60
 BATCH, VOCABULARY = 32, 2048
@@ -99,7 +100,7 @@ def main() -> None:
     with scratch() as folder:
         os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        model = GPT.of(SHAPE, VOCABULARY)
+        model = build_gpt(SHAPE, VOCABULARY)
         optimizer = make_optimizer(
             Accelerator(cpu=True), model, OptimConfig(optim="muon")
         )  # as the recipe's is

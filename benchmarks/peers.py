@@ -133,7 +133,7 @@ def ddp(arguments: argparse.Namespace) -> None:
     """Run a hand-written loop around PyTorch's own DDP, with our model and optimizer; alone where none launched it."""
     from accelerate import Accelerator
 
-    from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
+    from llmtrain import GPTConfig, OptimConfig, build_gpt, make_optimizer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,7 +141,7 @@ def ddp(arguments: argparse.Namespace) -> None:
     shape = GPTConfig(
         n_layer=layers, n_head=heads, n_embd=width, block_size=block, architecture="lfm2"
     )
-    network: torch.nn.Module = GPT.of(shape, arguments.vocabulary)  # the recipe's own
+    network: torch.nn.Module = build_gpt(shape, arguments.vocabulary)  # the recipe's own
     if world > 1:
         torch.distributed.init_process_group("gloo")
     optimizer = make_optimizer(

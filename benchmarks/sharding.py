@@ -16,15 +16,18 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from benchmarks.checkpoint import WeightsOnly
-from llmtrain import GPT, Built, GPTConfig, OptimConfig, make_optimizer
+from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, make_optimizer
 from llmtrain.console import say
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
-from llmtrain.parallel.fsdp import held_bytes, place
-from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.placement import held_bytes, place
+from llmtrain.parallel.shards import fill
+from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
-from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
 from llmtrain.training.step import train_step
 from tests.memory import resident
@@ -49,12 +52,20 @@ def main() -> None:
 
     with torch.device("meta"):
         model = GPT(CONFIG, VOCABULARY)
-    built = Built(model, WeightsOnly(), model.first_weights(0))
+    built = ModelBundle(model, WeightsOnly(), model.first_weights(0))
     measure("making and filling the model", lambda: place(accelerator, built))
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(VOCABULARY, (1, 33))
-    train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+    engine = engine_for(
+        accelerator,
+        model,
+        objective=built.objective,
+        config=ParallelConfig(),
+        bitwise=False,
+        accumulation=1,
+    )
+    train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
     here, everywhere = held_bytes(model)
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     say(
@@ -69,7 +80,13 @@ def main() -> None:
         saver = Saver(folder / name, WeightsOnly(), 2, in_background, team)
 
         def save(saver: Saver = saver) -> None:
-            saver.save(1, Spread(model.state_dict()), Spread(state), {"step": 1}, lambda: None)
+            saver.save(
+                1,
+                DistributedTensors(model.state_dict()),
+                DistributedTensors(state),
+                {"step": 1},
+                lambda: None,
+            )
             saver.wait()
 
         measure(name, save)

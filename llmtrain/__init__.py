@@ -10,7 +10,6 @@ from llmtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
     from llmtrain.config import parse as parse
-    from llmtrain.contract import Built as Built
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.config import ModelConfig as ModelConfig
     from llmtrain.models.config import PreferenceConfig as PreferenceConfig
     from llmtrain.models.gpt import GPT as GPT
+    from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import PipelineConfig as PipelineConfig
@@ -37,11 +37,14 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
+    from llmtrain.types import Callback as Callback
+    from llmtrain.types import LossSums as LossSums
+    from llmtrain.types import ModelBundle as ModelBundle
+    from llmtrain.types import Objective as Objective
 
 # Each public name and the module that defines it.
 _MODULES = {
     "parse": "llmtrain.config",
-    "Built": "llmtrain.contract",
     "BatchConfig": "llmtrain.data.config",
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
@@ -54,6 +57,7 @@ _MODULES = {
     "ModelConfig": "llmtrain.models.config",
     "PreferenceConfig": "llmtrain.models.config",
     "GPT": "llmtrain.models.gpt",
+    "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
     "load_model": "llmtrain.models.pretrained",
     "PipelineConfig": "llmtrain.parallel.config",
@@ -68,6 +72,10 @@ _MODULES = {
     "loaders": "llmtrain.training.start",
     "place": "llmtrain.training.start",
     "start": "llmtrain.training.start",
+    "Callback": "llmtrain.types",
+    "LossSums": "llmtrain.types",
+    "ModelBundle": "llmtrain.types",
+    "Objective": "llmtrain.types",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings

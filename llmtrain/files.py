@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
+    from llmtrain.types import Facts
 
 _BLOCK = 1 << 24  # bytes that are written while the ones before are hashed
 

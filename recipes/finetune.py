@@ -32,7 +32,7 @@ def tokenized(s: Settings) -> lt.Tokenized:
     return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code)
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
+def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
     return lt.load_model(s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise)
 
 

@@ -28,14 +28,12 @@ def tokenized(s: Settings) -> lt.Tokenized:
     )  # text -> tokens -> rows on disk, before the process group exists
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
+def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
     import torch  # here: --help and what is wrong with a flag are said without it
 
     with torch.device("meta"):  # without memory: its weights come when it is placed
-        model = lt.GPT.of(s.model, rows.vocabulary)
-    return lt.Built(
-        model, model.files(rows.tokenizer, rows.facts.dataset), model.first_weights(s.loop.seed)
-    )
+        model = lt.build_gpt(s.model, rows.vocabulary)
+    return model.bundle(rows.tokenizer, trained_on=rows.facts.dataset, seed=s.loop.seed)
 
 
 def main(argv: list[str] | None = None) -> object:

@@ -38,7 +38,7 @@ def tokenized(s: Settings) -> lt.Tokenized:
     )
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.Built:
+def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
     return lt.load_model(
         s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise, s.preference
     )

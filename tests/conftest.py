@@ -49,6 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="a long form: make test-all runs it"))
 
+    # Files whose tests start processes take longest. Begun first, they leave no worker waiting at the
+    # end. The order within a file stays, and with it the fixtures that its tests share.
+    items.sort(key=lambda item: "/tests/system/" not in str(item.path))
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [

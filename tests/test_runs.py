@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmtrain.commands import runs
-from llmtrain.parallel.mesh import Spread
+from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, write_checkpoint
 from llmtrain.record.resume import lock
@@ -34,8 +34,8 @@ def save(folder: Path, step: int, loss: float | None = None, identity: str = "mi
         folder,
         step,
         Files(),
-        Share(Spread(weights)),
-        Share(Spread({"w.exp_avg": weights["w"] * 2})),
+        Share(DistributedTensors(weights)),
+        Share(DistributedTensors({"w.exp_avg": weights["w"] * 2})),
         state,
     )
 

@@ -10,13 +10,14 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrain.contract import Built
 from llmtrain.data.config import DataConfig
 from llmtrain.data.rows import tokenize
 from llmtrain.secrets import redacted
 from llmtrain.training import run as running
 from llmtrain.training.run import open_run
 from llmtrain.training.settings import RunConfig, Settings
+from llmtrain.types import ModelBundle
+from tests.engines import finish
 from tests.record.test_checkpoint import Files
 
 LETTERS = string.ascii_letters + string.digits
@@ -204,15 +205,14 @@ def test_no_secret_reaches_any_file_of_a_run(
         run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]),
     )
     model = torch.nn.Linear(2, 2)
-    with open_run(accelerator, s, rows, Built(model, Files())) as run:
+    with open_run(accelerator, s, rows, ModelBundle(model, Files())) as run:
 
         def fail_to_log(*_: object, **__: object) -> None:
             raise FileNotFoundError(2, "No such file or directory", "https://me:Q9pass@host/x")
 
         monkeypatch.setattr(run.accelerator.trackers[1], "log", fail_to_log)
         run.log({"train/loss": 1.0})
-        s.optim.max_steps = run.step
-        run.end(model)
+        finish(run, model)
     folder = run.folder.path
     record = json.loads((folder / "run.json").read_text())
     assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,7 +222,8 @@ def test_a_group_of_another_size_than_the_launcher_started_is_refused(
 
     AcceleratorState._reset_state(reset_partial_state=True)
     launcher([], {}, {})
-    monkeypatch.setattr(start, "Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
+    alone = SimpleNamespace(num_processes=1)
+    monkeypatch.setattr(start, "TrainingAccelerator", lambda **_: alone)
     for name, value in {
         "WORLD_SIZE": "2",
         "RANK": "0",

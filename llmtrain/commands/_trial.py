@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.launching.children import (
     command_of,
@@ -26,6 +25,7 @@ from llmtrain.report.comparison import (
     weight_difference,
 )
 from llmtrain.shipped import shipped_config
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.launching.children import read_config
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     from llmtrain.doctor.here import Finding

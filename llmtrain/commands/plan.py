@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
-from llmtrain.contract import Facts
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan, Way

@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.launching.children import command_of, run_to_end
 from llmtrain.record.history import History, read_lines
+from llmtrain.types import Facts
 
 _WIDTH = 80  # characters of a row's text
 _COMPARED = {

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.console import note, say
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
+from llmtrain.types import Facts
 
 _WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
 _LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}

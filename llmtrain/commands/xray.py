@@ -7,9 +7,9 @@ backward pass, and which process keeps the others waiting.
 import argparse
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.launching.children import command_of, gpus, read_config, run_to_end
+from llmtrain.types import Facts
 
 _OUTPUT_DIR = "runs/xray"
 

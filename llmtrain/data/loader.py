@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmtrain.contract import IGNORED, Batch, Window
 from llmtrain.data.order import Mixture, key_of, mix, permute
 from llmtrain.data.table import Rows, as_matrices
+from llmtrain.types import IGNORED, Batch, LocalBatch
 
 _POSITIONS_AT_ONCE = 4096
 
@@ -184,7 +184,7 @@ class Collate:
         self.dropout_seed = dropout_seed
         self.prepare = prepare
 
-    def __call__(self, read: Read) -> Window:
+    def __call__(self, read: Read) -> LocalBatch:
         arrays = {name: _with_wide_integers(column) for name, column in read.columns.items()}
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -194,14 +194,15 @@ class Collate:
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
 
         rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
-        content = [fingerprint(arrays[name][rows >= 0]) for name in ("input_ids", "labels")]
+        is_row = rows >= 0
         targets = (arrays["labels"][:, 1:] != IGNORED).sum(axis=1)
-        window = Window(
+        window = LocalBatch(
             columns,
             self.micro_batch,
             rows=torch.from_numpy(rows),
             targets=torch.from_numpy(targets),
-            content=torch.tensor(content),
+            token_fingerprint=fingerprint(arrays["input_ids"][is_row]),
+            label_fingerprint=fingerprint(arrays["labels"][is_row]),
         )
         if self.prepare is None:
             return window
@@ -245,7 +246,7 @@ def train_loader(
         pinned: use memory from which a GPU can copy while it computes.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
-    collate: Callable[..., Window] = Collate(micro_batch, dropout_seed, prepare)
+    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 
@@ -276,5 +277,5 @@ def eval_loader(
     batch_size = min(range(largest, smallest, -processes), key=empty_rows)
 
     sampler = HeldOutSampler(parts, batch_size)
-    collate: Callable[..., Window] = Collate(micro_batch, prepare=prepare)
+    collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

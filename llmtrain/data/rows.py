@@ -13,7 +13,6 @@ import filelock
 
 from llmtrain.config import flags_of
 from llmtrain.console import say
-from llmtrain.contract import IGNORED
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
@@ -27,6 +26,7 @@ from llmtrain.data.template import ChatTemplate, set_template, template_text
 from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
+from llmtrain.types import IGNORED
 
 Corpus: TypeAlias = Texts | Conversations | Pairs
 FORMAT = 5  # of cache entries; raise it when their content changes, and all of them are made again

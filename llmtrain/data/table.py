@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llmtrain.contract import IGNORED
+from llmtrain.types import IGNORED
 
 if TYPE_CHECKING:
     import datasets

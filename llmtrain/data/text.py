@@ -15,12 +15,12 @@ from typing import NoReturn, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.contract import IGNORED
 from llmtrain.data.config import DataConfig
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
 from llmtrain.errors import UserError, first_line
+from llmtrain.types import IGNORED
 
 _ENCODE_CHARACTERS = 1 << 20  # per call of the tokenizer, which spreads it over the cores
 _SEGMENT_CHARACTERS = 1 << 16

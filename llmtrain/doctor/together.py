@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from llmtrain.doctor.here import BAD, DOUBTFUL, GOOD, Finding, standing
 from llmtrain.errors import first_line
+from llmtrain.parallel.team import Team
 from llmtrain.record.provenance import versions
-from llmtrain.record.team import Team
 
 _SIZE = 2**24  # bytes of the tensor that is sent
 _SLOW, _SKEW_SECONDS = (

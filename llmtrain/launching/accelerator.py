@@ -16,12 +16,15 @@ from llmtrain.errors import UserError
 from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.fsdp import is_sharded, let_cpus_shard, sharding_settings
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.fsdp import is_sharded
+from llmtrain.parallel.fsdp_settings import let_cpus_shard, sharding_settings
+from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 
-def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = False) -> Accelerator:
+def start_accelerator(
+    parallel: ParallelConfig | None = None, bitwise: bool = False
+) -> TrainingAccelerator:
     """Join the process group and make the Accelerator of this run, sharded if its config says so.
 
     Without a GPU the processes communicate over gloo. The launcher chooses the precision. If the
@@ -62,8 +65,9 @@ def start_accelerator(parallel: ParallelConfig | None = None, bitwise: bool = Fa
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
 
     _meet_after_restart(_backend(cpu, sharding), timeout)
-    accelerator = _make_accelerator(cpu, precision, timeout, sharding)
-    accelerator.ddp_handler = DDPHandler(parallel, bitwise)  # which it does not take as an argument
+    accelerator = _make_accelerator(cpu, precision, timeout, sharding, bitwise)
+    # Accelerate reads this when it wraps a model, and does not take it as an argument.
+    accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes and this one is in a group of "
@@ -309,8 +313,8 @@ def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise
 
 
 def _make_accelerator(
-    cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None
-) -> Accelerator:
+    cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None, bitwise: bool
+) -> TrainingAccelerator:
     if sharding is None:
         # A process alone has no other to share with, whatever its config says.
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -325,7 +329,9 @@ def _make_accelerator(
         use_seedable_sampler=False,
         non_blocking=not cpu,
     )
-    return Accelerator(
+    return TrainingAccelerator(
+        sharding=sharding,
+        bitwise=bitwise,
         cpu=cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,

@@ -14,7 +14,7 @@ from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
+    from llmtrain.types import Facts
 
 Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     from llmtrain.parallel.mesh import Sharding

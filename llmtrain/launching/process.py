@@ -80,8 +80,11 @@ def _die_with_launcher() -> None:
             os._exit(1)
 
 
-def settle() -> None:
-    """End a start: look for garbage as usual again, but no longer in what was made so far. Else it holds updates up."""
+def freeze_start() -> None:
+    """Let Python collect garbage as usual again, but no longer in what the start has made.
+
+    Going through all of that would hold steps up.
+    """
     if gc.get_threshold()[0] == _SELDOM:  # in a notebook, what was made so far is somebody else's
         gc.freeze()
         gc.set_threshold(*_COLLECTING)

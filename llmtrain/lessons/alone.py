@@ -17,7 +17,7 @@ from llmtrain.lessons.stage import (
     show,
     small_gpt,
 )
-from llmtrain.training.step import Accumulation, count_tokens, train_step
+from llmtrain.training.step import train_step
 
 PROCESSES = 1
 
@@ -25,20 +25,20 @@ PROCESSES = 1
 def main() -> None:
     """Compute one gradient in two ways, then train."""
     accelerator = start_accelerator()
-    model, optimizer = prepare(accelerator, small_gpt())
+    engine, optimizer = prepare(accelerator, small_gpt())
 
     found = []
-    for window in ([batch(rows(8))], [batch(share) for share in rows(8).chunk(4)]):
-        Accumulation(accelerator, model)(window, count_tokens(accelerator, window, False)[0])
-        found.append(gradient(model))
+    for batches in ([batch(rows(8))], [batch(share) for share in rows(8).chunk(4)]):
+        engine.forward_backward(batches, engine.count(batches).denominator)
+        found.append(gradient(engine.model))
         optimizer.zero_grad()
     furthest = float((found[0] - found[1]).abs().max())
     claim("8 rows at once and 4 times 2: gradients differ by less than 1e-6", furthest < 1e-6)
 
-    made = [
-        train_step(accelerator, model, optimizer, [batch(rows(8, step))], 1.0) for step in range(80)
-    ]
-    losses = [float(update.nll / update.tokens) for update in made]
+    losses = []
+    for step in range(80):
+        result = train_step(engine, optimizer, [batch(rows(8, step))], max_grad_norm=1.0)
+        losses.append(float(result.sums.loss / result.denominator))
     show(f"a guess among {VOCABULARY} tokens costs {math.log(VOCABULARY):.2f} nats")
     show(f"loss of update 1: {losses[0]:.1f}; of update 80: {losses[-1]:.1f}")
     assert losses[-1] < losses[0] - 1

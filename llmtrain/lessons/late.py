@@ -15,17 +15,17 @@ SLEEP = 0.05  # seconds, in which rank 1 looks for its data
 def main() -> None:
     """Train with a rank that sleeps before each batch, and read the phases of both."""
     accelerator = start_accelerator()
-    model, optimizer = prepare(accelerator, small_gpt())
-    phases = Phases(accelerator, model)
+    engine, optimizer = prepare(accelerator, small_gpt())
+    phases = Phases(engine.device, engine.model)
 
     def load(step: int) -> torch.Tensor:
-        time.sleep(SLEEP * accelerator.process_index)
+        time.sleep(SLEEP * engine.rank)
         return my_rows(accelerator, 16, step)
 
     found = []
-    for step in updates(phases, optimizer, 13, load):
+    for step in updates(engine, phases, optimizer, 13, load):
         if step % 4 == 0:
-            readings = phases.read()
+            readings = engine.gather_numbers(phases.read())
             found.append(phases.late(readings))
             for phase in PHASES if step == 8 else ():
                 measured(

@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, count_sent, my_rows, prepare, show, small_gpt
+from llmtrain.lessons.stage import batch, counting_sent, my_rows, prepare, show, small_gpt
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.training.step import train_step
 
 PROCESSES = 2
@@ -44,21 +43,20 @@ def _show(
         local_steps: steps that every process makes alone before all average their weights. With
             1, gradients are averaged in every step instead.
     """
-    accelerator.ddp_handler = DDPHandler(parallel)
-    model, optimizer = prepare(accelerator, small_gpt())
-    sent = count_sent(accelerator, model)
+    engine, optimizer = prepare(accelerator, small_gpt(), parallel)
     is_local = local_steps > 1
 
-    for step in range(STEPS):
-        micro_batches = [batch(my_rows(accelerator, 16, step))]
-        with accelerator.no_sync(model) if is_local else contextlib.nullcontext():
-            update = train_step(accelerator, model, optimizer, micro_batches, max_grad_norm=1.0)
-        if is_local and (step + 1) % local_steps == 0:
-            sent += _average_weights(model)
+    with counting_sent(engine) as sent:
+        for step in range(STEPS):
+            micro_batches = [batch(my_rows(accelerator, 16, step))]
+            with engine.no_sync() if is_local else contextlib.nullcontext():
+                result = train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
+            if is_local and (step + 1) % local_steps == 0:
+                sent.extend(_average_weights(engine.model))
 
     kib = sum(sent) / STEPS / 1024
-    nll = accelerator.reduce(update.nll, reduction="sum")
-    loss = float(nll / update.tokens)  # nats a token
+    nll = engine.sum_over_ranks(result.sums.loss)
+    loss = float(nll / result.denominator)  # nats a token
     show(f"{name}: {kib:.0f} KiB a step to add up; loss after {STEPS} steps {loss:.1f}")
     assert loss < 2.5  # from 4.2
 

@@ -18,15 +18,14 @@ from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt,
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
-from llmtrain.parallel.collectives import BucketMean
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.ddp import Average, DDPHandler
+from llmtrain.parallel.collectives import BucketAverage, BucketMean
+from llmtrain.parallel.ddp import DDPHandler
 
 PROCESSES = 2
 DELAY = 0.05  # seconds
 
 
-def on_a_slow_link(average: Average) -> Average:
+def on_a_slow_link(average: BucketAverage) -> BucketAverage:
     """Return what averages buckets as ``average`` does, but delays the last one."""
 
     def delayed(bucket: GradBucket) -> BucketMean:
@@ -71,20 +70,19 @@ def _look(
         slow_link: whether the last bucket comes late.
         table: whether to print the x-ray's table.
     """
-    handler = DDPHandler(ParallelConfig(ddp_bucket_cap_mb=mib))
-    accelerator.ddp_handler = handler
-    model, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
-    phases = Phases(accelerator, model)
+    accelerator.ddp_handler = DDPHandler(bucket_mib=mib)
+    engine, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
+    phases = Phases(engine.device, engine.model)
     # a median of twenty: other programs run as well
-    xray = XRay(accelerator, phases, model, steps=range(4, 24))
+    xray = XRay(engine, phases, engine.model, steps=range(4, 24))
 
-    def watcher(bucket: GradBucket, average: Average, sent_bytes: int) -> BucketMean:
+    def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketMean:
         send = on_a_slow_link(average) if slow_link else average
-        return xray.bucket(bucket, send, sent_bytes)
+        return xray.on_bucket(bucket, send, sent_bytes)
 
-    handler.watch(model, watcher)
-    for step in updates(phases, optimizer, 23, partial(my_rows, accelerator, 16)):
-        xray.between(step)
+    with engine.watching_buckets(watcher):
+        for step in updates(engine, phases, optimizer, 23, partial(my_rows, accelerator, 16)):
+            xray.at_step_boundary(step)
 
     if xray.report is None:
         return Communication(0.0, 0.0, 0.0)

@@ -14,26 +14,26 @@ def main() -> None:
     """Compare the weights of two ranks after an update, and after one without a sum of the gradients."""
     accelerator = start_accelerator()
     plain = small_gpt()
-    model, optimizer = prepare(accelerator, plain)
+    engine, optimizer = prepare(accelerator, plain)
 
     def fingerprints() -> tuple[torch.Tensor, torch.Tensor]:
         first, second = accelerator.gather(fingerprint(plain)[None])
         return first, second
 
     before = fingerprints()
-    train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8))], 1.0)
+    train_step(engine, optimizer, [batch(my_rows(accelerator, 8))], max_grad_norm=1.0)
     after = fingerprints()
     claim("before an update, the same weights on both", torch.equal(*before))
     claim("after an update, each with its own rows, the same weights on both", torch.equal(*after))
     claim("the update has changed them", not torch.equal(before[0], after[0]))
 
-    with accelerator.no_sync(model):
-        train_step(accelerator, model, optimizer, [batch(my_rows(accelerator, 8, 1))], 1.0)
+    with engine.no_sync():
+        train_step(engine, optimizer, [batch(my_rows(accelerator, 8, 1))], max_grad_norm=1.0)
     same = torch.equal(*fingerprints())
     claim(
         "after another, without the sum of the gradients, the same weights on both",
         same,
         expected=False,
     )
-    said = refusal(check_replicas, accelerator, model)
+    said = refusal(check_replicas, accelerator, engine.model)
     show(f"llmtrain compares them now and then, and would stop: {said.partition(';')[0]}")

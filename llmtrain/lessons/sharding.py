@@ -22,7 +22,7 @@ from llmtrain.lessons.stage import (
     show,
     small_gpt,
 )
-from llmtrain.parallel.fsdp import held_bytes, shard
+from llmtrain.parallel.placement import held_bytes, place_sharded
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 
@@ -38,9 +38,9 @@ def main() -> None:
     whole = small_gpt()
     with torch.device("meta"):
         sharded = small_gpt()
-    shard(accelerator, sharded, sharded.first_weights(0))
-    model, optimizer = prepare(accelerator, sharded)
-    here, everywhere = held_bytes(model)
+    place_sharded(accelerator, sharded, sharded.first_weights(0))
+    engine, optimizer = prepare(accelerator, sharded)
+    here, everywhere = held_bytes(engine.model)
     show(f"of {everywhere:,} bytes of weights this process holds {here / everywhere:.0%}")
     assert here < 0.6 * everywhere
 
@@ -48,17 +48,14 @@ def main() -> None:
     alone = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=betas, weight_decay=0)
     same = True
     for step in range(5):
-        update = train_step(
-            accelerator, model, optimizer, [batch(my_rows(accelerator, 8, step))], 1e9
-        )
+        batches = [batch(my_rows(accelerator, 8, step))]
+        result = train_step(engine, optimizer, batches, max_grad_norm=1e9)
         nll = whole(**batch(rows(8, step)))
-        (nll / update.tokens).backward()
+        (nll / result.denominator).backward()
         alone.step()
         alone.zero_grad()
-        same &= (
-            abs(float(accelerator.reduce(update.nll, reduction="sum")) - nll.item())
-            < 1e-4 * nll.item()
-        )
+        total = float(engine.sum_over_ranks(result.sums.loss))
+        same &= abs(total - nll.item()) < 1e-4 * nll.item()
     claim("5 updates of a sharded model, and of a whole one in one process: the same losses", same)
 
     a = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

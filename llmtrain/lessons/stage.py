@@ -13,18 +13,20 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
-from llmtrain.contract import Batch
 from llmtrain.errors import UserError
 from llmtrain.launching.children import started
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.observe.phases import Phases
 from llmtrain.parallel.collectives import BucketMean
-from llmtrain.parallel.ddp import handler_of
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engines import engine_for
 from llmtrain.shipped import shipped
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
+from llmtrain.types import Batch, Objective
 
 VOCABULARY, BLOCK = 64, 32
 LEARNING_RATE = 3e-3
@@ -88,17 +90,28 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def prepare(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Return the model as it trains on several ranks, and its AdamW."""
+def prepare(
+    accelerator: Accelerator, model: nn.Module, parallel: ParallelConfig | None = None
+) -> tuple[Engine, AcceleratedOptimizer]:
+    """Return an engine with the model as it trains on several ranks, and its AdamW."""
     optimizer = make_optimizer(
         accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    return model, optimizer
+    engine = engine_for(
+        accelerator,
+        model,
+        objective=Objective(),
+        config=parallel or ParallelConfig(),
+        bitwise=False,
+        accumulation=1,
+    )
+    return engine, optimizer
 
 
-def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
-    """Return a list that grows with every bucket that DDP sends, by its bytes."""
+@contextlib.contextmanager
+def counting_sent(engine: Engine) -> Iterator[list[int]]:
+    """Yield a list that grows with every bucket that DDP sends, by its bytes."""
     sent: list[int] = []
 
     def watch(
@@ -107,39 +120,38 @@ def count_sent(accelerator: Accelerator, model: nn.Module) -> list[int]:
         sent.append(sent_bytes)
         return send(bucket)
 
-    handler_of(accelerator).watch(model, watch)
-    return sent
+    with engine.watching_buckets(watch):
+        yield sent
 
 
 def updates(
-    phases: Phases, optimizer: AcceleratedOptimizer, steps: int, load: Callable[[int], torch.Tensor]
+    engine: Engine,
+    phases: Phases,
+    optimizer: AcceleratedOptimizer,
+    steps: int,
+    load: Callable[[int], torch.Tensor],
 ) -> Iterator[int]:
-    """Train the model of ``phases``, and name the phases as the package's loop does.
+    """Train a model, and name the phases as the package's loop does.
 
     Args:
-        phases: of the model that is trained.
-        optimizer: its optimizer.
+        engine: the model, and how this process computes.
+        phases: the phases of this process.
+        optimizer: the model's optimizer.
         steps: how many steps to make.
         load: returns the rows of this rank, for the number of steps made before.
 
     Yields:
         The number of steps made, after each.
     """
+    engine.on_phase(phases.at)
     with phases.watching():
         for step in range(steps):
             phases.at("data", step)
             micro_batches = [batch(load(step))]
-            train_step(
-                phases.accelerator,
-                phases.model,
-                optimizer,
-                micro_batches,
-                max_grad_norm=1.0,
-                enter=phases.at,
-            )
+            train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
             phases.at("other", step + 1)
             if step == 0:
-                phases.warm_up()
+                phases.drop_first_step()
             yield step + 1
 
 

@@ -13,8 +13,8 @@ from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, refused_as
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.lora import is_adapter
-from llmtrain.models.streaming import load_buffers
 from llmtrain.models.untrusted import load_causal_lm, local_folder, refuse_pickles
+from llmtrain.models.weight_loading import load_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

@@ -1,90 +1,129 @@
 """The router's balancing loss of a mixture of experts, over the global batch (Fedus et al. 2021, arXiv:2101.03961).
 
-It is E * sum_e f_e P_e of E experts, eq. 4 to 6 there: ``f_e`` is how often expert e is chosen at a position, ``P_e``
-the mean probability that the router gives it, both over the positions of all layers and of the whole batch. ``f`` has
-no gradient. Once it is known, the loss is a sum over positions, and its gradient adds up over micro-batches and ranks
-like that of the nll. So ``f`` is counted first, in a pass without gradients. As transformers has it, probabilities are
-a softmax of the router's logits, and the experts chosen are the likeliest.
+It is E * sum_e f_e P_e for E experts (equations 4 to 6 there). ``f_e`` is how often expert e is chosen
+at a position, and ``P_e`` is the mean probability that the router gives it, both over the positions of
+all layers and of the global batch. ``f`` has no gradient. Once it is known, the loss is a sum over
+positions, and its gradient adds up over micro-batches and ranks like that of the nll. So ``f`` is
+counted first, in a pass without gradients. As in transformers, probabilities are a softmax of the
+router's logits, and the likeliest experts are chosen.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from llmtrain.contract import IGNORED
+from llmtrain.types import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-def counted_positions(targets: Tensor) -> Tensor:
-    """Return which positions count, bool [B * T]: up to the last trained target [B, T] of each row.
+def routed_positions(targets: Tensor) -> Tensor:
+    """Return which positions count, bool [B * T]: up to the last target token of each row [B, T].
 
-    What comes after it is padding, or is never read.
+    What follows it is padding, or is never read.
     """
-    trained = (targets != IGNORED).flip(1).cumsum(1) > 0
-    return trained.flip(1).flatten()
+    is_needed = (targets != IGNORED).flip(1).cumsum(1) > 0
+    return is_needed.flip(1).flatten()
 
 
-def count(router_logits: Iterable[Tensor], counted: Tensor, chosen: int) -> Tensor:
-    """Return what :func:`loads` needs, [2 E + 1]: choices of each expert, its probabilities, and positions.
+def count_choices(
+    router_logits: Iterable[Tensor], is_routed: Tensor, experts_per_token: int
+) -> Tensor:
+    """Count what :func:`expert_weights` needs, [2 E + 1] numbers that add up over micro-batches.
 
-    ``router_logits`` are [B * T, E] of each layer, ``counted`` is of :func:`counted_positions`, ``chosen`` the number
-    of experts a position.
+    They are how often each expert is chosen, the sum of its probabilities, and the number of
+    positions.
+
+    Args:
+        router_logits: [B * T, E] of each layer.
+        is_routed: which positions count, of :func:`routed_positions`.
+        experts_per_token: how many experts are chosen at a position.
     """
-    sums: list[Tensor] = []
+    layers: list[Tensor] = []
     for logits in router_logits:
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        choices = torch.zeros_like(probabilities).scatter_(
-            1, probabilities.topk(chosen, -1).indices, 1.0
-        )
-        here = torch.cat([choices, probabilities, torch.ones_like(probabilities[:, :1])], 1)
-        wide = torch.float32 if here.device.type == "mps" else torch.float64  # which that has not
-        sums.append((here.to(wide) * counted[:, None]).sum(0))
-    return torch.stack(sums).sum(0)
+        chosen = probabilities.topk(experts_per_token, -1).indices
+        choices = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+        counts = torch.cat([choices, probabilities, torch.ones_like(probabilities[:, :1])], 1)
+
+        # MPS has no float64.
+        wide = torch.float32 if counts.device.type == "mps" else torch.float64
+        layers.append((counts.to(wide) * is_routed[:, None]).sum(0))
+    return torch.stack(layers).sum(0)
 
 
-def loads(counts: Tensor, tokens: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Return by what each probability is multiplied, float32 [E], and the balancing loss of the batch, a scalar.
+def expert_weights(counts: Tensor, target_tokens: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Return a factor for each expert's probability, and the balancing loss of the global batch.
 
-    ``counts`` are the sums of :func:`count` over the batch. The first are such that what :func:`balancing` returns,
-    divided by ``tokens``, adds up to ``weight`` times the loss.
+    With these factors, the results of :func:`balancing_loss` for all micro-batches, divided by the
+    target tokens, add up to ``weight`` times the balancing loss.
+
+    Args:
+        counts: the sums of :func:`count_choices` over the global batch.
+        target_tokens: of the global batch.
+        weight: of the balancing loss.
+
+    Returns:
+        The factors, float32 [E], and the balancing loss, a scalar.
     """
-    experts, positions = len(counts) // 2, counts[-1].clamp(min=1)
-    share, probability = counts[:experts] / positions, counts[experts:-1] / positions
-    return (weight * experts * tokens * share / positions).float(), experts * (
-        share * probability
-    ).sum()
+    experts = len(counts) // 2
+    positions = counts[-1].clamp(min=1)
+    choice_share = counts[:experts] / positions
+    mean_probability = counts[experts:-1] / positions
+
+    factors = (weight * experts * target_tokens * choice_share / positions).float()
+    loss = experts * (choice_share * mean_probability).sum()
+    return factors, loss
 
 
-def balancing(router_logits: Iterable[Tensor], counted: Tensor, load: Tensor) -> Tensor:
-    """Return this micro-batch's part of the balancing loss, times the tokens of the batch."""
-    wide = [logits.to(torch.promote_types(logits.dtype, load.dtype)) for logits in router_logits]
-    # no product of matrices, for which autocast would round the loads, whose differences are what counts
-    return torch.stack(
-        [(logits.softmax(-1) * load.to(logits.dtype)).sum(-1) * counted for logits in wide]
-    ).sum()
+def balancing_loss(router_logits: Iterable[Tensor], is_routed: Tensor, factors: Tensor) -> Tensor:
+    """Return this micro-batch's part of the balancing loss, times the target tokens of the step."""
+    layers = []
+    for logits in router_logits:
+        wide = logits.to(torch.promote_types(logits.dtype, factors.dtype))
+        # No matrix product: autocast would round the factors, whose differences are what counts.
+        weighted = (wide.softmax(-1) * factors.to(wide.dtype)).sum(-1)
+        layers.append(weighted * is_routed)
+    return torch.stack(layers).sum()
 
 
 @contextlib.contextmanager
-def router_logits_of(base: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
-    """Yield a list that has the routers' logits, [B * T, E] of each layer, once ``base`` was called in the block.
+def router_logits_of(base: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list that gets the routers' logits when ``base`` is called in the block.
 
-    It stays empty where they are not ``wanted``. The model around it is not asked for them: it would compute a
-    balancing loss of its own.
+    They are [B * T, E] for each layer. The whole model is not asked for them, because it would
+    compute a balancing loss of its own.
     """
-    found: list[Tensor] = []
+    router_logits: list[Tensor] = []
 
-    def ask(
+    def ask_for_them(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "output_router_logits": True}
 
-    def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        found.extend(getattr(output, "router_logits", None) or ())
+    def keep_them(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        router_logits.extend(getattr(output, "router_logits", None) or ())
 
-    with contextlib.ExitStack() as hooks:
-        if wanted:
-            hooks.enter_context(base.register_forward_pre_hook(ask, with_kwargs=True))
-            hooks.enter_context(base.register_forward_hook(keep))
-        yield found
+    with (
+        base.register_forward_pre_hook(ask_for_them, with_kwargs=True),
+        base.register_forward_hook(keep_them),
+    ):
+        yield router_logits
+
+
+def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
+    """Return whether a model has several experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
+def balance_weight(config: "PreTrainedConfig") -> float:
+    """Return the weight of the balancing loss that a configuration names; 0 if there are no experts."""
+    settings = config.get_text_config()
+    if not is_mixture_of_experts(settings):
+        return 0.0
+    return float(getattr(settings, "router_aux_loss_coef", None) or 0)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Size, Tensor, nn
 
-from llmtrain.contract import Facts, Published
-from llmtrain.parallel.mesh import meta_like
+from llmtrain.parallel.shards import meta_like
+from llmtrain.types import Facts, Published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
-from llmtrain.parallel.mesh import fill
+from llmtrain.models.trainable import TrainableModel
+from llmtrain.parallel.shards import fill
+from llmtrain.types import Facts, ModelBundle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -178,7 +179,7 @@ class Transformer(Stack):
         return x
 
 
-class GPT(nn.Module):
+class GPT(TrainableModel):
     """Embedding, ``n_layer`` blocks, layer norm, and a head that is the embedding's own matrix (tied)."""
 
     tp_plan: ClassVar[dict[str, str]] = {
@@ -225,13 +226,6 @@ class GPT(nn.Module):
         """The number of layers with attention."""
         return self.config.n_layer
 
-    @classmethod
-    def of(cls, config: GPTConfig, vocab_size: int, seed: int = 0) -> "GPT":
-        """Return the GPT that ``config.architecture`` names."""
-        from llmtrain.models.lfm2 import LFM2
-
-        return {"gpt2": GPT, "lfm2": LFM2}[config.architecture](config, vocab_size, seed)
-
     def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the first weights of every parameter, one at a time, drawn from ``seed`` alone.
 
@@ -256,23 +250,24 @@ class GPT(nn.Module):
         """
         return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, dropout_keys: Tensor | None = None
+    def nll(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Tensor, dropout_keys: Tensor | None = None
     ) -> Tensor:
-        """Return logits [B, T, V] of ``input_ids`` [B, T], or with labels the summed nll in nats.
+        """Return the summed negative log-likelihood in nats, of labels [B, T] that are not shifted.
 
-        ``labels`` [B, T] are not shifted. In a stage of a pipeline hidden states [B, T - 1, C] go in, but
-        for the first, and come out, but for the last.
+        In a stage of a pipeline, hidden states [B, T - 1, C] go in, except for the first stage, and
+        come out, except for the last.
         """
-        if labels is None:
-            return linear_logits(self.body(input_ids, dropout_keys), self.head)
         held = self.body.held
-        hidden: Tensor = self.body(
-            inputs_of(input_ids) if held.start == 0 else input_ids, dropout_keys
-        )
+        inputs = inputs_of(input_ids) if held.start == 0 else input_ids
+        hidden: Tensor = self.body(inputs, dropout_keys)
         if held.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.head, targets_of(labels))
+
+    def outputs(self, input_ids: Tensor, dropout_keys: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Return logits [B, T, V] of ``input_ids`` [B, T]."""
+        return linear_logits(self.body(input_ids, dropout_keys), self.head)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -308,6 +303,23 @@ class GPT(nn.Module):
         c = self.config
         weights = sum(p.numel() for p in self.parameters()) - self.embedded
         return 6 * weights + 12 * self.attending * c.n_embd * c.block_size
+
+    def bundle(
+        self, tokenizer: "PreTrainedTokenizerFast", trained_on: str, seed: int
+    ) -> ModelBundle:
+        """Return the model, whose parameters are on the meta device, with everything it needs.
+
+        Args:
+            tokenizer: of the data.
+            trained_on: the name of the data, for the model card.
+            seed: of the initial weights.
+        """
+        return ModelBundle(
+            model=self,
+            files=self.files(tokenizer, trained_on),
+            weights=self.first_weights(seed),
+            columns=self.columns,
+        )
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
         """Return the files of a folder that transformers loads as a stock model."""

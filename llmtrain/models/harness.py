@@ -13,10 +13,11 @@ from lm_eval.tasks import TaskManager
 
 from llmtrain.config import did_you_mean
 from llmtrain.console import say
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError, explained, hub_said
 from llmtrain.models.generation import TextModel
 from llmtrain.models.lora import is_adapter
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.types import Facts
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -35,8 +36,11 @@ class _OnAllRanks(HFLM):  # type: ignore[misc]
             mixed_precision_dtype=_DTYPES.get(accelerator.mixed_precision),
             softmax_dtype="float32",  # sums in 16 bits would make answers equally likely
         )
-        self.accelerator, self._device = accelerator, accelerator.device
-        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        ranks = Ranks(accelerator)
+        self.accelerator = accelerator
+        self._device = ranks.device
+        self._rank = ranks.rank
+        self._world_size = ranks.world_size
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts.
@@ -100,9 +104,10 @@ def scores(
                 f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}"
             )
     limit = cast("int | None", options.get("limit"))
-    if limit and limit < accelerator.num_processes:
+    processes = Ranks(accelerator).world_size
+    if limit and limit < processes:
         raise UserError(
-            f"--limit {limit} is less than the number of processes, {accelerator.num_processes}; raise it."
+            f"--limit {limit} is less than the number of processes, {processes}; raise it."
         )
 
     try:
@@ -134,7 +139,7 @@ def scores(
 def forget(accelerator: Accelerator, answers: Path) -> None:
     """Remove the answers that ranks have kept, when all are done with them."""
     accelerator.wait_for_everyone()
-    Path(f"{answers}_rank{accelerator.process_index}.db").unlink(missing_ok=True)
+    Path(f"{answers}_rank{Ranks(accelerator).rank}.db").unlink(missing_ok=True)
 
 
 def _lines(found: Facts) -> Iterator[Facts]:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
-from llmtrain.parallel.mesh import to_local
+from llmtrain.parallel.shards import to_local
+from llmtrain.types import Facts
 
 _EPS, _THETA, _TAPS = 1e-5, 10_000.0, 3
 _INIT_STD = 0.02

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.console import say
-from llmtrain.contract import Facts, Weights
 from llmtrain.errors import UserError, first_line, refused_as
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
+from llmtrain.types import Facts, Weights
 
 if TYPE_CHECKING:
     import peft

@@ -11,23 +11,20 @@ import torch
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.contract import Built, Facts, Weights
 from llmtrain.errors import UserError
+from llmtrain.models.answers import AnswerRows
 from llmtrain.models.architecture import build_model
+from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
+from llmtrain.models.expert_objective import ExpertObjective
+from llmtrain.models.experts import balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
-from llmtrain.models.preference import PreferenceLoss, check_answers
-from llmtrain.models.streaming import drawn, stored
-from llmtrain.models.summed import (
-    SummedLoss,
-    balance_weight,
-    is_mixture_of_experts,
-    leaks,
-    probe,
-    summed,
-)
+from llmtrain.models.preference_objective import PreferenceObjective
+from llmtrain.models.probe import leaks, probe
 from llmtrain.models.untrusted import local_folder, origin_of
+from llmtrain.models.weight_loading import random_weights, stored_weights
+from llmtrain.types import Batch, Facts, ModelBundle, Objective, Weights
 
 if TYPE_CHECKING:
     from transformers import (
@@ -73,8 +70,8 @@ def load_model(
     precision: str,
     bitwise: bool = False,
     preference: PreferenceConfig | None = None,
-) -> Built:
-    """Build the Hugging Face model that is trained: its ``forward`` returns the summed loss.
+) -> ModelBundle:
+    """Build the Hugging Face model that is trained, and its objective.
 
     Its parameters are on the meta device, except for LoRA's matrices and embeddings with rows for new tokens. The
     initial weights of the others are the stream ``weights`` of the result. A quantized model is loaded here, and
@@ -138,25 +135,50 @@ def load_model(
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
-    trained = summed(model, config.block_size, PreferenceLoss if preference else SummedLoss)
-    if isinstance(trained, PreferenceLoss) and preference is not None:
-        trained.preference = preference
-        trained.slots = 2 * max(rows.facts.pairs, 1)
-        trained.packs = rows.packed
-        trained.shares_prompts = rows.facts.shared
+    trained = make_causal_lm(
+        model,
+        row_length=config.block_size,
+        shares_prompts=preference is not None and rows.facts.shared,
+        gives_scores=scores,
+    )
+    objective, prepare_batch = _objective(trained, rows, preference)
     if bitwise:
         _check_no_dropout(trained)
 
     weights: Weights | None = None
     if is_meta:
         weights = _renamed_weights(trained, original_names, initial_weights)
-    return Built(
-        trained,
-        files,
-        weights,
+    return ModelBundle(
+        model=trained,
+        files=files,
+        weights=weights,
         start=_start(model, config, lora, preference, origin),
-        check=functools.partial(_check, trained, rows.packed, config.block_size),
+        check=functools.partial(_check, trained, objective, rows.packed, config.block_size),
+        objective=objective,
+        prepare_batch=prepare_batch,
     )
+
+
+def _objective(
+    model: CausalLM, rows: Rows, preference: PreferenceConfig | None
+) -> tuple[Objective, Callable[[Batch], Batch]]:
+    """Return what is minimised, and what prepares the micro-batches for it on the host."""
+    if preference is not None:
+        answer_rows = AnswerRows(
+            answers_per_row=2 * max(rows.facts.pairs, 1),
+            are_packed=rows.packed,
+            share_prompts=rows.facts.shared,
+            are_scored=model.gives_scores,
+        )
+
+        def prepare_answers(batch: Batch) -> Batch:
+            return answer_rows.prepare_batch(batch, on_gpu=model.device.type == "cuda")
+
+        return PreferenceObjective(preference, answer_rows), prepare_answers
+
+    weight = balance_weight(model.config)
+    objective = ExpertObjective(weight) if weight else Objective()
+    return objective, model.prepare_batch
 
 
 def _check_flags(config: ModelConfig, lora: LoraConfig | None, scores: bool) -> None:
@@ -214,10 +236,10 @@ def _weight_source(
     """Return a function that yields the initial weights of a model, or of some of its modules."""
     name = config.model_name_or_path
     if not name:
-        return functools.partial(drawn, model, seed)
+        return functools.partial(random_weights, model, seed)
     # A reward model's head is not stored anywhere, so it is initialised from the seed.
     head_seed = seed if scores else None
-    return functools.partial(stored, model, local_folder(name), dtype, seed=head_seed)
+    return functools.partial(stored_weights, model, local_folder(name), dtype, head_seed=head_seed)
 
 
 def _load_embeddings(
@@ -227,12 +249,14 @@ def _load_embeddings(
     modules = [original.get_input_embeddings(), original.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for key, weight in initial_weights([module for module in modules if module is not None]):
         module_name, _, parameter_name = key.rpartition(".")
-        setattr(model.get_submodule(module_name), parameter_name, nn.Parameter(weight))
+        # A clone, because `weight` may be mapped from a file that changes during the run.
+        parameter = nn.Parameter(weight.clone())
+        setattr(model.get_submodule(module_name), parameter_name, parameter)
     model.tie_weights()
 
 
 def _renamed_weights(
-    trained: SummedLoss,
+    trained: CausalLM,
     original_names: dict[nn.Parameter, str],
     initial_weights: Callable[..., Weights],
 ) -> Weights:
@@ -334,7 +358,7 @@ def _generation(model: "PreTrainedModel", rows: Rows) -> Facts:
     return settings
 
 
-def _check_no_dropout(model: SummedLoss) -> None:
+def _check_no_dropout(model: CausalLM) -> None:
     """Raise :class:`UserError` if a model has dropout: its random numbers would depend on the parallel layout."""
     rates: dict[str, float] = {}
     for key, value in model.config.get_text_config().to_dict().items():
@@ -350,7 +374,7 @@ def _check_no_dropout(model: SummedLoss) -> None:
             )
 
 
-def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
+def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int) -> None:
     """Try a model that has its weights, and log what a user might not expect of it.
 
     Raises:
@@ -364,16 +388,9 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
         )
 
     settings = model.config.get_text_config()
-    if isinstance(model, PreferenceLoss):
-        check_answers(model)
-    elif is_mixture_of_experts(settings) and model.balance:
-        say(
-            "experts",
-            f"the routers' balancing loss, times {model.balance:g}, is computed over the global batch, which takes one "
-            "more forward pass per step",
-        )
-    elif is_mixture_of_experts(settings):
-        say("experts", "this class has no balancing loss")
+    objective.check(model)
+    if is_mixture_of_experts(settings) and not isinstance(objective, PreferenceObjective):
+        say("experts", _experts_line(objective))
     has_head = model.get_output_embeddings() is not None  # type: ignore[no-untyped-call]
     if has_head and not model.head_is_linear:
         say(
@@ -389,3 +406,13 @@ def _check(model: SummedLoss, packed: bool, block_size: int) -> None:
             f"beyond {unscaled:,} tokens they are scaled by the longest row of a micro-batch, so the losses of "
             "different parallel layouts agree less closely",
         )
+
+
+def _experts_line(objective: Objective) -> str:
+    """Return what the log says about the balancing loss of a mixture of experts."""
+    if not isinstance(objective, ExpertObjective) or not objective.weight:
+        return "this class has no balancing loss"
+    return (
+        f"the routers' balancing loss, times {objective.weight:g}, is computed over the global batch, "
+        "which takes one more forward pass per step"
+    )

@@ -8,9 +8,9 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError, refused_as
 from llmtrain.files import read_hashed
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

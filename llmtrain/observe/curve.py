@@ -2,7 +2,7 @@
 
 import sys
 
-from llmtrain.contract import Facts
+from llmtrain.types import Facts
 
 
 def loss_curve(readings: list[Facts]) -> str:

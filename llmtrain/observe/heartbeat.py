@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import psutil
-from accelerate import Accelerator
 from torch.distributed import distributed_c10d
 
 from llmtrain.console import complain, note
 from llmtrain.errors import ToldElsewhereError, UserError, explained, first_line
 from llmtrain.observe.phases import MEETINGS, PHASES, Phases
+from llmtrain.parallel.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -77,27 +77,26 @@ class Heartbeat:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        ranks: Ranks,
         phases: Phases,
         folder: Path,
         timeout: float,
-        failed: Callable[[str], None],
+        on_failure: Callable[[str], None],
     ) -> None:
         """Prepare the watch.
 
         Args:
-            accelerator: Knows this process's rank and the number of processes.
+            ranks: All processes of the run.
             phases: Knows the phase and the step of this process.
             folder: The run folder, for the stacks.
             timeout: Seconds of one wait after which the run is ended.
-            failed: Called with the reason before this process ends with status 1.
+            on_failure: Called with the reason before this process ends with status 1.
         """
-        self.rank = accelerator.process_index
-        self.size = accelerator.num_processes
+        self.ranks = ranks
         self.phases = phases
         self.folder = folder
         self.timeout = timeout
-        self.failed = failed
+        self.on_failure = on_failure
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_SECONDS)
         self.number = 0
         self.has_left_stacks = False
@@ -110,7 +109,7 @@ class Heartbeat:
         self.first_beats_at = 0.0
         self.warned_of = 0.0  # the wait for which a note was printed: when its phase began
 
-    def through(self, items: Iterable[T], phase: str) -> Iterator[T]:
+    def beat_while_reading(self, items: Iterable[T], phase: str) -> Iterator[T]:
         """Yield the items; each begins ``phase`` anew, so that a long one is not taken for a hang."""
         for item in items:
             self.phases.at(phase)
@@ -123,7 +122,7 @@ class Heartbeat:
         If the block fails because a process lost contact, the error becomes a :class:`UserError` that names the
         missing process. Any other error is left in the store, for the processes that lose contact to this one.
         """
-        if self.size == 1:
+        if self.ranks.world_size == 1:
             yield self
             return
 
@@ -132,7 +131,9 @@ class Heartbeat:
             yield self
         except Exception as error:
             if not _is_lost_connection(error):
-                self._set(_FAILED, f"rank {self.rank}: {explained(error) or first_line(error)}")
+                self._set(
+                    _FAILED, f"rank {self.ranks.rank}: {explained(error) or first_line(error)}"
+                )
                 raise
             if reason := self._get(_FAILED):
                 raise ToldElsewhereError(reason) from None
@@ -178,7 +179,7 @@ class Heartbeat:
             host=platform.node(),
             pid=os.getpid(),
         )
-        self._set(f"llmtrain/beat/{self.rank}", json.dumps(beat))
+        self._set(f"llmtrain/beat/{self.ranks.rank}", json.dumps(beat))
         if self._get(_STACKS) is not None:
             self._leave_stacks()
 
@@ -209,7 +210,7 @@ class Heartbeat:
         elif waited > min(_WARNING_SECONDS, self.timeout / 2) and self.warned_of != since:
             self.warned_of = since
             waiting = [rank for rank, beat in self._beats().items() if beat.is_waiting]
-            if waiting and waiting[0] == self.rank:  # one note is enough
+            if waiting and waiting[0] == self.ranks.rank:  # one note is enough
                 note(f"waiting for {self._wait(waited)}: {self._who_is_missing()}")
 
     def _wait(self, waited: float) -> str:
@@ -240,7 +241,7 @@ class Heartbeat:
             with contextlib.suppress(Exception):
                 complain(reason)
             self._leave_stacks()
-            self.failed(reason)
+            self.on_failure(reason)
         finally:
             os._exit(1)
 
@@ -249,7 +250,7 @@ class Heartbeat:
         if self.has_left_stacks:
             return
         self.has_left_stacks = True
-        path = self.folder / f"stacks-rank{self.rank}.txt"
+        path = self.folder / f"stacks-rank{self.ranks.rank}.txt"
         with contextlib.suppress(OSError), path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
@@ -262,8 +263,8 @@ class Heartbeat:
         time.sleep(2 * self.interval + 1)
         now = self._beats()
         return missing_processes(
-            rank=self.rank,
-            size=self.size,
+            rank=self.ranks.rank,
+            size=self.ranks.world_size,
             place=_place(self.phases.phase, self.phases.step),
             before=before,
             now=now,
@@ -272,7 +273,7 @@ class Heartbeat:
     def _beats(self) -> dict[int, Beat]:
         """Return the last beat of every process that has beaten."""
         beats = {}
-        for rank in range(self.size):
+        for rank in range(self.ranks.world_size):
             text = self._get(f"llmtrain/beat/{rank}")
             if text is None:
                 continue

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -113,14 +112,13 @@ class Phases:
     only waits for the others' gradients.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        self.accelerator = accelerator
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
         self.model = model
-        self.clock = Clock(accelerator.device)
+        self.clock = Clock(device)
         self.phase = "the start"
         self.step = 0
         self.since = time.monotonic()
-        self.is_warm = False  # past its first step, which takes longer for many reasons
+        self.has_dropped_first_step = False
         # called with the new phase and when it began
         self.on_change: list[Callable[[str, Mark], None]] = []
         self._seconds = dict.fromkeys(PHASES, 0.0)  # since the last reading
@@ -166,33 +164,23 @@ class Phases:
             tell(phase, mark)
         self._add_up()
 
-    def warm_up(self) -> None:
-        """End the first update, whose seconds do not count."""
+    def drop_first_step(self) -> None:
+        """Forget the seconds so far: those of the first step, which takes longer for many reasons."""
         self._forget()
-        self.is_warm = True
+        self.has_dropped_first_step = True
 
-    def read(self, **more: float) -> dict[str, list[float]]:
-        """Return the mean seconds of an update in each phase since the last reading, and ``more`` numbers, by rank.
-
-        All ranks call this.
-        """
+    def read(self) -> dict[str, float]:
+        """Return the mean seconds of a step in each phase since this was last called."""
         if self._marks and (event := self._marks[-1][1].event) is not None:
             event.synchronize()
         self._add_up()
-        mine = {phase: self._seconds[phase] / max(self._updates, 1) for phase in PHASES} | more
-        numbers = torch.tensor(
-            [[*mine.values()]], dtype=torch.float32, device=self.accelerator.device
-        )
-        columns = self.accelerator.gather(numbers).T.tolist()
+        seconds = {phase: self._seconds[phase] / max(self._updates, 1) for phase in PHASES}
         self._forget()
-        return {
-            name: [round(one, 6) for one in column]
-            for name, column in zip(mine, columns, strict=True)
-        }
+        return seconds
 
     def late(self, readings: dict[str, list[float]]) -> Late | None:
         """Return who kept the others waiting in these readings and the ones before, where that was not said before."""
-        found = straggler(readings) if self.is_warm else None
+        found = straggler(readings) if self.has_dropped_first_step else None
         suspect, self._suspect = self._suspect, found and (found.rank, found.phase)
         if found is None or suspect is None or self._suspect != suspect or suspect in self._named:
             return None

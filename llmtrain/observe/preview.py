@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from llmtrain.console import rank
-from llmtrain.contract import IGNORED, Rows
+from llmtrain.types import IGNORED, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

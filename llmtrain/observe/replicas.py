@@ -5,7 +5,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import local_shard, sharding_of, shards_over
+from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.shards import local_shard, shards_over
 
 _AT_ONCE = 1 << 22  # numbers, for each of which 24 bytes are needed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -42,7 +43,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     """
     sharding = sharding_of(accelerator)
     holders, neighbours = sharding.processes // sharding.replicas, sharding.tensor
-    if accelerator.num_processes == holders and neighbours == 1:
+    if sharding.processes == holders and neighbours == 1:
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     everyone = accelerator.gather(

@@ -26,8 +26,7 @@ class Throughput:
     """Counts tokens and positions between two readings; time spent in :meth:`paused` does not count."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-        self.flops_per_token = plain.flops_per_token() if isinstance(plain, CountsFlops) else 0
+        self.flops_per_token = model.flops_per_token() if isinstance(model, CountsFlops) else 0
         self.peak = peak_flops(accelerator) if self.flops_per_token else 0.0
         self.restart()
 

@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.contract import Facts
 from llmtrain.observe.phases import PHASES
+from llmtrain.types import Facts
 
 
 class Span(NamedTuple):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
@@ -28,6 +27,7 @@ from llmtrain.observe.timeline import (
     as_trace,
 )
 from llmtrain.parallel.collectives import BucketMean
+from llmtrain.parallel.ranks import Ranks
 
 _ROUNDS = 9  # in which the machines' clocks are compared
 
@@ -36,19 +36,23 @@ class XRay:
     """Records the updates in ``steps`` (the first is 1).
 
     After the last of them ``report`` is there on the main process, and, where there is a ``folder``, as files in it.
-    :meth:`bucket` is to be called for every bucket of gradients that is full.
+    :meth:`on_bucket` is to be called for every bucket of gradients that is full.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        ranks: Ranks,
         phases: Phases,
         model: nn.Module,
         steps: range,
         folder: Path | None = None,
     ) -> None:
-        self.accelerator, self.phases, self.steps, self.folder = accelerator, phases, steps, folder
-        self.clock, self.zero = phases.clock, phases.clock.now()
+        self.ranks = ranks
+        self.phases = phases
+        self.steps = steps
+        self.folder = folder
+        self.clock = phases.clock
+        self.zero = phases.clock.now()
         self.names: dict[torch.Tensor, str] = {
             p: name.removeprefix("module.") for name, p in model.named_parameters()
         }
@@ -67,11 +71,11 @@ class XRay:
         self.report: Report | None = None
         phases.on_change.append(self._at)
 
-    def between(self, step: int) -> None:
+    def at_step_boundary(self, step: int) -> None:
         """Begin or end after ``step`` updates. All ranks call this after every update, and before the first."""
         if step + 1 == self.steps.start:
-            self.offset = _offset_of_this_clock(self.accelerator)
-            self.bytes_before = _bytes_sent(self.accelerator)
+            self.offset = _offset_of_this_clock(self.ranks)
+            self.bytes_before = _bytes_sent(self.ranks)
             self.zero = self.clock.zero()
             self.recording = True
         elif self.recording and step == self.steps[-1]:
@@ -79,7 +83,7 @@ class XRay:
             self.recording = False
             self._make_report()
 
-    def bucket(
+    def on_bucket(
         self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
     ) -> BucketMean:
         """Send a bucket that is full, and note how that goes."""
@@ -88,7 +92,7 @@ class XRay:
         began = time.perf_counter()
         number, place = (
             bucket.index(),
-            (self.accelerator.process_index, self.update, self.micro_batch),
+            (self.ranks.rank, self.update, self.micro_batch),
         )
         names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
         self.buckets[number] = Bucket(
@@ -120,13 +124,13 @@ class XRay:
         self.cost += time.perf_counter() - began
 
     def _make_report(self) -> None:
-        counted: list[int] = gather_object([_bytes_sent(self.accelerator) - self.bytes_before])
+        counted: list[int] = gather_object([_bytes_sent(self.ranks) - self.bytes_before])
         costs: list[float] = gather_object([self.cost / len(self.steps)])
 
         def seconds(mark: Mark) -> float:
             return self.clock.since(self.zero, mark) - self.offset
 
-        rank, times = self.accelerator.process_index, [seconds(mark) for *_, mark in self.marks]
+        rank, times = self.ranks.rank, [seconds(mark) for *_, mark in self.marks]
         mine = [
             Span(rank, update, micro_batch, phase, began, ended)
             for (phase, update, micro_batch, _), began, ended in zip(
@@ -140,7 +144,7 @@ class XRay:
             for one, ready, ended in self.sent
         ]
         sent: list[Sent] = gather_object(timed)
-        if self.accelerator.is_main_process:
+        if self.ranks.is_main:
             self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
             if self.folder is not None:
                 write(self.report, self.folder)
@@ -160,7 +164,7 @@ def write(report: Report, folder: Path) -> None:
     )
 
 
-def _offset_of_this_clock(accelerator: Accelerator) -> float:
+def _offset_of_this_clock(ranks: Ranks) -> float:
     """Return the seconds by which this process's clock is ahead of the first one's.
 
     None on one machine; else as read when all have met, the median of some meetings.
@@ -170,14 +174,14 @@ def _offset_of_this_clock(accelerator: Accelerator) -> float:
         return 0.0
     times = []
     for _ in range(_ROUNDS):
-        float(accelerator.reduce(torch.ones((), device=accelerator.device)))
+        float(ranks.accelerator.reduce(torch.ones((), device=ranks.device)))
         times.append(time.perf_counter())
     first = gather_object(times)[:_ROUNDS]
     ahead = statistics.median(mine - its for mine, its in zip(times, first, strict=True))
     return ahead if platform.node() != hosts[0] else 0.0
 
 
-def _bytes_sent(accelerator: Accelerator) -> int:
+def _bytes_sent(ranks: Ranks) -> int:
     """Return the bytes that all network devices of this machine sent, loopback too, counted by one process of it."""
-    counters = psutil.net_io_counters() if accelerator.is_local_main_process else None
+    counters = psutil.net_io_counters() if ranks.is_local_main else None
     return counters.bytes_sent if counters is not None else 0

@@ -6,15 +6,18 @@ recursion, between processes by recursive doubling. With slots and processes a p
 subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Batch
 from llmtrain.parallel.collectives import swap_with
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import add_metrics
+from llmtrain.types import Batch, LossSums
 
 
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
@@ -37,37 +40,58 @@ def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
     return mine
 
 
-class BitwiseGradients:
-    """A ``forward_backward`` whose gradients, and whose summed nll, have the same bits on 1, 2, 4, ... ranks."""
+class BitwiseEngine(ReplicatedEngine):
+    """Data parallelism whose gradients and losses have the same bits on 1, 2, 4, ... ranks."""
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, before_exchange: Callable[[], None]
-    ) -> None:
-        self.accelerator, self.model, self.before_exchange = accelerator, model, before_exchange
+    may_choose_by_timing = False  # they differ between layouts, and must not decide about bits
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, **settings: Any) -> None:
+        super().__init__(accelerator, model, **settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def __call__(self, batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Leave the gradient of sum(nll) / tokens of the whole global batch in ``.grad``.
+    def forward_backward(
+        self, batches: Sequence[Batch], denominator: torch.Tensor, extra: Batch | None = None
+    ) -> LossSums:
+        """Leave the gradient of the mean loss of the global batch in ``.grad``.
 
-        Returns the summed nll: all of it on rank 0, and 0 on the others.
+        Returns:
+            The sums of the whole global batch on rank 0, and zeros on the others. Further metrics
+            are this rank's own sums.
         """
-        mine = tree_sum((self._of_slot(batch, tokens) for batch in batches), len(batches))
-        self.before_exchange()
-        total = all_reduce_by_doubling(mine)
-        *gradients, nll = total.split_with_sizes([*(p.numel() for p in self.parameters), 1])
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        return nll[0] if self.accelerator.is_main_process else torch.zeros_like(nll[0])
+        metric_sums: dict[str, torch.Tensor] = {}
+        gradients = (self._gradient_of(batch, denominator, extra, metric_sums) for batch in batches)
+        local_sum = tree_sum(gradients, len(batches))
 
-    def _of_slot(self, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of a slot, and its nll at the end, as one vector."""
-        with self.accelerator.no_sync(self.model):
-            nll = self.model(**batch)
-            self.accelerator.backward(nll / tokens.clamp(min=1))
+        self.set_phase("exchange")
+        total = all_reduce_by_doubling(local_sum)
+        *gradients_of_parameters, loss_sum = total.split_with_sizes(
+            [*(p.numel() for p in self.parameters), 1]
+        )
+        for parameter, gradient in zip(self.parameters, gradients_of_parameters, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        loss = loss_sum[0] if self.is_main else torch.zeros_like(loss_sum[0])
+        return LossSums(loss, metric_sums)
+
+    def _gradient_of(
+        self,
+        batch: Batch,
+        denominator: torch.Tensor,
+        extra: Batch | None,
+        metric_sums: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the gradient of a micro-batch as one vector, with its summed loss at the end.
+
+        Its sums of further metrics are added to ``metric_sums``.
+        """
+        with self.no_sync():
+            sums = self.loss(batch, extra)
+            self.accelerator.backward(sums.loss / denominator.clamp(min=1))
+        add_metrics(metric_sums, sums.metrics)
+
         flat = [
             p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel())
             for p in self.parameters
         ]
         for parameter in self.parameters:
             parameter.grad = None
-        return torch.cat([*flat, nll.detach().to(flat[0].dtype)[None]])
+        return torch.cat([*flat, sums.loss.detach().to(flat[0].dtype)[None]])

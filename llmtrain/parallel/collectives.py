@@ -6,11 +6,17 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 from torch.distributed.device_mesh import DeviceMesh
 
 BucketMean: TypeAlias = torch.futures.Future[
     torch.Tensor
 ]  # of a bucket's gradients, over the ranks
+# Begins to average a bucket over the ranks.
+BucketAverage: TypeAlias = Callable[[GradBucket], BucketMean]
+# Called with a full bucket, the function that averages it, and the bytes that are summed over the ranks.
+# It returns the average.
+BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketMean]
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -38,6 +38,15 @@ class ParallelConfig(Config):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: give a size above 0.")
 
     @property
+    def bucket_mib(self) -> float | None:
+        """The size of a bucket of gradients in MiB; ``None`` for DDP's own sizes."""
+        # Unless it gets a size, DDP makes the first bucket smaller than the others.
+        size = self.ddp_bucket_cap_mb
+        if self.given("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
+            return size
+        return None
+
+    @property
     def approximation(self) -> dict[str, str] | None:
         """Settings that change the gradients of a run; ``None`` if they are exact."""
         if self.ddp_comm_hook == "none":

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.console import say
-from llmtrain.contract import Batch
-from llmtrain.errors import UserError
-from llmtrain.parallel.collectives import BucketMean
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.fsdp import parameter_groups
-
-Average: TypeAlias = Callable[[GradBucket], BucketMean]  # begins to average a bucket over the ranks
-# Called with a full bucket, what averages it, and the bytes that are summed over the ranks.
-Watcher: TypeAlias = Callable[[GradBucket, Average, int], BucketMean]
+from llmtrain.parallel.collectives import BucketMean, BucketWatcher
+from llmtrain.parallel.engine import Engine
+from llmtrain.types import Batch
 
 
 def average_exactly(state: None, bucket: GradBucket) -> BucketMean:
@@ -47,110 +41,81 @@ COMPRESSED_TO = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accelerate has no types
-    """The settings by which Accelerate wraps a model in DDP."""
+    """The settings by which Accelerate wraps a model in DDP.
 
-    def __init__(self, config: ParallelConfig, bitwise: bool = False) -> None:
+    Args:
+        bucket_mib: the size of a bucket; ``None`` for DDP's own sizes, of which the first is smaller.
+    """
+
+    def __init__(self, bucket_mib: float | None = None) -> None:
         super().__init__(gradient_as_bucket_view=True)
-        self.config = config
-        self.bitwise = bitwise
-        self.watcher: Watcher | None = None
+        self.bucket_mib = bucket_mib
 
     def to_kwargs(self) -> dict[str, object]:
         """Return the arguments of DDP that differ from its defaults."""
         known = inspect.signature(DistributedDataParallel).parameters
-        # torch 2.13 has renamed the argument
+        # torch 2.13 has renamed the argument.
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         settings: dict[str, object] = {"gradient_as_bucket_view": True, buffers: False}
-        # Unless it gets a size, DDP makes the first bucket smaller than the others.
-        size = self.config.ddp_bucket_cap_mb
-        if self.config.given("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
-            settings["bucket_cap_mb"] = size
+        if self.bucket_mib is not None:
+            settings["bucket_cap_mb"] = self.bucket_mib
         return settings
 
-    def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Have DDP compress its buckets, if the config says so; Accelerate calls this."""
-        dtype = COMPRESSED_TO.get(self.config.ddp_comm_hook)
-        if dtype is None:
-            return
-        model.register_comm_hook(None, self._average)
-        name = str(dtype).removeprefix("torch.")
-        say("exchange", f"approximate: gradients are added up in {name}")
 
-    def watch(self, model: nn.Module, watcher: Watcher | None) -> None:
-        """Call ``watcher`` for every bucket, if the model is in DDP; ``None`` ends that.
+class ReplicatedEngine(Engine):
+    """Data parallelism: every rank holds the whole model. One process alone is a special case.
 
-        Call this before the first step. The watcher has to average the bucket, with the function
-        that it is given. DDP keeps its hook for good, which then only averages.
-        """
-        self.watcher = watcher
-        if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
-            model.register_comm_hook(None, self._average)
+    Args:
+        comm_hook: ``bf16`` or ``fp16`` to add up gradients in 16 bits, or ``none``.
+        settings: the other arguments of :class:`Engine`.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, comm_hook: str = "none", **settings: Any
+    ) -> None:
+        super().__init__(accelerator, model, **settings)
+        self.comm_hook = comm_hook
+        self.watcher: BucketWatcher | None = None
+        if comm_hook in COMPRESSED_TO:
+            self._register_hook()
+            dtype = str(COMPRESSED_TO[comm_hook]).removeprefix("torch.")
+            say("exchange", f"approximate: gradients are added up in {dtype}")
+
+    def _register_hook(self) -> None:
+        """Let this engine average the buckets of DDP, which allows that once, before the first step."""
+        if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
+            self.model.register_comm_hook(None, self._average)
 
     def _average(self, state: None, bucket: GradBucket) -> BucketMean:
-        """Average a bucket, through the watcher if there is one: the communication hook of DDP."""
-        name = self.config.ddp_comm_hook
-        average = functools.partial(COMM_HOOKS[name], None)
+        """Average a bucket over the ranks, through the watcher if there is one."""
+        average = functools.partial(COMM_HOOKS[self.comm_hook], None)
         if self.watcher is None:
             return average(bucket)
         buffer = bucket.buffer()
-        dtype = COMPRESSED_TO.get(name, buffer.dtype)
+        dtype = COMPRESSED_TO.get(self.comm_hook, buffer.dtype)
         return self.watcher(bucket, average, buffer.numel() * dtype.itemsize)
 
-
-def handler_of(accelerator: Accelerator) -> DDPHandler:
-    """Return how this run's models are wrapped in DDP.
-
-    Raises:
-        UserError: if ``llmtrain.start()`` did not make this Accelerator.
-    """
-    handler = accelerator.ddp_handler
-    if not isinstance(handler, DDPHandler):
-        raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")
-    return handler
-
-
-def settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
-    """Bring DDP's buckets to where they are after a first step; the gradients are thrown away.
-
-    DDP rebuilds its buckets once, in the order in which gradients came. The buckets decide in which
-    order the ranks are summed. So without this, on three ranks or more, the sums of a resumed run
-    would differ in their last bits from those of a run that never stopped.
-    """
-    if isinstance(model, DistributedDataParallel):
-        accelerator.backward(model(**batch))
-        model.zero_grad()
-
-
-class GradientSyncs:
-    """Counts the backward passes whose gradients are reduced, while :meth:`counting` runs.
-
-    There should be one in a step, however many micro-batches it has. Losses and weights agree even
-    if every micro-batch is reduced; only the time does not.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.count = 0
-        self.sharded = parameter_groups(model)
-
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count while the block runs, by a hook on the model."""
-        hook = self.model.register_forward_pre_hook(self._before_forward)
+    def watching_buckets(self, watcher: BucketWatcher) -> Iterator[None]:
+        """Call ``watcher`` for every bucket of gradients while the block runs.
+
+        The watcher has to average the bucket, with the function that it is given. Call this before
+        the first step. DDP keeps its hook for good, which then only averages.
+        """
+        self.watcher = watcher
+        self._register_hook()
         try:
             yield
         finally:
-            hook.remove()
+            self.watcher = None
 
-    def _before_forward(self, model: nn.Module, inputs: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        ddp_reduces = (
-            isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-        )
-        if ddp_reduces or any(group.reduce_grads for group in self.sharded):
-            self.count += 1
+    def rebuild_buckets(self, batch: Batch) -> None:
+        """Let DDP rebuild its buckets, by a pass whose gradients are thrown away.
 
-    def restart(self) -> None:
-        """Count from 0 again."""
-        self.count = 0
+        DDP rebuilds its buckets once, in the order in which gradients came. The buckets decide in
+        which order the ranks are summed. So without this, on three ranks or more, the sums of a
+        resumed run would differ in their last bits from those of a run that never stopped.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            self.accelerator.backward(self.loss(batch).loss)
+            self.model.zero_grad()

@@ -21,8 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtrain.errors import UserError
+from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_range
-from llmtrain.parallel.mesh import HasEmbeddings, to_local
+from llmtrain.parallel.shards import to_local
 from llmtrain.shipped import shipped_config
 
 

@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from llmtrain.contract import Facts
-from llmtrain.models import attention
+from llmtrain.models import attention_cpu
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.mesh import block_classes, to_local
+from llmtrain.parallel.blocks import block_classes
+from llmtrain.parallel.shards import to_local
 from llmtrain.parallel.tensor import parallelize
+from llmtrain.types import Facts, Objective
 
 Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
 _BLOCKS = 4  # a model of more is computed with these, and all others are like them
@@ -54,7 +55,7 @@ class Kept(NamedTuple):
     blocks: int
 
 
-def kept(model: nn.Module, batch: MicroBatch) -> Kept:
+def kept(model: nn.Module, objective: Objective, batch: MicroBatch) -> Kept:
     """Count what a micro-batch keeps in a model whose parameters are on the meta device."""
     blocks = list_of_blocks(model)
     count = len(blocks) if blocks is not None else 1
@@ -68,8 +69,12 @@ def kept(model: nn.Module, batch: MicroBatch) -> Kept:
         labels, live = ids.clone(), _Live(model)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
-                nll = model(input_ids=ids, labels=labels)
-            nll.backward()
+                sums = model(
+                    input_ids=ids,
+                    labels=labels,
+                    compute=lambda model, batch: objective.loss(model, batch, extra={}),
+                )
+            sums.loss.backward()
     after, half = live.after_block or [live.most["activations"]], len(live.after_block) // 2
     block = (after[-1] - after[half - 1]) / (len(after) - half) if half else 0.0
     peak = live.most["activations"] + block * (count - len(after)), live.most["logits"]
@@ -230,5 +235,5 @@ def _whole_rows(fused: bool) -> Iterator[None]:
                 mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
             )
         if fused:
-            changed.enter_context(mock.patch.object(attention, "LONGEST", 0))
+            changed.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
         yield

@@ -9,11 +9,11 @@ import math
 import tempfile
 from pathlib import Path
 
-from llmtrain.contract import Facts
 from llmtrain.launching.children import command_of, gpus, run_to_end
 from llmtrain.observe.phases import OWN
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
+from llmtrain.types import Facts
 
 _STEPS = 12  # the first of which is not measured
 

@@ -15,10 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
-from llmtrain.parallel.mesh import Sharding, local_shard
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.shards import local_shard
+from llmtrain.parallel.stages import holders_of
 from llmtrain.parallel.tensor import parallelize
 from llmtrain.plan import pipeline
-from llmtrain.plan.activations import Kept, MicroBatch, Pair, kept
+from llmtrain.plan.activations import Kept, MicroBatch, Pair, kept, list_of_blocks
 from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
@@ -81,12 +83,10 @@ class Memory:
         """The units of FSDP. Raises :class:`UserError` where the model has no blocks to find."""
         names = {p: name for name, p in self.subject.model.named_parameters()}
         found = []
-        for unit in units_of(self.subject.model, norms_apart=self.bf16):
-            here = [
-                names.pop(p) for module in unit.modules for p in module.parameters() if p in names
-            ]
+        for unit in units_of(self.subject.model, separate_norms=self.bf16):
+            here = [names.pop(p) for p in unit.parameters() if p in names]
             found.append(
-                Unit(frozenset(here), unit.multiplied and self.bf16, stays=unit.backward_begins)
+                Unit(frozenset(here), unit.is_autocast and self.bf16, stays=unit.starts_backward)
             )
         return [*found, Unit(frozenset(names.values()), half=False, stays=True)]
 
@@ -95,14 +95,44 @@ class Memory:
         found = self.kept(rows, sharding.tensor, spread(sharding))
         if sharding.stages > 1:
             ends = 0, sharding.stages - 1  # of which one holds most
-            stages = (
-                pipeline.stage_of(self, found, sharding, end, rows, accumulation) for end in ends
-            )
+            stages = (self.of_stage(found, sharding, end, rows, accumulation) for end in ends)
             return max(stages, key=lambda stage: stage.total)
         one_less = found.before + found.block * (found.blocks - 1)
         return self.fullest(
             self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less
         )
+
+    def of_stage(
+        self, kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int
+    ) -> Bytes:
+        """Return the bytes of one pipeline stage."""
+        model = self.subject.model
+        held = {
+            name for name, stages in holders_of(model, sharding.stages).items() if stage in stages
+        }
+        first_parameters = {next(block.parameters()) for block in list_of_blocks(model) or ()}
+        blocks = sum(
+            parameter in first_parameters
+            for name, parameter in model.named_parameters()
+            if name in held
+        )
+
+        # What is not kept for the backward pass, but needed while a micro-batch is computed.
+        activations_at_peak, logits = kept.peak
+        at_work = activations_at_peak - kept.before - kept.block * kept.blocks
+
+        # A stage has begun as many micro-batches as there are stages from it to the last.
+        waiting = min(sharding.stages - stage, accumulation)
+        before = pipeline.passed_bytes(self.subject, rows) if stage else kept.before
+        activations = waiting * (kept.block * blocks + before) + at_work
+        is_last = stage == sharding.stages - 1
+        at_loss = (activations, logits if is_last else 0.0)
+
+        if waiting == accumulation:
+            # At its fullest, before its first backward pass, there is no gradient yet.
+            accumulation = 1
+        parts = [part for part in self.parts(1) if part.name in held]
+        return self.fullest(parts, sharding, accumulation, kept, at_loss, activations)
 
     def fullest(
         self,
@@ -168,7 +198,7 @@ class Memory:
             rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh
         )
         try:
-            return kept(self.subject.model, batch)
+            return kept(self.subject.model, self.subject.objective, batch)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"what {self.subject.kind} keeps for its backward pass cannot be counted on tensors without values: "
@@ -231,7 +261,7 @@ class Memory:
 
 def spread(sharding: Sharding) -> bool:
     """Return whether no process holds the full model, as under DDP each does."""
-    return sharding.shards * sharding.together > 1
+    return sharding.shards * sharding.model_parallel_size > 1
 
 
 def _gradients(parts: list[Part], shards: int = 1) -> float:

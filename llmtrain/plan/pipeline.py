@@ -4,76 +4,51 @@ A stage computes the backward pass of a micro-batch as soon as it can. It has be
 stages from it to the last, and waits for each of the others once while the pipeline fills and empties.
 """
 
-from typing import TYPE_CHECKING
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.stages import Staged
+from llmtrain.plan.subject import Subject
 
-from llmtrain.parallel.mesh import Sharding, Staged, holders_of
-from llmtrain.plan.activations import Kept, list_of_blocks
-
-if TYPE_CHECKING:
-    from llmtrain.plan.memory import Bytes, Memory
-    from llmtrain.plan.speed import Cluster
-
-_NUMBER = 4  # bytes: hidden states go from stage to stage in float32
+_NUMBER_BYTES = 4  # hidden states go from stage to stage in float32
 
 
-def stage_of(
-    memory: "Memory", kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int
-) -> "Bytes":
-    """Return the bytes of one stage."""
-    model, last = memory.subject.model, sharding.stages - 1
-    here = {name for name, stages in holders_of(model, sharding.stages).items() if stage in stages}
-    first = {next(block.parameters()) for block in list_of_blocks(model) or ()}
-    blocks = sum(parameter in first for name, parameter in model.named_parameters() if name in here)
-    more, logits = kept.peak
-    at_work = more - kept.before - kept.block * kept.blocks  # beyond what is kept for backward
-    waiting = min(sharding.stages - stage, accumulation)
-    activations = (
-        waiting * (kept.block * blocks + (_passed(memory, rows) if stage else kept.before))
-        + at_work
-    )
-    at_loss = activations, logits if stage == last else 0.0
-    if (
-        waiting == accumulation
-    ):  # at its fullest before its first backward pass: no gradient is there
-        accumulation = 1
-    parts = [part for part in memory.parts(1) if part.name in here]
-    return memory.fullest(parts, sharding, accumulation, kept, at_loss, activations)
+def passed_bytes(subject: Subject, rows: int) -> int:
+    """Return the bytes of a micro-batch that one stage passes on to the next."""
+    return rows * subject.positions * subject.width * _NUMBER_BYTES
 
 
 def waits(
-    memory: "Memory",
-    cluster: "Cluster",
-    sharding: Sharding,
-    rows: int,
-    accumulation: int,
-    work: float,
+    seconds_to_pass: float, sharding: Sharding, accumulation: int, seconds_of_stage: float
 ) -> tuple[float, float]:
-    """Return seconds of sending in an update, and of waiting: for each of the other stages, and for what is passed on.
+    """Return the seconds of a step that a stage sends, and that it waits.
 
-    ``work`` is the time of a stage's forward and backward pass of a micro-batch.
+    Args:
+        seconds_to_pass: to send what a stage passes on of a micro-batch.
+        sharding: how many stages there are.
+        accumulation: micro-batches of a step.
+        seconds_of_stage: a stage's forward and backward pass of a micro-batch.
     """
-    one = cluster.send(_passed(memory, rows), sharding.tensor)
-    sent = 2 * accumulation * one
-    return sent, (sharding.stages - 1) * (work + 2 * one) + sent
+    sent = 2 * accumulation * seconds_to_pass
+    idle = (sharding.stages - 1) * (seconds_of_stage + 2 * seconds_to_pass)
+    return sent, idle + sent
 
 
 def stages_for(
-    memory: "Memory", processes: int, at_most: int, asked: int | None
+    subject: Subject, processes: int, most_stages: int, wanted: int | None
 ) -> Sharding | None:
-    """Return the sharding into stages, as many as were asked for; ``None`` where the model has no stages.
+    """Return the sharding into stages; ``None`` if the model cannot be split.
 
-    Where nobody asked, they are as many as its blocks and ``at_most`` allow.
+    Args:
+        subject: the model.
+        processes: the number of processes.
+        most_stages: the largest number of stages, if the user has asked for none.
+        wanted: the number of stages that the user has asked for.
     """
-    if not isinstance(memory.subject.model, Staged):
+    if not isinstance(subject.model, Staged):
         return None
-    stages = asked or memory.subject.settings.parallel.pipeline_stages
+    stages = wanted or subject.settings.parallel.pipeline_stages
     if stages == 1:
-        stages = max(
-            n for n in range(1, min(memory.subject.blocks, at_most) + 1) if processes % n == 0
-        )
-    return Sharding(processes // stages, 1, stages=stages) if stages > 1 else None
-
-
-def _passed(memory: "Memory", rows: int) -> int:
-    """Bytes that a stage passes on of a micro-batch."""
-    return rows * memory.subject.positions * memory.subject.width * _NUMBER
+        limit = min(subject.blocks, most_stages)
+        stages = max(count for count in range(1, limit + 1) if processes % count == 0)
+    if stages == 1:
+        return None
+    return Sharding(replicas=processes // stages, shards=1, stages=stages)

@@ -123,7 +123,7 @@ def step_time(
     accumulation: int,
 ) -> Step:
     """Return the seconds of an update, in which a process computes ``accumulation`` micro-batches of ``rows`` rows."""
-    share = 1 / sharding.together
+    share = 1 / sharding.model_parallel_size
     forward, backward = rows * compute.forward * share, rows * compute.backward * share
     busy = accumulation * (forward + backward)
     busy += compute.optimizer * share / sharding.shards + compute.whole + compute.other
@@ -155,8 +155,9 @@ def step_time(
         summed = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
         sent, exposed = sent + summed, exposed + summed
     if sharding.stages > 1:
+        seconds_to_pass = cluster.send(pipeline.passed_bytes(memory.subject, rows), sharding.tensor)
         passed, idle = pipeline.waits(
-            memory, cluster, sharding, rows, accumulation, forward + backward
+            seconds_to_pass, sharding, accumulation, seconds_of_stage=forward + backward
         )
         sent, exposed = sent + passed, exposed + idle
     return Step(busy, sent, exposed)
@@ -222,7 +223,7 @@ def _of_units(
     parts = memory.parts(sharding.tensor)
     numbers = {part.name: part.numbers() for part in parts}
     trained = {part.name for part in parts if part.is_trained}
-    stride, shards = sharding.together, sharding.shards
+    stride, shards = sharding.model_parallel_size, sharding.shards
     found = []
     for unit in memory.units:
         whole = sum(numbers[name] for name in unit.names) / sharding.stages

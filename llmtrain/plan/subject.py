@@ -10,13 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llmtrain.config import parse
-from llmtrain.contract import Built
 from llmtrain.errors import UserError, first_line
-from llmtrain.models.summed import SummedLoss
+from llmtrain.models.causal_lm import CausalLM, head_of
+from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
-from llmtrain.parallel.mesh import Staged
+from llmtrain.parallel.stages import Staged
 from llmtrain.plan.activations import list_of_blocks
 from llmtrain.training.settings import AnySettings
+from llmtrain.types import ModelBundle, Objective
 
 _NEEDED = ("DEFAULTS", "tokenized", "build")
 
@@ -28,6 +29,7 @@ class Subject(NamedTuple):
     settings: AnySettings
     precision: str  # "no" or "bf16"
     positions: int  # of a row, that a micro-batch computes
+    objective: Objective = Objective()
 
     @property
     def kind(self) -> str:
@@ -85,13 +87,26 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
         rows = names["tokenized"](settings)
         try:
             with torch.device("meta"):
-                built: Built | nn.Module = names["build"](settings, rows, precision)
+                bundle: ModelBundle | nn.Module = names["build"](settings, rows, precision)
         except (RuntimeError, NotImplementedError) as error:  # it reads the value of a tensor
             raise UserError(
                 f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}"
             ) from None
 
-    model = built.model if isinstance(built, Built) else built
-    if isinstance(model, SummedLoss):
-        model.head_is_linear = True  # a run tests this with values; nearly all models have one
-    return Subject(model, settings, precision, rows.positions)
+    if isinstance(bundle, ModelBundle):
+        model = bundle.model
+        objective = bundle.objective
+    else:
+        model = bundle
+        objective = Objective()
+    make_trainable(model)
+    if isinstance(model, CausalLM):
+        # A run tries this with values. Nearly all models have a linear head.
+        model.head_is_linear = head_of(model) is not None
+    return Subject(
+        model=model,
+        settings=settings,
+        precision=precision,
+        positions=rows.positions,
+        objective=objective,
+    )

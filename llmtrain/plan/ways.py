@@ -196,7 +196,7 @@ def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple
             f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""),
             Sharding(1, rest, tensor=tensor),
         )
-    staged = pipeline.stages_for(memory, processes, close, asked.stages)
+    staged = pipeline.stages_for(memory.subject, processes, close, asked.stages)
     if staged is not None:
         yield (
             f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""),
@@ -217,7 +217,7 @@ def _way(name: str, sharding: Sharding, plan: Plan) -> Way:
     memory = plan.memory
     settings = memory.subject.settings
     global_batch = settings.data.global_batch_size
-    groups = sharding.processes // sharding.together
+    groups = sharding.processes // sharding.model_parallel_size
     if global_batch % groups != 0:
         dividing = -(-global_batch // groups) * groups
         raise UserError(
@@ -279,11 +279,13 @@ def _efficiency(
 
     efficiency = {}
     for processes in SCALES:
-        if processes < sharding.together:
+        if processes < sharding.model_parallel_size:
             continue
-        scaled = _scaled(sharding, processes // sharding.together, plan.cluster.per_machine)
+        scaled = _scaled(
+            sharding, processes // sharding.model_parallel_size, plan.cluster.per_machine
+        )
         step = step_time(plan.memory, compute, plan.cluster, scaled, rows, accumulation)
-        efficiency[processes] = computing / sharding.together / step.total
+        efficiency[processes] = computing / sharding.model_parallel_size / step.total
     return efficiency
 
 

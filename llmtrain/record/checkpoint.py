@@ -23,14 +23,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
-from llmtrain.contract import Facts, ModelWriter, Published, Weights
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, temporary_sibling, write_hashed
-from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import fill
+from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
-from llmtrain.record.team import ALONE, Team
 from llmtrain.record.tensors import Share, as_it_is, write_tensors
+from llmtrain.types import Facts, ModelWriter, Published, Weights
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -87,7 +88,7 @@ def write_checkpoint(
 def write_model(
     folder: Path,
     files: ModelWriter,
-    tensors: Spread,
+    tensors: DistributedTensors,
     team: Team = ALONE,
     published: Published = as_it_is,
 ) -> None:
@@ -102,7 +103,7 @@ def write_model(
 
 def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:
     """Write all of a model folder but the weights; with an index, where those are several files."""
-    files.write(folder, sum(tensor.numel() for tensor in weights.spread.tensors.values()))
+    files.write(folder, sum(tensor.numel() for tensor in weights.source.tensors.values()))
     names = weights.files(files.weights)
     if len(names) > 1:
         files_of = zip(names, weights.dealt, strict=True)

@@ -8,9 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, forget_after, read_object, sync_file, write_json
+from llmtrain.types import Facts
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
 

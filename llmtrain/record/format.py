@@ -9,7 +9,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import read_object
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
+    from llmtrain.types import Facts
 
 FORMAT_VERSION = 1  # of run.json, state.json and MANIFEST.json; raise it when a reader must change
 _KEY = "format_version"

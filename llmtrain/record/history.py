@@ -17,7 +17,7 @@ from llmtrain.files import read_object
 from llmtrain.record.format import read_versioned, version_fault
 
 if TYPE_CHECKING:
-    from llmtrain.contract import Facts
+    from llmtrain.types import Facts
 
 
 class History(NamedTuple):

@@ -11,19 +11,17 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from llmtrain._version import __version__
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
+from llmtrain.parallel.team import Team
 from llmtrain.record.format import read_versioned, with_version
-from llmtrain.record.team import Team
+from llmtrain.record.resume_point import ResumePoint
 from llmtrain.secrets import redacted
-
-if TYPE_CHECKING:
-    from llmtrain.record.resume import Choice
+from llmtrain.types import Facts
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
@@ -172,7 +170,7 @@ def run_record(
     identity: Facts,
     settings: dict[str, Facts],
     details: Facts,
-    choice: "Choice",
+    resume_point: ResumePoint,
     start: Facts,
 ) -> Facts:
     """Return the content of ``run.json``: what is there already, and this start.
@@ -184,8 +182,8 @@ def run_record(
     """
     this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": choice.step,
-        "from": str(choice.checkpoint) if choice.checkpoint else None,
+        "step": resume_point.step,
+        "from": str(resume_point.checkpoint) if resume_point.checkpoint else None,
         "restart": int(
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ),  # by the launcher (--max_restarts)
@@ -201,7 +199,7 @@ def run_record(
         "code_sha256": code_digest(),
     }
     record = {
-        "run_id": choice.run_id,
+        "run_id": resume_point.run_id,
         "identity": identity,
         "identity_sha256": digest(identity),
         "processes": start["processes"],

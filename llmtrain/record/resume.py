@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import filelock
 
 from llmtrain.console import say
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import difference, digest
+from llmtrain.record.resume_point import ResumePoint
+from llmtrain.types import Facts
 
 if TYPE_CHECKING:
     Held: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
@@ -31,31 +32,8 @@ _RESTART_COUNTS = (
 )  # above 0 if the launcher or Slurm has started the same command again
 
 
-class Choice(NamedTuple):
-    """The folder of a run, and the checkpoint that it resumes from, if there is one."""
-
-    folder: Path
-    checkpoint: Path | None = None
-    step: int = 0  # steps that the checkpoint has made
-    tokens: int = 0  # target tokens of those steps
-    run_id: str = ""
-    incarnation: str = ""  # tells this start from another one in the same folder
-    why: str = ""  # the reason for this choice, for the start-up log
-    before: Facts | None = None  # identity of a checkpoint that the user has named
-
-    def going_on(self, path: Path, before: Facts | None = None) -> "Choice":
-        """Return the same folder with a checkpoint to resume from."""
-        state = checkpoint.read_state(path)
-        return self._replace(
-            checkpoint=path,
-            step=state["step"],
-            tokens=state["tokens"],
-            before=before,
-        )
-
-
 @contextlib.contextmanager
-def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Choice]:
+def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
     The lock is held until the block ends. Two starts at the same moment therefore never share a
@@ -71,13 +49,13 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Cho
         UserError: what ``resume`` names cannot be resumed, no checkpoint of the run is whole, or a
             newer llmtrain has written it.
     """
-    choice = Choice(
+    point = ResumePoint(
         folder=Path(output_dir),
         run_id=secrets.token_hex(4),
         incarnation=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
-        choice = choice.going_on(*_named_checkpoint(Path(resume), identity))
+        point = _resumed_from(point, *_named_checkpoint(Path(resume), identity))
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
@@ -87,38 +65,38 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Cho
             lock_of_new = _lock_new(folder, is_absent)
             if lock_of_new is not None:
                 with lock_of_new:
-                    yield choice._replace(folder=folder, why=_why_new(choice, folder, output_dir))
+                    yield point._replace(folder=folder, why=_why_new(point, folder, output_dir))
                 return
         elif may_continue:
-            unfinished = _lock_unfinished(folder, identity, choice.checkpoint)
+            unfinished = _lock_unfinished(folder, identity, point.checkpoint)
             if unfinished is not None:
                 with unfinished.lock:
-                    yield _continued(choice, folder, unfinished.record, identity)
+                    yield _continued(point, folder, unfinished.record, identity)
                 return
     raise AssertionError("there is always a next name")
 
 
-def _why_new(choice: Choice, folder: Path, output_dir: str) -> str:
-    if choice.checkpoint:
-        return f"goes on from {choice.checkpoint}"
+def _why_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
+    if point.checkpoint:
+        return f"goes on from {point.checkpoint}"
     if folder != next(names(output_dir)):
         return f"new; {output_dir} is taken"
     return "new"
 
 
-def _continued(choice: Choice, folder: Path, record: Facts, identity: Facts) -> Choice:
-    """Return the choice of an unfinished run, with its newest checkpoint if it has one."""
-    choice = choice._replace(folder=folder, run_id=record["run_id"])
+def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts) -> ResumePoint:
+    """Return the point of an unfinished run, with its newest checkpoint if it has one."""
+    point = point._replace(folder=folder, run_id=record["run_id"])
     newest = checkpoint.newest_valid(
         folder / "checkpoints",
         set_aside=True,
         identity=digest(identity),
     )
     if newest is None:
-        return choice._replace(why="begun before, with no checkpoint yet; starts again")
+        return point._replace(why="begun before, with no checkpoint yet; starts again")
 
-    choice = choice.going_on(newest)
-    return choice._replace(why=f"goes on from step {choice.step}")
+    point = _resumed_from(point, newest)
+    return point._replace(why=f"goes on from step {point.step}")
 
 
 def names(output_dir: str) -> Iterator[Path]:
@@ -283,3 +261,14 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
         exchanges = [facts.get("exchange") or "exactly" for facts in (before, identity)]
         say("changed", f"how gradients are exchanged: {exchanges[0]} -> {exchanges[1]}")
     return found, before
+
+
+def _resumed_from(point: ResumePoint, path: Path, before: Facts | None = None) -> ResumePoint:
+    """Return the same folder with a checkpoint to resume from."""
+    state = checkpoint.read_state(path)
+    return point._replace(
+        checkpoint=path,
+        step=state["step"],
+        tokens=state["tokens"],
+        before=before,
+    )

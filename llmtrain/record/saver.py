@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.contract import Facts, ModelWriter
-from llmtrain.parallel.mesh import Spread, meta_like
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import meta_like
+from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.checkpoint import prune, write_checkpoint
-from llmtrain.record.team import ALONE, Team
 from llmtrain.record.tensors import Share
+from llmtrain.types import Facts, ModelWriter
 
 
 class Saver:
@@ -42,7 +43,12 @@ class Saver:
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(
-        self, step: int, weights: Spread, optimizer: Spread, state: Facts, done: Callable[[], None]
+        self,
+        step: int,
+        weights: DistributedTensors,
+        optimizer: DistributedTensors,
+        state: Facts,
+        done: Callable[[], None],
     ) -> None:
         """Commit a checkpoint of the tensors as they are now, then call ``done``."""
         self.wait()
@@ -64,7 +70,7 @@ class Saver:
 
         Its memory is kept from save to save: new pages cost more than the copying.
         """
-        copies = {name: meta_like(tensor) for name, tensor in share.spread.tensors.items()}
+        copies = {name: meta_like(tensor) for name, tensor in share.source.tensors.items()}
         for name, tensor in share.wholes():
             key = part, name
             if key not in self._copies:
@@ -72,9 +78,9 @@ class Saver:
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
             copies[name] = self._copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for tensor in share.spread.tensors.values()):
+        if any(tensor.is_cuda for tensor in share.source.tensors.values()):
             torch.cuda.synchronize()
-        return share._replace(spread=Spread(copies))
+        return share._replace(source=DistributedTensors(copies))
 
     def _write(
         self, step: int, weights: Share, optimizer: Share, state: Facts, done: Callable[[], None]

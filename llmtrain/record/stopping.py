@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain.contract import Facts
 from llmtrain.errors import UserError
+from llmtrain.types import Facts
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait

@@ -14,10 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES, load_file
 
-from llmtrain.contract import Facts, Published
 from llmtrain.files import write_hashed
-from llmtrain.parallel.mesh import Spread, meta_like
-from llmtrain.record.team import ALONE, Team
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import meta_like
+from llmtrain.parallel.team import ALONE, Team
+from llmtrain.types import Facts, Published
 
 # Tensors of their own, not pages of a file that may be deleted; and sooner ready, where safetensors can.
 _READ = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
@@ -43,7 +44,7 @@ class Share(NamedTuple):
     are writers. ``published`` makes of a full tensor those that are written.
     """
 
-    spread: Spread
+    source: DistributedTensors
     team: Team = ALONE
     divisible: bool = True  # into a file of each writer
     published: Published = as_it_is
@@ -56,7 +57,7 @@ class Share(NamedTuple):
     def bytes(self) -> int:
         """The size of the full tensors."""
         return sum(
-            tensor.numel() * tensor.element_size() for tensor in self.spread.tensors.values()
+            tensor.numel() * tensor.element_size() for tensor in self.source.tensors.values()
         )
 
     @property
@@ -64,14 +65,14 @@ class Share(NamedTuple):
         """The names of the tensors of each writer; wider elements first, so that each tensor is aligned."""
         sizes = {
             name: (-tensor.element_size(), -tensor.numel(), name)
-            for name, tensor in self.spread.tensors.items()
+            for name, tensor in self.source.tensors.items()
         }
         names = sorted(sizes, key=sizes.__getitem__)
         return [names[place :: len(self.writers)] for place in range(len(self.writers))]
 
     def headers(self, names: list[str]) -> list[Header]:
         """Return the headers of what is written for these tensors."""
-        written = (self.published(name, meta_like(self.spread.tensors[name])) for name in names)
+        written = (self.published(name, meta_like(self.source.tensors[name])) for name in names)
         return [
             (name, tensor.shape, tensor.dtype) for one in written for name, tensor in one.items()
         ]
@@ -92,7 +93,7 @@ class Share(NamedTuple):
             dealt = [
                 (name, to) for name, to in zip(names, self.writers, strict=True) if name is not None
             ]
-            gathered = [(name, self.spread.gather_to(name, to)) for name, to in dealt]
+            gathered = [(name, self.source.gather_to(name, to)) for name, to in dealt]
             yield from ((name, whole) for name, whole in gathered if whole is not None)
 
 

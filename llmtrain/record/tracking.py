@@ -19,11 +19,12 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, filter_trackers
 
 from llmtrain.console import note, say
-from llmtrain.contract import Facts
 from llmtrain.errors import first_line
 from llmtrain.files import append_json_line
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
+from llmtrain.types import Facts
 
 _INIT_SECONDS = 30  # W&B's own, of one attempt
 _START_SECONDS = 120  # a tracker with all its attempts
@@ -46,7 +47,9 @@ class Metrics:
     def __init__(
         self, accelerator: Accelerator, folder: Path, model_seconds: float = _MODEL_SECONDS
     ) -> None:
-        self.accelerator, self.path = accelerator, folder / "metrics.jsonl"
+        self.accelerator = accelerator
+        self.ranks = Ranks(accelerator)
+        self.path = folder / "metrics.jsonl"
         self.model_seconds = min(_MODEL_SECONDS, model_seconds)
         self.mirrors: list[_Mirror] = []
         self.ending, self.exit_code = threading.Event(), 0
@@ -55,7 +58,7 @@ class Metrics:
     def start(self, names: list[str], settings: Facts, run_name: str, run_id: str) -> None:
         """Open the trackers, on rank 0; one that cannot be opened is left out, with one line."""
         self.accelerator.project_configuration.set_directories(str(self.path.parent))
-        if not self.accelerator.is_main_process:
+        if not self.ranks.is_main:
             return
         if wants_model() and "wandb" not in names:
             note("WANDB_LOG_MODEL is set and the model is not sent: that needs --report_to wandb.")
@@ -128,7 +131,7 @@ class Metrics:
 
     def write(self, reading: Facts) -> None:
         """Write one reading, of which ``step`` is part, on rank 0. Waits for no tracker."""
-        if self.accelerator.is_main_process:
+        if self.ranks.is_main:
             append_json_line(self.path, reading)
         for mirror in self.mirrors:
             mirror.news.set()

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from llmtrain.contract import Facts
 from llmtrain.observe.phases import OWN, PHASES, described
 from llmtrain.record.history import History
+from llmtrain.types import Facts
 
 AXES = {"step": "updates", "tokens": "trained tokens", "hours": "hours of training"}
 _POINTS = 2000  # of a curve; a page for a run of weeks must open

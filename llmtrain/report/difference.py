@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmtrain.config import flags_of
-from llmtrain.contract import Facts, Json
 from llmtrain.record.history import History
 from llmtrain.report.comparison import (
     NO_TOLERANCE,
@@ -19,6 +18,7 @@ from llmtrain.report.comparison import (
     differences,
     tolerance_of,
 )
+from llmtrain.types import Facts, Json
 
 
 class Link(NamedTuple):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.contract import Facts
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, bars, charts, most_memory, names_of
+from llmtrain.types import Facts
 
 _PAGE = Path(__file__).with_name("page.html")
 _LOOKS = 8  # at what a run wrote

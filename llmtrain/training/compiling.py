@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from llmtrain.console import say
-from llmtrain.contract import Batch
 from llmtrain.errors import UserError, first_line
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import blocks_of, reshard, sharding_of
+from llmtrain.parallel.blocks import blocks_of, reshard
+from llmtrain.parallel.engine import Engine
+from llmtrain.types import Batch
 
 # Compiling takes 10 to 60 seconds and saves a tenth of the time or more. It is not worth trying
 # for a run with fewer seconds of steps to come.
@@ -31,19 +30,19 @@ _TRIES = 2
 _DEVICES = ("cpu", "cuda")
 
 
-def choose(
-    accelerator: Accelerator,
-    model: nn.Module,
+def choose_compiled_or_eager(
+    engine: Engine,
     batch: Batch,
     passes: int,
     wanted: str,
     earlier: bool | None,
 ) -> bool:
-    """Compile the blocks of ``model`` if that is wanted, or if it pays; return whether they are.
+    """Compile the blocks of the model if that is wanted, or if it pays; return whether they are.
 
     All ranks call this, and all of them compile or none does.
 
     Args:
+        engine: how this process computes, with the model.
         batch: a micro-batch, to try the model on. Weights and gradients stay as they are.
         passes: micro-batches that this rank has still to compute.
         wanted: ``--torch_compile``.
@@ -53,46 +52,44 @@ def choose(
     Raises:
         UserError: compiled code was asked for, and does not work.
     """
-    _check_can_compile(accelerator, wanted)
+    _check_can_compile(engine, wanted)
     if wanted == "never" or (wanted == "auto" and earlier is False):
         return False
-    if _blocks_communicate(accelerator):
+    if engine.blocks_communicate:
         if earlier:
             say("compile", "no: blocks communicate under tensor parallelism")
         return False
 
     if wanted == "always" or earlier:
-        failure = _compile_everywhere(accelerator, model, batch)
+        failure = _compile_everywhere(engine, batch)
         if failure:
             raise UserError(
                 f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never."
             )
         return True
 
-    if accelerator.device.type not in _DEVICES:
+    if engine.device.type not in _DEVICES:
         return False
-    return _compile_if_it_pays(accelerator, model, batch, passes)
+    return _compile_if_it_pays(engine, batch, passes)
 
 
-def _compile_if_it_pays(
-    accelerator: Accelerator, model: nn.Module, batch: Batch, passes: int
-) -> bool:
+def _compile_if_it_pays(engine: Engine, batch: Batch, passes: int) -> bool:
     """Compile the blocks in a long run, and keep that if a trial gains by it."""
-    eager_seconds = _seconds(accelerator, model, batch)
+    eager_seconds = _seconds(engine, batch)
     if eager_seconds * passes < _WORTH_SECONDS:
         return False
 
     start = time.monotonic()
-    failure = _compile_everywhere(accelerator, model, batch)
+    failure = _compile_everywhere(engine, batch)
     if failure:
-        _drop_compiled_code(model)
+        _drop_compiled_code(engine.model)
         say("compile", failure)
         return False
 
-    compiled_seconds = _seconds(accelerator, model, batch)
+    compiled_seconds = _seconds(engine, batch)
     gains = compiled_seconds <= _GAIN * eager_seconds
     if not gains:
-        _drop_compiled_code(model)
+        _drop_compiled_code(engine.model)
     say(
         "compile",
         f"{'blocks' if gains else 'no'}: {time.monotonic() - start:.0f} s of compiling, and a "
@@ -116,38 +113,33 @@ def eager_code(model: nn.Module) -> Iterator[None]:
             vars(block)["forward"] = forward
 
 
-def _check_can_compile(accelerator: Accelerator, wanted: str) -> None:
-    if wanted == "always" and _blocks_communicate(accelerator):
+def _check_can_compile(engine: Engine, wanted: str) -> None:
+    if wanted == "always" and engine.blocks_communicate:
         raise UserError(
             "--torch_compile always: blocks communicate under tensor parallelism, and are not "
             "compiled; leave it out."
         )
 
 
-def _blocks_communicate(accelerator: Accelerator) -> bool:
-    """Return whether ranks meet inside of a block, so that none can try to compile one alone."""
-    return sharding_of(accelerator).tensor > 1
-
-
-def _compile_everywhere(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
+def _compile_everywhere(engine: Engine, batch: Batch) -> str:
     """Compile the blocks on all ranks, or on none if one of them fails; return what went wrong.
 
     The result is the same on every rank, and empty if nothing went wrong.
     """
-    if is_sharded(accelerator):
+    if engine.is_sharded:
         # A rank that failed in a pass through the whole model would leave the others waiting for
         # its shards. So each rank first tries the blocks alone.
-        failure = _failure_anywhere(accelerator, _error_of_blocks(accelerator, model, batch))
+        failure = _failure_anywhere(engine, _error_of_blocks(engine, batch))
         if failure:
             return failure
 
-    _compile(model)
+    _compile(engine.model)
     error = ""
     try:
-        _try(accelerator, model, batch)
+        _try(engine, batch)
     except Exception as problem:  # each compiler has errors of its own
         error = first_line(problem)
-    return _failure_anywhere(accelerator, error)
+    return _failure_anywhere(engine, error)
 
 
 def _compile(model: nn.Module, backend: str = "inductor") -> None:
@@ -169,37 +161,31 @@ def _drop_compiled_code(model: nn.Module) -> None:
         vars(block).pop("forward", None)
 
 
-def _failure_anywhere(accelerator: Accelerator, error: str) -> str:
+def _failure_anywhere(engine: Engine, error: str) -> str:
     """Return the first error of all ranks, with the rank it is from; empty if there is none."""
     errors: list[str] = gather_object([error])
-    if accelerator.num_processes == 1:
+    if engine.world_size == 1:
         return error
     failures = [f"process {rank}: {error}" for rank, error in enumerate(errors) if error]
     return failures[0] if failures else ""
 
 
-def _seconds(accelerator: Accelerator, model: nn.Module, batch: Batch) -> float:
+def _seconds(engine: Engine, batch: Batch) -> float:
     """Return the seconds per micro-batch on the slowest rank."""
-    seconds = min(timeit.repeat(lambda: _try(accelerator, model, batch), number=1, repeat=_TRIES))
-    return float(accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max())
+    seconds = min(timeit.repeat(lambda: _try(engine, batch), number=1, repeat=_TRIES))
+    return max(engine.gather_numbers({"seconds": seconds})["seconds"])
 
 
-def _try(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
+def _try(engine: Engine, batch: Batch) -> None:
     """Run a forward and a backward pass, and undo what they leave behind."""
     # Without reducing them, a sharded model would keep whole gradients.
-    unsynced = contextlib.nullcontext() if is_sharded(accelerator) else accelerator.no_sync(model)
-    with _same_random_numbers(accelerator), unsynced:
-        nll = model(**batch)
-        accelerator.backward(nll * 0.0)
-    nll.item()
-    for parameter in model.parameters():
+    unsynced = contextlib.nullcontext() if engine.is_sharded else engine.no_sync()
+    with engine.fork_rng(), unsynced:
+        loss = engine.loss(batch).loss
+        engine.accelerator.backward(loss * 0.0)
+    loss.item()
+    for parameter in engine.model.parameters():
         parameter.grad = None
-
-
-def _same_random_numbers(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
-    """Return a context after which the generators are as they were before."""
-    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    return torch.random.fork_rng(devices)
 
 
 # --- blocks of a sharded model, tried by each rank alone
@@ -222,28 +208,26 @@ class _Call:
         return _Call(args, kwargs)
 
 
-def _error_of_blocks(accelerator: Accelerator, model: nn.Module, batch: Batch) -> str:
+def _error_of_blocks(engine: Engine, batch: Batch) -> str:
     """Compile each block of a sharded model and try it on this rank alone; return the first error.
 
     All ranks call this. They meet only in passes that run no compiled code, and where the weights
     of a block are gathered, which a rank does even after an error.
     """
-    calls = _calls_of_blocks(accelerator, model, batch)
+    calls = _calls_of_blocks(engine, batch)
     error = ""
     for block, call in calls.items():
         _unshard(block)
         if not error:
             try:
-                _try_alone(accelerator, block, call)
+                _try_alone(engine, block, call)
             except Exception as problem:  # each compiler has errors of its own
                 error = first_line(problem)
         reshard(block)
     return error
 
 
-def _calls_of_blocks(
-    accelerator: Accelerator, model: nn.Module, batch: Batch
-) -> dict[nn.Module, _Call]:
+def _calls_of_blocks(engine: Engine, batch: Batch) -> dict[nn.Module, _Call]:
     """Return how each block of a model is called in a pass over a micro-batch."""
     calls: dict[nn.Module, _Call] = {}
 
@@ -251,9 +235,9 @@ def _calls_of_blocks(
         calls[block] = _Call(args, kwargs).detached()
 
     with contextlib.ExitStack() as hooks:
-        for block in blocks_of(model):
+        for block in blocks_of(engine.model):
             hooks.enter_context(block.register_forward_pre_hook(note_call, with_kwargs=True))
-        _try(accelerator, model, batch)
+        _try(engine, batch)
     return calls
 
 
@@ -264,11 +248,11 @@ def _unshard(block: nn.Module) -> None:
             module.unshard()
 
 
-def _try_alone(accelerator: Accelerator, block: nn.Module, call: _Call) -> None:
+def _try_alone(engine: Engine, block: nn.Module, call: _Call) -> None:
     """Compile a block whose weights are gathered, and run it forward and backward."""
     plain = _without_fsdp(block)
     compiled = _compiled(plain.forward)
-    with _same_random_numbers(accelerator), accelerator.autocast():
+    with engine.fork_rng(), engine.accelerator.autocast():
         result = compiled(*call.args, **call.kwargs)
 
     inputs = _with_gradient([call.args, call.kwargs, *plain.parameters()])

@@ -4,17 +4,17 @@ from dataclasses import asdict
 
 from accelerate import Accelerator
 
-from llmtrain.contract import Built, Facts
 from llmtrain.data.rows import Tokenized
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
+from llmtrain.types import Facts, ModelBundle
 
 
 def identity_of(
     accelerator: Accelerator,
     settings: AnySettings,
     rows: Tokenized,
-    built: Built,
+    bundle: ModelBundle,
     layout: Layout,
 ) -> Facts:
     """Return everything that a run's steps depend on, as a JSON object.
@@ -31,8 +31,8 @@ def identity_of(
         ]
 
     return {
-        "model": built.files.config,
-        "start": built.start,
+        "model": bundle.files.config,
+        "start": bundle.start,
         "data": rows.facts.data_sha256,
         "mixture": settings.data.proportions,
         "tokenizer": rows.facts.tokenizer_sha256,

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from llmtrain.contract import Facts
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import counted
+from llmtrain.types import Facts
 
 
 class Layout(NamedTuple):

@@ -1,10 +1,9 @@
-"""The training loop. Its only state is the step; everything around a step is an observer."""
+"""The training loop. Its only state is the step; everything around a step is a callback."""
 
 import contextlib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent import futures
 from dataclasses import asdict, fields
 
@@ -15,21 +14,20 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.contract import Due, Forward, ForwardBackward, Metric, Observer, Update, Window
 from llmtrain.data.order import key_of
 from llmtrain.errors import UserError
-from llmtrain.launching.process import settle
+from llmtrain.launching.process import freeze_start
 from llmtrain.observe.preview import preview
-from llmtrain.parallel.bitwise import BitwiseGradients
-from llmtrain.parallel.ddp import handler_of
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, is_whole
-from llmtrain.parallel.pipeline import Pipeline
-from llmtrain.training.observers import Timing, Training, observers_of
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.mesh import TrainingAccelerator
+from llmtrain.training.callbacks import LoopContext, Timing, callbacks_of
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
+from llmtrain.training.saving import restore
 from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import Accumulation, plain_of, train_step
+from llmtrain.training.step import train_step
+from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _READER_SECONDS = 5.0  # to wait for the thread that reads ahead, when training ends
 
@@ -39,192 +37,211 @@ def train(
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
     batches: DataLoaderShard,
-    held_out: DataLoaderShard | None = None,
+    eval_batches: DataLoaderShard | None = None,
     metric: Metric | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
 
-    With ``--dry_run`` it only shows the rows that it would train on.
+    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` it only shows the
+    rows that it would train on.
 
     Args:
         run: the open run.
-        model: what ``accelerator.prepare`` returned.
-        optimizer: what ``accelerator.prepare`` returned.
-        batches: the loader of training batches, as ``accelerator.prepare`` returned it.
-        held_out: the loader of eval batches, likewise.
+        model: the model that ``accelerator.prepare`` returned.
+        optimizer: the optimizer that ``accelerator.prepare`` returned.
+        batches: the loader of training batches that ``accelerator.prepare`` returned.
+        eval_batches: the loader of eval batches, likewise.
         metric: a metric of your own, computed in every evaluation.
+        callbacks: your own callbacks, which are called after those of the loop.
 
     Raises:
-        UserError: if the model or the settings do not allow training.
+        UserError: the model or the settings do not allow training.
     """
     settings = run.settings
-    check_can_train(run, model, metric)
+    check_wrapping(run.accelerator, model)
+    _check_steps(run)
+    engine = engine_for(
+        run.accelerator,
+        model,
+        objective=run.bundle.objective,
+        config=settings.parallel,
+        bitwise=settings.loop.bitwise,
+        accumulation=run.layout.accumulation,
+    )
+    _check_engine(run, engine, metric)
     if settings.loop.dry_run:
         preview(run.rows.train, run.rows.tokenizer)
         return
 
-    run.restore(model, optimizer)
+    restore(run, engine, optimizer)
+    _say_if_xray_is_missed(run)
     _say_what_changed(run)
 
-    observers: list[Observer] = []
-
-    def enter(phase: str) -> None:
-        for observer in observers:
-            observer.enter(phase)
-
-    forward_backward, forward = _passes(run, model, enter)
-    training = Training(
+    context = LoopContext(
         run=run,
-        model=model,
+        engine=engine,
         optimizer=optimizer,
-        held_out=held_out,
-        forward=forward,
+        eval_batches=eval_batches,
         metric=metric,
-        enter=enter,
-        timing=Timing(run, model),
+        timing=Timing(run, engine),
     )
-    observers += observers_of(training)
+    all_callbacks = [*callbacks_of(context), *callbacks]
+    with contextlib.ExitStack() as contexts:
+        for callback in all_callbacks:
+            contexts.enter_context(callback.context())
+        freeze_start()  # garbage collection no longer visits what was made so far
+        for callback in all_callbacks:
+            callback.on_train_begin()
 
-    with contextlib.ExitStack() as around:
-        for observer in observers:
-            around.enter_context(observer.around())
-        settle()
-        for observer in observers:
-            observer.begin()
         model.train()
-        windows = _windows(run.accelerator, batches, enter)
-        around.enter_context(contextlib.closing(windows))  # also when an exception passes
-        for window in () if run.patience.over else windows:
-            due = _step(training, observers, window, forward_backward)
-            if due.stop or run.patience.over:
-                break
-        for observer in observers:
-            observer.end()
-        run.end(model)
+        # A run that has stopped early may be started again: then there is nothing to do.
+        if not run.patience.over:
+            _make_steps(context, all_callbacks, batches)
+
+        for callback in all_callbacks:
+            callback.on_train_end()
 
 
-def _step(
-    training: Training,
-    observers: Sequence[Observer],
-    window: Window,
-    forward_backward: ForwardBackward,
-) -> Due:
-    """Make one step with a window, and call the observers before and after it."""
-    run = training.run
-    accelerator = run.accelerator
+def _make_steps(
+    context: LoopContext, callbacks: Sequence[Callback], batches: DataLoaderShard
+) -> None:
+    """Make a step of each batch, until the run is to stop. The loader ends at ``--max_steps``."""
+    local_batches = _read_ahead(context.engine, batches)
+    with contextlib.closing(local_batches):  # also when an exception passes
+        for local_batch in local_batches:
+            info = _make_step(context, callbacks, local_batch)
+            if info.should_stop or context.run.patience.over:
+                return
+
+
+def _make_step(
+    context: LoopContext, callbacks: Sequence[Callback], local_batch: LocalBatch
+) -> StepInfo:
+    """Make one step, and call the callbacks before and after it."""
+    run = context.run
+    engine = context.engine
     settings = run.settings
 
-    for observer in observers:
-        observer.before_update(window)
-    _seed_dropout(run)
-    for group in training.optimizer.param_groups:
+    for callback in callbacks:
+        callback.on_step_begin(local_batch)
+    _seed_dropout(engine, seed=settings.loop.seed, step=run.step)
+    for group in context.optimizer.param_groups:
         group["lr"] = lr_at(run.step, settings.optim)
-    # Ask all of them, even after the first that wants to stop: each notes its own reason.
-    votes = [run.wants_to_stop(), *(observer.wants_to_stop() for observer in observers)]
 
-    update = train_step(
-        accelerator,
-        training.model,
-        training.optimizer,
-        window.batches,
+    # Ask all of them, even after the first that wants to stop: each notes its own reason. The step
+    # carries the vote to the other ranks, and its result says whether any rank wants to stop.
+    votes = [run.wants_to_stop(), *(callback.wants_to_stop() for callback in callbacks)]
+    result = train_step(
+        engine,
+        context.optimizer,
+        local_batch.batches,
         max_grad_norm=settings.optim.max_grad_norm,
-        forward_backward=forward_backward,
-        stop=any(votes),
-        enter=training.enter,
+        stop_requested=any(votes),
     )
-    _count_skipped(run, window, update)
+    _count_if_skipped(run, engine, local_batch, result)
     run.step += 1
-    run.tokens += update.tokens
+    run.tokens += result.target_tokens
 
-    training.enter("other")
-    due = Due(
+    engine.set_phase("other")
+    info = StepInfo(
         step=run.step,
-        finished=run.step == settings.optim.max_steps,
-        stop=update.stop,
+        is_last=run.step == settings.optim.max_steps,
+        should_stop=result.should_stop,
     )
-    for observer in observers:
-        observer.after_update(window, update, due)
-    return due
+    for callback in callbacks:
+        callback.on_step_end(local_batch, result, info)
+    return info
 
 
-def _windows(
-    accelerator: Accelerator, loader: DataLoaderShard, set_phase: Callable[[str], None]
-) -> Generator[Window]:
-    """Yield the windows of a prepared loader, on its device; waiting for one is the phase ``data``.
+def _read_ahead(engine: Engine, loader: DataLoaderShard) -> Generator[LocalBatch]:
+    """Yield the batches of a prepared loader, on its device, while another thread reads the next.
 
-    Another thread reads and collates the windows to come. Everything else that Accelerate's loader
-    does stays on this thread: the transfer to the device, and the gradient state, which an
-    evaluation changes as well and which is not safe to use from two threads.
+    This replaces ``DataLoaderShard.__iter__`` and makes the same calls. Only reading and collating
+    move to the other thread. ``begin`` and ``end`` are called on this one: they change Accelerate's
+    gradient state, which is not thread-safe, and evaluations on this thread change it too. Waiting
+    for a batch is the phase ``data``.
     """
     choose_device = None
-    if accelerator.device.type == "cuda":  # each thread has its own current device
+    if engine.device.type == "cuda":  # each thread has its own current device
         choose_device = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    reader = futures.ThreadPoolExecutor(1, thread_name_prefix="windows", initializer=choose_device)
+    reader = futures.ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=choose_device)
 
     loader.set_epoch(loader.iteration)
-    on_host = iter(loader.base_dataloader)
-    read_next = functools.partial(reader.submit, next, on_host, None)
+    batches_on_host = iter(loader.base_dataloader)
 
-    set_phase("data")
-    reading = read_next()
+    def start_reading() -> futures.Future[LocalBatch | None]:
+        """Read the next batch on the other thread; after the last one, the result is ``None``."""
+        return reader.submit(next, batches_on_host, None)
+
+    engine.set_phase("data")
+    pending_read = start_reading()
     loader.begin()
     try:
-        window = reading.result()
-        reading = read_next()
-        while window is not None:
-            # Like Accelerate, look one window ahead to know whether this one is the last.
-            following = reading.result()
-            if following is None:
+        batch = pending_read.result()
+        pending_read = start_reading()
+        # At the top of the loop, `pending_read` reads the batch after `batch`. It is awaited before
+        # `batch` is yielded, because Accelerate must know whether `batch` is the last. Then the read
+        # after it starts, and goes on while the caller trains on `batch`.
+        while batch is not None:
+            next_batch = pending_read.result()
+            if next_batch is None:
                 loader.end_of_dataloader = True
             else:
-                reading = read_next()
+                pending_read = start_reading()
 
             if loader.device is not None:
-                window = window.to(loader.device, non_blocking=accelerator.non_blocking)
-            yield window
+                batch = batch.to(loader.device, non_blocking=engine.accelerator.non_blocking)
+            yield batch
 
-            set_phase("data")
-            window = following
+            engine.set_phase("data")
+            batch = next_batch
         loader.iteration += 1
     finally:
         # If an error passes, a read that hangs must not keep this rank from reporting the error.
-        futures.wait([reading], timeout=_READER_SECONDS)
-        reader.shutdown(wait=reading.done(), cancel_futures=True)
+        _, hanging = futures.wait([pending_read], timeout=_READER_SECONDS)
+        reader.shutdown(wait=not hanging, cancel_futures=True)
         loader.end()
 
 
-def _seed_dropout(run: Run) -> None:
-    """Seed the dropout of models that take no keys, by seed, step and data-parallel rank.
+def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
+    """Seed torch's generators, from which dropout draws.
 
-    ``torch.manual_seed`` would look for devices of every kind, which takes 0.3 ms.
+    A model that takes ``dropout_keys`` computes its dropout from those, and draws nothing. The seed depends on the run's seed, the step and the data-parallel rank alone.
     """
-    accelerator = run.accelerator
-    share = run.step * data_parallel_size(accelerator) + data_parallel_rank(accelerator)
-    seed = key_of(run.settings.loop.seed, share) >> 1
-    torch.default_generator.manual_seed(seed)
-    if accelerator.device.type != "cpu":
-        torch.get_device_module(accelerator.device).manual_seed(seed)
+    count = step * engine.data_parallel_size + engine.data_parallel_rank
+    seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
+
+    # `torch.manual_seed` would look for devices of every kind, which takes 0.3 ms.
+    torch.default_generator.manual_seed(seed_of_rank)
+    if engine.device.type != "cpu":
+        torch.get_device_module(engine.device).manual_seed(seed_of_rank)
 
 
-def _count_skipped(run: Run, window: Window, update: Update) -> None:
-    """Count a step that was skipped because its gradient is not finite.
+def _count_if_skipped(
+    run: Run, engine: Engine, local_batch: LocalBatch, result: StepResult
+) -> None:
+    """Count the step if it was skipped because its gradient is not finite.
 
     Raises:
         UserError: on every rank, if ``--skip_nonfinite`` allows no more of them.
     """
     number = run.step + 1
     allowed = run.settings.loop.skip_nonfinite
-    if math.isfinite(update.grad_norm) or number == run.settings.loop.replay_step:
+    if math.isfinite(result.grad_norm):
         return
-
-    # fp16 finds its loss scale by such steps, but never goes below 1.
-    scaler = run.accelerator.scaler
+    if number == run.settings.loop.replay_step:  # the user wants to see this very step
+        return
+    # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps while
+    # the scale is lowered is normal. A scale below 1 is not too large, so the gradient is at fault.
+    scaler = engine.accelerator.scaler
     if scaler is not None and scaler.get_scale() >= 1:
         return
 
-    rows = [row for row in gather_rows(run.accelerator, window.rows).tolist() if row >= 0]
+    # Padding has the row -1.
+    rows = [row for row in engine.gather_rows(local_batch.rows).tolist() if row >= 0]
     event = (
-        f"update {number} has a gradient norm of {update.grad_norm} and was not made; "
+        f"update {number} has a gradient norm of {result.grad_norm} and was not made; "
         f"its rows are {rows}"
     )
     if run.skipped == allowed:
@@ -236,62 +253,18 @@ def _count_skipped(run: Run, window: Window, update: Update) -> None:
     run.incident("skipped", f"{event} ({run.skipped} of --skip_nonfinite {allowed})")
 
 
-def _passes(
-    run: Run, model: nn.Module, enter: Callable[[str], None]
-) -> tuple[ForwardBackward, Forward | None]:
-    """Return what computes the gradients of a step, and what computes an eval loss.
-
-    The second is ``None`` if the model's own forward does that.
-    """
-    accelerator = run.accelerator
-    parallel = run.settings.parallel
-    if not is_whole(accelerator):
-        pipeline = Pipeline(accelerator, model)
-        return pipeline, pipeline.forward
-    if run.settings.loop.bitwise:
-        return BitwiseGradients(accelerator, model, lambda: enter("exchange")), None
-    if parallel.sync_each_batch:
-        return Accumulation(accelerator, model, reduce="each"), None
-    if is_sharded(accelerator) and run.layout.accumulation > 1:
-        numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        say(
-            "gradients",
-            f"of {run.layout.accumulation} micro-batches are held whole, "
-            f"{4 * numbers / 2**20:.1f} MiB a process, and reduced once; "
-            "--sync_each_batch holds this process's shard",
-        )
-    return Accumulation(accelerator, model, reduce="once"), None
-
-
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
     """Check that a model is wrapped in a way that this loop supports.
 
     Raises:
         UserError: if it is not.
     """
-    handler_of(accelerator)
+    if not isinstance(accelerator, TrainingAccelerator):
+        raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
             "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
-        )
-
-
-def check_can_train(run: Run, model: nn.Module, metric: Metric | None) -> None:
-    """Check that the model and the settings meet the loop's requirements.
-
-    Raises:
-        UserError: if they do not.
-    """
-    check_wrapping(run.accelerator, model)
-    _check_steps(run)
-    if not is_whole(run.accelerator):
-        _check_pipeline(run, metric)
-    labels = inspect.signature(plain_of(model).forward).parameters.get("labels")
-    needs_labels = labels is not None and labels.default is labels.empty
-    if needs_labels and run.settings.loop.sample_prompts:
-        raise UserError(
-            "--sample_prompts: this model gives a loss alone; give labels of its forward a default of None, for logits."
         )
 
 
@@ -303,7 +276,8 @@ def _check_steps(run: Run) -> None:
         raise UserError(
             f"--max_steps {last}: this run goes on from step {run.step}, which is past it."
         )
-    if loop.replay_step is not None and not run.step < loop.replay_step <= last:
+    steps_to_make = range(run.step + 1, last + 1)
+    if loop.replay_step is not None and loop.replay_step not in steps_to_make:
         raise UserError(
             f"--replay_step {loop.replay_step}: there are updates {run.step + 1} to {last} to make."
         )
@@ -311,12 +285,19 @@ def _check_steps(run: Run) -> None:
         raise UserError(f"--xray_steps {loop.xray_steps}: the last update is --max_steps {last}.")
 
 
-def _check_pipeline(run: Run, metric: Metric | None) -> None:
-    """Raise :class:`UserError` for what needs the whole model, of which each stage has a part."""
+def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
+    """Raise :class:`UserError` for what the model or its parallel method cannot do."""
     loop = run.settings.loop
+    if loop.sample_prompts and not engine.unwrapped.gives_outputs:
+        raise UserError(
+            "--sample_prompts: this model returns nothing but a loss. Give the parameter `labels` of its "
+            "forward the default None, and return logits then."
+        )
+    if engine.runs_whole_forward:
+        return
     if loop.torch_compile == "always":
         raise UserError(
-            "--torch_compile always: stages of a pipeline are not compiled; leave it out."
+            "--torch_compile always: no process has the whole model, so nothing is compiled; leave it out."
         )
     if loop.sample_prompts:
         raise UserError("--sample_prompts: no process can run the whole model; leave it out.")
@@ -326,28 +307,38 @@ def _check_pipeline(run: Run, metric: Metric | None) -> None:
         )
 
 
+def _say_if_xray_is_missed(run: Run) -> None:
+    """Print a line if the first step that ``--xray_steps`` records was made before the checkpoint.
+
+    Steps are counted from 1, and ``run.step`` of them are made.
+    """
+    recorded_steps = run.settings.loop.xray_range
+    if recorded_steps is not None and run.step >= recorded_steps.start:
+        say(
+            "x-ray",
+            f"none: --xray_steps begins with update {recorded_steps.start}, and this run goes on with "
+            f"update {run.step + 1}",
+        )
+
+
 def _say_what_changed(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint this run resumes from."""
-    wanted = run.settings.loop.xray_range
-    if wanted is not None and run.step >= wanted.start:
-        say("x-ray", f"none: this run goes on with update {run.step + 1}, after {wanted.start}")
-
-    before = (run.choice.before or {}).get("update")
-    now = asdict(run.settings.optim)
-    if before is None or before == now:
+    recorded = run.resume_point.optim_settings
+    current = asdict(run.settings.optim)
+    if recorded is None or recorded == current:
         return
-    changed = ", ".join(
-        f"{key} {before.get(key)} -> {value}"
-        for key, value in now.items()
-        if before.get(key) != value
+    changes = ", ".join(
+        f"{key} {recorded.get(key)} -> {value}"
+        for key, value in current.items()
+        if recorded.get(key) != value
     )
     # A recipe with optimizer settings of its own may have recorded fields that are not known here.
     known = {field.name for field in fields(OptimConfig)}
-    earlier = OptimConfig(**{name: value for name, value in before.items() if name in known})
+    earlier = OptimConfig(**{name: value for name, value in recorded.items() if name in known})
     last_rate = lr_at(run.step - 1, earlier)
     next_rate = lr_at(run.step, run.settings.optim)
     say(
         "changed",
-        f"{changed}; the learning rate goes from {last_rate:.3g} in update {run.step} "
+        f"{changes}; the learning rate goes from {last_rate:.3g} in update {run.step} "
         f"to {next_rate:.3g} next",
     )

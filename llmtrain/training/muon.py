@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmtrain.parallel.mesh import full_tensor, local_shard, shard_like
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -33,7 +34,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         dtype: of the matrix products; by default, that of the gradients.
-        shared: all ranks have the same gradients, and share the work: each makes some of the
+        ranks: all ranks, if they have the same gradients and share the work: each makes some of the
             matrices orthogonal, and all gather the results.
     """
 
@@ -44,12 +45,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         momentum: float = 0.9,
         dtype: torch.dtype | None = None,
-        shared: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(
             matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "dtype": dtype}
         )
-        self.ranks = dist.get_world_size() if shared and dist.is_initialized() else 1
+        self.ranks = ranks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -84,17 +85,18 @@ class Muon(torch.optim.Optimizer):
         The results may be followed by others, of no matrix.
         """
         # With fewer matrices than ranks, sending them would cost more than sharing saves.
-        if self.ranks == 1 or len(momenta) < self.ranks:
+        sharing = self.ranks.world_size if self.ranks is not None else 1
+        if self.ranks is None or sharing == 1 or len(momenta) < sharing:
             return orthogonal(momenta), None
 
-        share = -(-len(momenta) // self.ranks)
-        start = dist.get_rank() * share
+        share = -(-len(momenta) // sharing)
+        start = self.ranks.rank * share
         own_momenta = momenta[start : start + share]
         own_results = momenta.new_zeros(share, *momenta.shape[1:])
         if len(own_momenta):
             own_results[: len(own_momenta)] = orthogonal(own_momenta)
 
-        results = own_results.new_empty(self.ranks * share, *momenta.shape[1:])
+        results = own_results.new_empty(sharing * share, *momenta.shape[1:])
         shares = list(torch.split(results, share))
         return results, dist.all_gather(shares, own_results, async_op=True)
 

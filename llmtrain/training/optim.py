@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.mesh import TrainingAccelerator
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 
@@ -42,7 +42,7 @@ def make_optimizer(
     ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
     if that is the accelerator's mixed precision.
 
-    Parameters on the meta device belong to another pipeline stage, which has its own optimizer.
+    Parameters on the meta device belong to other ranks, which have optimizers of their own.
     """
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
 
@@ -73,7 +73,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         momentum=config.adam_beta1,
         dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-        shared=_may_share(accelerator),
+        ranks=Ranks(accelerator) if _may_share(accelerator) else None,
     )
     return MuonBesideAdamW(muon, adamw)
 
@@ -81,13 +81,12 @@ def make_optimizer(
 def _may_share(accelerator: Accelerator) -> bool:
     """Return whether ranks may share Muon's work: each computes the steps of some matrices.
 
-    Which matrices a rank takes depends on the layout, so ``--bitwise`` forbids it. With tensor
-    parallelism or pipeline stages the ranks hold different parameters.
+    Which matrices a rank takes depends on the layout, so ``--bitwise`` forbids it. If ranks share a
+    model, they hold different parameters.
     """
-    handler = accelerator.ddp_handler
-    if not isinstance(handler, DDPHandler) or handler.bitwise:
+    if not isinstance(accelerator, TrainingAccelerator) or accelerator.bitwise:
         return False
-    return sharding_of(accelerator).together == 1
+    return accelerator.sharding.model_parallel_size == 1
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

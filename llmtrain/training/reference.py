@@ -17,22 +17,25 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from llmtrain.console import say
-from llmtrain.contract import Built, PreparesBatches, TakesReference
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.rows import Tokenized
 from llmtrain.data.table import TokenRows
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import data_parallel_rank, data_parallel_size, gather_rows, reshard
+from llmtrain.parallel.blocks import reshard
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.team import Team
 from llmtrain.record.provenance import digest
-from llmtrain.record.team import Team
+from llmtrain.types import ModelBundle
 
 _TOGETHER = 4  # rows of a forward pass
 _CHUNK = 64  # rows that are stored, and verified, together
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def with_reference(accelerator: Accelerator, seed: int, rows: Tokenized, built: Built) -> Tokenized:
+def with_reference(
+    accelerator: Accelerator, seed: int, rows: Tokenized, bundle: ModelBundle
+) -> Tokenized:
     """Return rows with a column ``reference``, float32 [slots], if the loss of the model takes one.
 
     The model must still have its first weights. All ranks call this.
@@ -40,14 +43,13 @@ def with_reference(accelerator: Accelerator, seed: int, rows: Tokenized, built: 
     Raises:
         UserError: a log-probability is not finite.
     """
-    model = built.model
-    if not isinstance(model, TakesReference) or not model.takes_reference:
+    if not bundle.objective.reference_size:
         return rows
 
     key = digest(
         {
-            "weights": (built.start or {}).get("weights"),
-            "config": built.files.config,
+            "weights": (bundle.start or {}).get("weights"),
+            "config": bundle.files.config,
             "seed": seed,
             "rows": rows.facts.data_sha256,
             "how": [
@@ -58,19 +60,18 @@ def with_reference(accelerator: Accelerator, seed: int, rows: Tokenized, built: 
             ],
         }
     )
-    train = _with_column(accelerator, key, "train", rows.train, built)
+    train = _with_column(accelerator, key, "train", rows.train, bundle)
     held_out = None
     if rows.eval is not None:
-        held_out = _with_column(accelerator, key, "eval", rows.eval, built)
+        held_out = _with_column(accelerator, key, "eval", rows.eval, bundle)
     return replace(rows, train=train, eval=held_out)
 
 
 def _with_column(
-    accelerator: Accelerator, key: str, name: str, rows: TokenRows, built: Built
+    accelerator: Accelerator, key: str, name: str, rows: TokenRows, bundle: ModelBundle
 ) -> TokenRows:
     """Return rows with their reference, read from the cache as far as it is there."""
-    assert isinstance(built.model, TakesReference)
-    slots = built.model.slots
+    slots = bundle.objective.reference_size
     team = Team.everyone()
     path = cache_folder() / "references" / f"{key}-{name}"
 
@@ -82,7 +83,7 @@ def _with_column(
         f"found in the cache{damage}",
     )
 
-    for chunk in _computed(accelerator, rows, len(values), slots, built):
+    for chunk in _computed(accelerator, rows, len(values), slots, bundle):
         if not np.isfinite(chunk).all():
             raise UserError(
                 "the first weights give log-probabilities that are not finite: "
@@ -109,17 +110,17 @@ def _append_column(rows: TokenRows, values: np.ndarray, slots: int) -> TokenRows
 
 @torch.no_grad()
 def _computed(
-    accelerator: Accelerator, rows: TokenRows, start: int, slots: int, built: Built
+    accelerator: Accelerator, rows: TokenRows, start: int, slots: int, bundle: ModelBundle
 ) -> Iterator[np.ndarray]:
     """Yield the log-probabilities [rows, slots] of chunks of rows, from the row ``start`` on."""
-    model = built.model
-    prepare = model.prepare if isinstance(model, PreparesBatches) else None
-    collate = Collate(_TOGETHER, prepare=prepare)
+    model = bundle.model
+    collate = Collate(_TOGETHER, prepare=bundle.prepare_batch)
     table = SlotRows(rows)
 
-    ranks = data_parallel_size(accelerator)
+    ranks = Ranks(accelerator)
+    shares = ranks.data_parallel_size
     passes = -(-_CHUNK // _TOGETHER)
-    passes_of_rank = -(-passes // ranks)  # the same on each rank, because they communicate in each
+    passes_of_rank = -(-passes // shares)  # the same on each rank, because they communicate in each
 
     was_training = model.training
     model.eval()
@@ -127,19 +128,20 @@ def _computed(
         range(start, len(rows), _CHUNK),
         desc="reference",
         leave=False,
-        disable=not accelerator.is_main_process,
+        disable=not ranks.is_main,
     ):
         own_values = []
         for i in range(passes_of_rank):
-            number = data_parallel_rank(accelerator) + i * ranks
+            number = ranks.data_parallel_rank + i * shares
             read = table.__getitems__(_slots_of_pass(first_row, number, len(rows)))
             (batch,) = collate(read).to(accelerator.device).batches
             with accelerator.autocast():
-                own_values.append(model(**batch, logps=True).float())
+                values = model(**batch, compute=bundle.objective.reference)
+                own_values.append(values.float())
 
         # [ranks * passes_of_rank, _TOGETHER, slots]; consecutive passes are of consecutive ranks
-        of_ranks = gather_rows(accelerator, torch.stack(own_values))
-        of_ranks = of_ranks.view(ranks, passes_of_rank, _TOGETHER, slots)
+        of_ranks = ranks.gather_rows(torch.stack(own_values))
+        of_ranks = of_ranks.view(shares, passes_of_rank, _TOGETHER, slots)
         in_order = of_ranks.transpose(0, 1).reshape(-1, slots)
         yield in_order[: min(_CHUNK, len(rows) - first_row)].cpu().numpy()
     reshard(model)

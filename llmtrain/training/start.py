@@ -9,16 +9,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from llmtrain.console import say
-from llmtrain.contract import Built, PreparesBatches, TakesColumns
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.rows import Tokenized
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
-from llmtrain.parallel import fsdp
-from llmtrain.parallel.mesh import data_parallel_size
+from llmtrain.models.trainable import make_trainable
+from llmtrain.parallel import placement
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
+from llmtrain.types import ModelBundle
 
 S = TypeVar("S", bound=AnySettings)
 
@@ -30,46 +31,70 @@ def start(s: AnySettings) -> Accelerator:
     divide among the processes.
     """
     accelerator = start_accelerator(s.parallel, s.loop.bitwise)
-    say("batch", str(Layout.of(s.data, data_parallel_size(accelerator), s.loop.bitwise)))
+    say("batch", str(Layout.of(s.data, Ranks(accelerator).data_parallel_size, s.loop.bitwise)))
     return accelerator
 
 
 def place(
     accelerator: Accelerator,
-    build: Callable[[S, Tokenized, str], Built | nn.Module],
+    build: Callable[[S, Tokenized, str], ModelBundle | nn.Module],
     s: S,
     rows: Tokenized,
-) -> Built:
+) -> ModelBundle:
     """Build a recipe's model and bring it to where it is trained.
 
-    It is spread over the ranks where the accelerate config asks for it, else whole on this rank's device. ``build(s,
-    rows, precision)`` finds torch's generator seeded.
+    It is sharded over the ranks if the accelerate config asks for it. Otherwise every rank holds the
+    whole model on its device.
+
+    Args:
+        accelerator: the Accelerator that :func:`start` made.
+        build: called with ``s``, ``rows`` and the mixed precision (``no``, ``fp16`` or ``bf16``);
+            torch's generator is seeded. It returns the model, or a bundle with all that belongs to it.
+        s: the settings of the recipe.
+        rows: the rows to train on.
     """
     torch.manual_seed(s.loop.seed)
-    built = build(s, rows, accelerator.mixed_precision)
-    if isinstance(built, nn.Module):
-        config = {"model_type": type(built).__name__.lower()}
-        built = Built(built, ModelFiles(config, rows.tokenizer, rows.facts.dataset))
-    return fsdp.place(accelerator, built)
+    bundle = build(s, rows, accelerator.mixed_precision)
+    if isinstance(bundle, nn.Module):
+        config = {"model_type": type(bundle).__name__.lower()}
+        files = ModelFiles(config, rows.tokenizer, rows.facts.dataset)
+        bundle = ModelBundle(model=bundle, files=files)
+    make_trainable(bundle.model)
+    return placement.place(accelerator, bundle)
 
 
 def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-    """Return the windows to train on, from the run's step on, and those held out, for ``accelerator.prepare``."""
-    s, rows, model = run.settings, run.rows, run.built.model
-    keyed = isinstance(model, TakesColumns) and "dropout_keys" in model.columns
-    prepare = model.prepare if isinstance(model, PreparesBatches) else None
+    """Return the loaders of training and eval batches, for ``accelerator.prepare``.
+
+    Training begins at the run's step. The second loader is ``None`` if there are no eval rows.
+    """
+    settings = run.settings
+    rows = run.rows
+    bundle = run.bundle
     pinned = run.accelerator.device.type == "cuda"
-    windows = s.data.global_batch_size, run.layout.micro_batch, range(run.step, s.optim.max_steps)
-    seeds = (
-        None if rows.in_order else s.loop.seed,
-        s.loop.seed if keyed else None,
-    )  # of the order, of dropout
-    batches = train_loader(rows.train, *windows, *seeds, rows.mixture, prepare, pinned)
-    if rows.eval is None and s.loop.eval_steps:
-        say("held out", "no rows, so that nothing is evaluated")
-    if rows.eval is None:
-        return batches, None
-    parts = [*rows.held_out_sources.values()]
-    return batches, eval_loader(
-        rows.eval, run.layout.processes, run.layout.micro_batch, prepare, pinned, parts
+    takes_keys = "dropout_keys" in bundle.columns
+    batches = train_loader(
+        rows.train,
+        global_batch_size=settings.data.global_batch_size,
+        micro_batch=run.layout.micro_batch,
+        steps=range(run.step, settings.optim.max_steps),
+        seed=None if rows.in_order else settings.loop.seed,
+        dropout_seed=settings.loop.seed if takes_keys else None,
+        mixture=rows.mixture,
+        prepare=bundle.prepare_batch,
+        pinned=pinned,
     )
+    if rows.eval is None:
+        if settings.loop.eval_steps:
+            say("held out", "no rows, so that nothing is evaluated")
+        return batches, None
+
+    eval_batches = eval_loader(
+        rows.eval,
+        run.layout.processes,
+        run.layout.micro_batch,
+        prepare=bundle.prepare_batch,
+        pinned=pinned,
+        parts=[*rows.held_out_sources.values()],
+    )
+    return batches, eval_batches

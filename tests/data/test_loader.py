@@ -308,4 +308,5 @@ def test_a_window_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stay
         assert all(
             column.is_meta and column.shape == same[name].shape for name, column in batch.items()
         )
-    assert not any(one.is_meta for one in (sent.rows, sent.targets, sent.content))
+    assert not sent.rows.is_meta
+    assert not sent.targets.is_meta

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pytest
 
-from llmtrain.contract import IGNORED
 from llmtrain.data import rows as tokenizing
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.pairs import PairAudit
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.data.sources import Fields
 from llmtrain.data.table import TokenRows
+from llmtrain.types import IGNORED
 from tests.data.test_conversations import END, ENDED, chat, config, printed, write
 from tests.data.test_rows import complaint, left_behind
 

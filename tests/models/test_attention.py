@@ -1,7 +1,6 @@
 """Attention in blocks, beside PyTorch's own."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -9,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmtrain.models import attention
-from llmtrain.models.attention import Documents, causal_attention, register
+from llmtrain.models import attention_cpu, attention_gpu
+from llmtrain.models.attention import ATTENTION_NAME, causal_attention, register
+from llmtrain.models.documents import Documents
 
 LENGTHS = [1, 63, 64, 65, 200]  # a block has 64 queries
 
@@ -38,11 +38,11 @@ def outcome(function: Attention, parts: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def in_blocks(out: torch.Tensor) -> bool:
-    return type(out.grad_fn).__name__ == "_BlockwiseBackward"
+    return type(out.grad_fn).__name__ == "_BlockwiseAttentionBackward"
 
 
 def blockwise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with mock.patch.object(attention, "SHORTEST", 0):
+    with mock.patch.object(attention_cpu, "MIN_LENGTH", 0):
         out = causal_attention(q, k, v)
     assert in_blocks(out)
     return out
@@ -91,12 +91,12 @@ def test_autocast_does_not_round_the_scores() -> None:
 @pytest.mark.parametrize(
     ("dtype", "length", "expected"),
     [
-        (torch.float32, attention.SHORTEST - 1, False),
-        (torch.float32, attention.SHORTEST, True),
-        (torch.float32, attention.LONGEST, True),
-        (torch.float32, attention.LONGEST + 1, False),
+        (torch.float32, attention_cpu.MIN_LENGTH - 1, False),
+        (torch.float32, attention_cpu.MIN_LENGTH, True),
+        (torch.float32, attention_cpu.MAX_LENGTH, True),
+        (torch.float32, attention_cpu.MAX_LENGTH + 1, False),
         (torch.bfloat16, 1, True),
-        (torch.bfloat16, attention.LONGEST + 1, False),
+        (torch.bfloat16, attention_cpu.MAX_LENGTH + 1, False),
     ],
 )
 def test_whole_rows_go_in_blocks_where_that_is_faster(
@@ -105,8 +105,9 @@ def test_whole_rows_go_in_blocks_where_that_is_faster(
     leaves = [part.requires_grad_() for part in inputs(length, dtype)]
     assert in_blocks(causal_attention(*leaves)) == expected
     with torch.autocast("cpu", torch.bfloat16):
-        assert in_blocks(causal_attention(*leaves)) == (length <= attention.LONGEST)
-    with torch.no_grad(), mock.patch.object(attention, "_in_blocks", side_effect=AssertionError):
+        assert in_blocks(causal_attention(*leaves)) == (length <= attention_cpu.MAX_LENGTH)
+    not_in_blocks = mock.patch.object(attention_cpu, "attend_in_blocks", side_effect=AssertionError)
+    with torch.no_grad(), not_in_blocks:
         causal_attention(*leaves)
 
 
@@ -130,7 +131,7 @@ def theirs_and_ours() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     register()
     register()
-    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 
 
 PACKED = {"text": None, "packed": positions_of(130, 43), "many": positions_of(200, 60, 128, 140)}
@@ -158,7 +159,7 @@ def test_transformers_models_compute_what_they_computed(
         return theirs_and_ours[0](module, *some, documents.mask(), scaling=0.2)[0]
 
     graph = ours(*(part.requires_grad_() for part in inputs(length))).grad_fn
-    while type(graph).__name__ != "_BlockwiseBackward":
+    while type(graph).__name__ != "_BlockwiseAttentionBackward":
         graph = graph.next_functions[0][0]  # to the end, if transformers' own has computed it
     found, expected = (outcome(function, inputs(length)) for function in (ours, theirs))
     for one, other in zip(found, expected, strict=True):
@@ -172,8 +173,8 @@ def test_flex_attention_computes_the_same(
 ) -> None:  # its reference: a CPU has no backward
     q, k, v = (part[:, : heads if i else 3] for i, part in enumerate(inputs(200, torch.float32)))
     documents = Documents.of(PACKED["many"])
-    documents = replace(documents, flex=attention._flex_blocks(documents.starts))
-    found = attention._flex(q, k, v, 0.2, documents)
+    block_mask = attention_gpu.flex_block_mask(documents.starts)
+    found = attention_gpu.attend_with_flex(q, k, v, scale=0.2, block_mask=block_mask)
     mask = documents.mask()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -225,11 +226,11 @@ def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
 
 
 def many_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, *_: Any, **how: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seq_q: torch.Tensor, **how: Any
 ) -> Any:
     """What torch's kernel does on a GPU; [B * T, H, D]."""
     places = torch.arange(len(q))
-    documents = torch.searchsorted(borders.long(), places, right=True)
+    documents = torch.searchsorted(cu_seq_q.long(), places, right=True)
     mask = (documents[:, None] == documents) & (places <= places[:, None])
     parts = (part.transpose(0, 1)[None] for part in (q, k, v))
     out = F.scaled_dot_product_attention(
@@ -238,8 +239,8 @@ def many_lengths(
     return out[0].transpose(0, 1)
 
 
-def as_one_document(*given: Any, **how: Any) -> Any:
-    return many_lengths(*given[:3], given[3][:1], **how)
+def as_one_document(*given: Any, cu_seq_q: torch.Tensor, **how: Any) -> Any:
+    return many_lengths(*given, cu_seq_q=cu_seq_q[:1], **how)
 
 
 def of_an_older_torch(*given: Any, is_causal: bool) -> Any:
@@ -250,11 +251,10 @@ def of_an_older_torch(*given: Any, is_causal: bool) -> Any:
 def test_a_kernel_for_many_lengths_is_tried_first(
     monkeypatch: pytest.MonkeyPatch, kernel: Any
 ) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention_gpu, "varlen_attn", kernel)
     for dtype in (torch.float16, torch.bfloat16):
-        assert attention._keeps_documents_apart(torch.device("cpu"), dtype) == (
-            kernel is many_lengths
-        )
+        is_correct = attention_gpu._varlen_is_correct(torch.device("cpu"), dtype)
+        assert is_correct == (kernel is many_lengths)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -262,7 +262,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "_keeps_documents_apart", lambda device, dtype: right)
-    takes = attention._takes_many_lengths.__wrapped__  # without what it has kept of this process
-    assert takes(torch.bfloat16) == right
-    assert not takes(torch.float32)
+    monkeypatch.setattr(attention_gpu, "_varlen_is_correct", lambda device, dtype: right)
+    can_use_varlen = attention_gpu.can_use_varlen.__wrapped__  # without its cache
+    assert can_use_varlen(torch.bfloat16) == right
+    assert not can_use_varlen(torch.float32)

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.contract import Batch
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.table import Second, TokenRows, TokenStore
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.fsdp import place
-from llmtrain.training.step import survey
+from llmtrain.parallel.placement import place
+from llmtrain.types import Batch
+from tests.engines import engine_of
 from tests.families import OVERRIDES
 from tests.launching import long_form
 
@@ -74,7 +74,7 @@ class Ours:
     """Our model after a few steps in some direction, and the pairs in rows, with the numbers of its first weights."""
 
     def __init__(self, loss: str, folder: Path, accelerator: Any, words: Any, **flags: Any) -> None:
-        self.pairs, self.accelerator = ragged(loss), accelerator
+        self.pairs = ragged(loss)
         preference = PreferenceConfig(loss_type=loss, **flags)  # type: ignore[arg-type]
         store = TokenStore(folder / "rows.arrow")
         for prompt, first, second, desirable in self.pairs:
@@ -92,20 +92,22 @@ class Ours:
             tokenizer=words, ends=(), new_tokens=[], facts=facts, packed=True
         )
         config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, block_size=BLOCK)
-        built = place(
+        bundle = place(
             accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
         )
-        self.model: Any = built.model.train()
+        self.objective: Any = bundle.objective
+        self.model: Any = bundle.model.train()
+        self.engine = engine_of(accelerator, self.model, self.objective)
         slots = [Slot(i, i) for i in range(len(rows))]
-        (batch,) = Collate(len(rows), prepare=self.model.prepare)(
-            SlotRows(rows).__getitems__(slots)
-        ).batches
+        collate = Collate(len(rows), prepare=bundle.prepare_batch)
+        (batch,) = collate(SlotRows(rows).__getitems__(slots)).batches
         self.first = self.theirs()
-        self.batch: Batch = batch | {"reference": self.model(**batch, logps=True).detach()}
+
+        log_probabilities = self.engine.call_in_forward(self.objective.reference, batch)
+        self.batch: Batch = batch | {"reference": log_probabilities.detach()}
         torch.manual_seed(0)
-        likelier = gradients(
-            self.model, self.model(**batch, logps=True).sum()
-        )  # a baseline above zero, for kto
+        # This direction makes the baseline of kto larger than zero.
+        likelier = gradients(self.model, log_probabilities.sum())
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.add_(
@@ -121,12 +123,11 @@ class Ours:
         return model
 
     def loss(self) -> Tensor:
-        more = {}
-        if self.model.preference.alone:
-            more, _ = survey(self.accelerator, self.model, [self.batch], torch.zeros(()))
-            assert more["load"] > 0.1, "a baseline to compare with"
-        found: Tensor = self.model(**self.batch, **more) / self.model.units(self.batch)
-        return found
+        totals = self.engine.count([self.batch])
+        extra = self.objective.prepass(self.engine, [self.batch], totals)
+        if self.objective.config.alone:
+            assert extra["kl_baseline"] > 0.1, "a baseline to compare with"
+        return self.engine.loss(self.batch, extra).loss / totals.denominator
 
 
 class Theirs:

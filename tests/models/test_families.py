@@ -20,22 +20,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.architecture import configuration_of
-from llmtrain.models.attention import NAME, Documents
+from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import add_lora
-from llmtrain.models.loss import IGNORED
 from llmtrain.models.pretrained import load_model
-from llmtrain.models.streaming import drawn
-from llmtrain.models.summed import _logits, leaks
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.models.probe import leaks, probe_output
+from llmtrain.models.weight_loading import random_weights
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.shards import fill
 from llmtrain.record.checkpoint import write_model
+from llmtrain.types import IGNORED, ModelBundle, count_targets
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
 from tests.models.some_rows import SomeRows
@@ -69,8 +70,10 @@ class Batch:
 
 
 @pytest.fixture
-def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., Built]:
-    def load(family: str | None = None, tokenizer=None, packed: bool = False, **settings) -> Built:
+def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., ModelBundle]:
+    def load(
+        family: str | None = None, tokenizer=None, packed: bool = False, **settings
+    ) -> ModelBundle:
         overrides = {"config_overrides": OVERRIDES} if family else {}
         if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
             overrides = {}
@@ -89,11 +92,11 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def mean_loss_of_transformers(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """From the logits of the class's own forward, as its own loss has it but for the float32 in which that is taken."""
-    own = type(model).__mro__[2]
-    logits = own.forward(
+    """The loss that the model's own class computes, but in float64 instead of float32."""
+    output = model.own_class.forward(
         model, input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-    ).logits
+    )
+    logits = output.logits
     assert logits.dtype == torch.float64
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
 
@@ -129,10 +132,9 @@ def test_loss_and_gradients_are_those_of_transformers_at_any_accumulation(load, 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
 def test_the_reported_loss_of_the_class_itself_is_the_same_in_float32(load, family):
     model, batch = load(family).model.eval(), Batch.make()
-    own = type(model).__mro__[2].forward(model, **vars(batch), use_cache=False).loss
-    assert float(model(**vars(batch)) / (batch.labels[:, 1:] != IGNORED).sum()) == pytest.approx(
-        float(own), rel=1e-5
-    )
+    expected = model.own_class.forward(model, **vars(batch), use_cache=False).loss
+    loss = model(**vars(batch)) / count_targets(batch.labels)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_head_that_does_more_than_multiply_is_noticed_and_its_logits_taken_whole(load):
@@ -158,7 +160,7 @@ def second_document(
     ids[:, :12] = first
     positions = batch.position_ids if restart else torch.arange(32).expand(8, -1)
     with torch.no_grad():
-        return _logits(model, ids, positions)[:, 12:]
+        return probe_output(model, ids, positions)[:, 12:]
 
 
 # of softcapped attention
@@ -172,7 +174,7 @@ def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_chang
     model = load(family, packed=True).model.eval()
     first, other = torch.randint(1, 250, (2, 8, 12), generator=torch.Generator().manual_seed(2))
     assert torch.equal(second_document(model, first), second_document(model, other))
-    assert (model.config._attn_implementation == NAME) == (family not in WITH_THEIRS)
+    assert (model.config._attn_implementation == ATTENTION_NAME) == (family not in WITH_THEIRS)
     score(
         f"families: {family}: logits of a document that move with its neighbour: 0 bits; without restarts they do"
     )
@@ -196,7 +198,9 @@ def test_flash_attention_gets_rows_laid_end_to_end(load, monkeypatch):
         outs = [attend(*part, is_causal=True, scale=scaling, enable_gqa=True) for part in parts]
         return torch.cat(outs, 2).transpose(1, 2), None
 
-    model, batch = load("llama", packed=True).model.double().eval(), Batch.make()
+    bundle = load("llama", packed=True)
+    model = bundle.model.double().eval()
+    batch = Batch.make()
     columns = {
         "input_ids": batch.input_ids,
         "labels": batch.labels,
@@ -206,25 +210,26 @@ def test_flash_attention_gets_rows_laid_end_to_end(load, monkeypatch):
         expected = model(**columns)
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
         monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
-        for found in (model(**columns), model(**columns, **model.prepare(columns))):
-            assert float(found) == pytest.approx(float(expected), rel=1e-12)
+        for prepared in ({}, bundle.prepare_batch(columns)):
+            nll = model(**columns, **prepared)
+            assert float(nll) == pytest.approx(float(expected), rel=1e-12)
     assert set(seen) == {(1, None, batch.input_ids.shape[1] - 1)}
 
 
 def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monkeypatch):
     """As transformers' flash attention does: of several rows it takes each for one document."""
     model = load("llama").model
-    own = type(model).__mro__[2].forward
+    own_forward = model.own_class.forward
 
     def forward(self, input_ids, documents=None, **others):
-        return own(
+        return own_forward(
             self,
             input_ids=input_ids,
             documents=Documents() if len(input_ids) > 1 else documents,
             **others,
         )
 
-    monkeypatch.setattr(type(model).__mro__[2], "forward", forward)
+    monkeypatch.setattr(model.own_class, "forward", forward)
     assert leaks(model)
 
 
@@ -249,8 +254,7 @@ def test_a_leak_past_a_sliding_window_or_a_chunk_is_found(
     """The planted class restarts positions only inside the first window of a row."""
     model = load(family, config_overrides=overrides.format(span=span)).model
     assert not leaks(model)
-    own_class = type(model).__mro__[2]
-    own_forward = own_class.forward
+    own_forward = model.own_class.forward
 
     def forward(self, input_ids, position_ids=None, **others):
         if position_ids is not None:
@@ -258,7 +262,7 @@ def test_a_leak_past_a_sliding_window_or_a_chunk_is_found(
             position_ids = torch.where(row_positions < span, position_ids, row_positions)
         return own_forward(self, input_ids=input_ids, position_ids=position_ids, **others)
 
-    monkeypatch.setattr(own_class, "forward", forward)
+    monkeypatch.setattr(model.own_class, "forward", forward)
     assert leaks(model)
 
 
@@ -314,17 +318,17 @@ def test_a_class_that_leaks_is_refused(load, family):
 def test_what_is_written_is_what_transformers_loads_and_generates_from(
     load, family, words, tmp_path
 ):
-    built = load(family)
-    model, files = built.model, built.files
+    bundle = load(family)
+    model, files = bundle.model, bundle.files
     model.eval()
     for name, tensors in (("checkpoint", files.tensors(model)), ("model", files.exported(model))):
-        write_model(tmp_path / name, files, Spread(tensors))
+        write_model(tmp_path / name, files, DistributedTensors(tensors))
         loaded, found = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, output_loading_info=True
         )
         assert not found["missing_keys"]
         assert not found["mismatched_keys"]
-        assert type(loaded).__name__ == type(model).__mro__[2].__name__
+        assert type(loaded).__name__ == model.own_class.__name__
         ids = Batch.make().input_ids[:2]
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model(ids, use_cache=False).logits)
@@ -336,8 +340,8 @@ def test_what_is_written_is_what_transformers_loads_and_generates_from(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
-    built = load(family)
-    model, files = built.model, built.files
+    bundle = load(family)
+    model, files = bundle.model, bundle.files
     kept = {name: tensor.clone() for name, tensor in files.tensors(model).items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -349,10 +353,12 @@ def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
     )
 
 
-def saved(load: Callable[..., Built], folder: Path, family: str = "llama", **settings) -> Path:
-    built = load(family, **settings)
-    model, files = built.model, built.files
-    write_model(folder, files, Spread(files.exported(model)))
+def saved(
+    load: Callable[..., ModelBundle], folder: Path, family: str = "llama", **settings
+) -> Path:
+    bundle = load(family, **settings)
+    model, files = bundle.model, bundle.files
+    write_model(folder, files, DistributedTensors(files.exported(model)))
     return folder
 
 
@@ -367,7 +373,7 @@ def reference(
             ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer
         )
         model = AutoModelForCausalLM.from_config(config)
-        fill(dict(model.named_parameters()), drawn(model, 3))
+        fill(dict(model.named_parameters()), random_weights(model, 3))
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         torch.manual_seed(3)
         model.resize_token_embeddings(len(tokenizer))
@@ -395,9 +401,9 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
         else {"from_config": base, "config_overrides": OVERRIDES}
     )
     rows = SomeRows(tokenizer, new_tokens=[257, 258] if grown else [])
-    built = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
-    assert all(p.is_meta or lora or grown for p in built.model.parameters())
-    model, expected = place(accelerator, built).model, reference(base, lora, tokenizer)
+    bundle = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
+    assert all(p.is_meta or lora or grown for p in bundle.model.parameters())
+    model, expected = place(accelerator, bundle).model, reference(base, lora, tokenizer)
     for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
         ours, theirs = (getattr(each, f"named_{kind}")() for each in (model, expected))
         for (name, one), (other_name, other) in zip(ours, theirs, strict=True):
@@ -414,13 +420,13 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
 
 
 def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
-    built = load("llama")
-    model, files = built.model, built.files
+    bundle = load("llama")
+    model, files = bundle.model, bundle.files
     tensors = files.exported(model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    write_model(tmp_path / "base", files, Spread(tensors))
+    write_model(tmp_path / "base", files, DistributedTensors(tensors))
     with pytest.raises(
-        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 are\)"
+        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 in all\)"
     ):
         load(model_name_or_path=str(tmp_path / "base"))
 

@@ -10,7 +10,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel, model_folder
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.mesh import Spread
+from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.checkpoint import write_model
 from tests.models.test_gpt import jolted
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONTEXT)
     model = jolted(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words)))
     path = tmp_path_factory.mktemp("model")
-    write_model(path, model.files(words, "text"), Spread(model.state_dict()))
+    write_model(path, model.files(words, "text"), DistributedTensors(model.state_dict()))
     return path
 
 
@@ -105,7 +105,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     files = ModelFiles(
         model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]}
     )
-    write_model(path, files, Spread(model.state_dict()))
+    write_model(path, files, DistributedTensors(model.state_dict()))
     return TextModel(str(path))
 
 

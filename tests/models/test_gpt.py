@@ -11,10 +11,12 @@ from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
+from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.lfm2 import _Gated, _Normed, rotation
-from llmtrain.models.loss import count_targets, summed_nll
-from llmtrain.parallel.mesh import Spread
+from llmtrain.models.loss import summed_nll
+from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.checkpoint import write_model
+from llmtrain.types import count_targets
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
 STOCK = {"gpt2": "GPT2LMHeadModel", "lfm2": "Lfm2ForCausalLM"}
@@ -22,7 +24,7 @@ both = pytest.mark.parametrize("architecture", STOCK)
 
 
 def small(architecture: str, vocab_size: int, seed: int = 0, **changes: object) -> GPT:
-    return GPT.of(
+    return build_gpt(
         dataclasses.replace(CONFIG, architecture=architecture, **changes), vocab_size, seed
     )
 
@@ -46,7 +48,7 @@ def test_an_exported_gpt_computes_what_the_stock_class_computes(
 ) -> None:
     words = tokenizer()
     ours = jolted(small(architecture, len(words), seed=1))
-    write_model(tmp_path, ours.files(words, "text"), Spread(ours.state_dict()))
+    write_model(tmp_path, ours.files(words, "text"), DistributedTensors(ours.state_dict()))
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(theirs).__name__ == STOCK[architecture]
     assert not report["missing_keys"]
@@ -167,12 +169,16 @@ def test_dropout_drops_a_row_alike_in_any_batch(architecture: str) -> None:
     model = jolted(small(architecture, 30, dropout=0.3)).train()
     ids = torch.randint(30, (6, 9), generator=torch.Generator().manual_seed(0))
     keys = torch.tensor([11, 2**62 + 5, 13, 14, 2**40, 16])
-    whole = torch.stack([model(ids[i : i + 1], ids[i : i + 1], keys[i : i + 1]) for i in range(6)])
-    torch.testing.assert_close(model(ids, ids, keys), whole.sum())
-    halves = model(ids[:3], ids[:3], keys[:3]) + model(ids[3:], ids[3:], keys[3:])
-    torch.testing.assert_close(halves, whole.sum())
-    assert not torch.allclose(model(ids, ids, keys + 1), whole.sum())
-    assert not torch.allclose(model(ids, ids), whole.sum())
+
+    def loss_of(rows: slice, keys: torch.Tensor) -> torch.Tensor:
+        return model(ids[rows], ids[rows], dropout_keys=keys[rows])
+
+    expected = sum(loss_of(slice(i, i + 1), keys) for i in range(6))
+    torch.testing.assert_close(loss_of(slice(None), keys), expected)
+    halves = loss_of(slice(0, 3), keys) + loss_of(slice(3, 6), keys)
+    torch.testing.assert_close(halves, expected)
+    assert not torch.allclose(loss_of(slice(None), keys + 1), expected)
+    assert not torch.allclose(model(ids, ids), expected)
 
 
 @both
@@ -181,7 +187,8 @@ def test_each_site_of_dropout_has_keys_of_its_own(architecture: str) -> None:
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
-    model(torch.arange(9)[None], torch.arange(9)[None], torch.tensor([5]))
+    ids = torch.arange(9)[None]
+    model(ids, ids, dropout_keys=torch.tensor([5]))
     assert len({tuple(keys) for keys in seen}) == 2 * CONFIG.n_layer + 1
 
 
@@ -204,8 +211,10 @@ def test_dropout_keeps_its_share_and_its_mean_and_draws_anew_in_every_place() ->
 
 def test_dropout_is_off_in_evaluation() -> None:
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, dropout=0.5), 30)
-    ids, keys = torch.randint(30, (2, 8)), torch.tensor([1, 2])
-    torch.testing.assert_close(model.eval()(ids, ids, keys), model(ids, ids))
+    model.eval()
+    ids = torch.randint(30, (2, 8))
+    keys = torch.tensor([1, 2])
+    torch.testing.assert_close(model(ids, ids, dropout_keys=keys), model(ids, ids))
 
 
 def test_the_sum_leaves_out_what_is_ignored_and_is_taken_in_float32() -> None:
@@ -241,11 +250,12 @@ def test_flops_count_every_matrix_but_what_is_looked_up(architecture: str) -> No
 
 @both
 def test_activations_computed_again_give_the_same_gradients_and_dropout(architecture: str) -> None:
-    ids, keys = torch.randint(50, (3, 9)), torch.tensor([5, 6, 7])
+    ids = torch.randint(50, (3, 9))
+    keys = torch.tensor([5, 6, 7])
     gradients = []
     for again in (False, True):
         model = jolted(small(architecture, 50, dropout=0.2, gradient_checkpointing=again)).train()
-        model(ids, ids, keys).backward()
+        model(ids, ids, dropout_keys=keys).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.contract import Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.template import set_template
 from llmtrain.errors import UserError
@@ -17,10 +16,12 @@ from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.lora import write_merged
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import Spread, fill
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.shards import fill
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
+from llmtrain.types import ModelBundle
 from tests.models.some_rows import SomeRows
 
 WITH_EXPERTS = [
@@ -50,7 +51,7 @@ def load(
     lora: LoraConfig | None = None,
     tokenizer=None,
     ends: tuple[int, ...] = (),
-) -> Built:
+) -> ModelBundle:
     tokenizer = tokenizer or words()
     rows = SomeRows(tokenizer, ends=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else [])
     return place(accelerator, load_model(config, lora, rows, 3, "no"))
@@ -80,10 +81,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def adapt(bases, accelerator) -> Callable[..., Built]:
+def adapt(bases, accelerator) -> Callable[..., ModelBundle]:
     def adapt(
         kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings
-    ) -> Built:
+    ) -> ModelBundle:
         config = ModelConfig(str(bases(kind)), block_size=64)
         lora = LoraConfig(**{"lora_r": 4} | settings)
         return load(accelerator, config, lora, tokenizer)
@@ -127,17 +128,22 @@ def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, set
 def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tmp_path):
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
     tokenizer = chatting() if grown else words()
-    built = adapt(kind, tokenizer)
-    model, files = built.model, built.files
+    bundle = adapt(kind, tokenizer)
+    model, files = bundle.model, bundle.files
     train_a_little(model, ids)
     path = write_checkpoint(
-        tmp_path, 4, files, Share(Spread(files.tensors(model))), Share(Spread({})), {"step": 4}
+        tmp_path,
+        4,
+        files,
+        Share(DistributedTensors(files.tensors(model))),
+        Share(DistributedTensors({})),
+        {"step": 4},
     )
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 
-    built = adapt(kind, tokenizer)
-    again, more_files = built.model, built.files
+    bundle = adapt(kind, tokenizer)
+    again, more_files = bundle.model, bundle.files
     assert not torch.equal(logits(again, ids), logits(model, ids))
     fill(more_files.tensors(again), read_tensors(path / "model"))
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -154,11 +160,11 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
     if "lm_head" in str(settings) and (kind == "tied" or grown):
         pytest.skip("a head that is tied, or has rows of its own to train, takes no adapter")
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    built = adapt(kind, chatting() if grown else words(), **settings)
-    model, files = built.model, built.files
+    bundle = adapt(kind, chatting() if grown else words(), **settings)
+    model, files = bundle.model, bundle.files
     train_a_little(model, ids)
     expected = logits(model, ids)
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
 
     write_merged(tmp_path / "model", tmp_path / "merged")
@@ -175,19 +181,19 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
 
 
 def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
-    built = adapt()
-    model, files = built.model, built.files
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     names = {name.rpartition(".")[2] for name in settings["target_modules"]}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt, tmp_path):
-    built = adapt()
-    model, files = built.model, built.files
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
     train_a_little(model)
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
     )
@@ -205,9 +211,9 @@ def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
 
 
 def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
-    built = adapt()
-    model, files = built.model, built.files
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     path = tmp_path / "model" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
@@ -220,7 +226,9 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
 def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):
     base = shutil.copytree(bases("untied"), tmp_path / "base")
     loaded = load(accelerator, ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4))
-    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
+    write_model(
+        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+    )
     assert TextModel(str(tmp_path / "model"))
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
@@ -229,9 +237,9 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
 
 
 def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
-    built = adapt()
-    model, files = built.model, built.files
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     path = tmp_path / "model" / "adapter_config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"})
@@ -243,8 +251,8 @@ def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
-    built = adapt(family)
-    model, files = built.model, built.files
+    bundle = adapt(family)
+    model, files = bundle.model, bundle.files
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train_a_little(model)
     moved = {
@@ -267,7 +275,7 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
         "all-linear"
     )
     expected = logits(model)
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
     write_merged(tmp_path / "model", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -344,13 +352,17 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
     )
     train_a_little(loaded.model, torch.full((4, 24), 258))
     expected = logits(loaded.model)
-    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
+    write_model(
+        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+    )
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
 
 
 def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
     loaded = adapt()
-    write_model(tmp_path / "model", loaded.files, Spread(loaded.files.exported(loaded.model)))
+    write_model(
+        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+    )
     for rank in (0, 4):
         config = ModelConfig(str(tmp_path / "model"), block_size=64)
         with pytest.raises(
@@ -375,9 +387,9 @@ def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
     ],
 )
 def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
-    built = adapt()
-    model, files = built.model, built.files
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     (tmp_path / "model" / name).unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
@@ -391,9 +403,9 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
 ):
     monkeypatch.chdir(bases("untied").parent)
     config = ModelConfig(bases("untied").name, block_size=64)
-    built = load(accelerator, config, LoraConfig(lora_r=4))
-    model, files = built.model, built.files
-    write_model(tmp_path / "model", files, Spread(files.exported(model)))
+    bundle = load(accelerator, config, LoraConfig(lora_r=4))
+    model, files = bundle.model, bundle.files
+    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(logits(TextModel("model").model), logits(model))
 
@@ -426,30 +438,30 @@ def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
 
 
 def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
-    built = load_model(
+    bundle = load_model(
         ModelConfig(str(bases("untied")), block_size=64),
         LoraConfig(lora_r=4),
         SomeRows(words()),
         3,
         "no",
     )
-    assert built.start["lora"] == {
+    assert bundle.start["lora"] == {
         "lora_r": 4,
         "lora_alpha": 32,
         "lora_target_modules": ["all-linear"],
         "lora_dropout": 0.0,
         "use_dora": False,
     }
-    assert built.start.keys() == {"weights", "lora", "freeze"}
+    assert bundle.start.keys() == {"weights", "lora", "freeze"}
 
 
 def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
     tokenizer = chatting()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    built = adapt("untied", tokenizer)
-    model, files = built.model, built.files
+    bundle = adapt("untied", tokenizer)
+    model, files = bundle.model, bundle.files
     ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
-    write_model(tmp_path / "model", ending, Spread(files.exported(model)))
+    write_model(tmp_path / "model", ending, DistributedTensors(files.exported(model)))
     loaded = TextModel(str(tmp_path / "model"))
     said = torch.full((1, 2, 259), -100.0)
     said[..., end] = 100.0

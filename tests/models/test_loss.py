@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.models import loss
-from llmtrain.models.loss import IGNORED, linear_nll, padded_size, summed_nll, trained_positions
+from llmtrain.models import nll_kernels
+from llmtrain.models.loss import linear_nll, summed_nll, trained_positions
+from llmtrain.models.shapes import padded_size
+from llmtrain.types import IGNORED
 
 ROWS = 16  # of the head in a block, in these tests
 WIDTH = 6
@@ -26,19 +28,20 @@ INCOMING = 0.37
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
-    monkeypatch.setitem(loss._LIMITS, "cpu", loss._LIMITS["cpu"]._replace(**changed))
+    limits = nll_kernels.LOGIT_LIMITS
+    monkeypatch.setitem(limits, "cpu", limits["cpu"]._replace(**changed))
 
 
-@pytest.fixture(autouse=True, params=["held", "held, a GPU's", "blockwise"])
+@pytest.fixture(autouse=True, params=["in place", "in place, a GPU's", "blockwise"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the ways to compute the loss, the one that the test takes."""
-    limit(monkeypatch, block=1, held=-1 if request.param == "blockwise" else 10**9, tile=7)
-    if request.param == "held, a GPU's":
+    in_place = -1 if request.param == "blockwise" else 10**9
+    limit(monkeypatch, block=1, in_place=in_place, tile=7)
+    if request.param == "in place, a GPU's":
         limit(monkeypatch, tile=10**9)
-        monkeypatch.setattr(
-            loss, "_into_gradient", functools.partial(loss._into_gradient, fused=True)
-        )
-    monkeypatch.setattr(loss, "_ROWS", ROWS)
+        kernel = functools.partial(nll_kernels._nll_and_gradient, is_fusible=True)
+        monkeypatch.setattr(nll_kernels, "_nll_and_gradient", kernel)
+    monkeypatch.setattr(nll_kernels, "_BLOCK_MULTIPLE", ROWS)
     return str(request.param).partition(",")[0]
 
 
@@ -171,13 +174,13 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
     assert max(distance(single, expected)) < 1e-6
 
 
-@pytest.mark.parametrize("way", ["held", "blockwise"], indirect=True)
+@pytest.mark.parametrize("way", ["in place", "blockwise"], indirect=True)
 def test_only_few_logits_are_held(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     some = case()
-    limit(monkeypatch, held=some.targets.numel() * len(some.weight) - (way == "blockwise"))
+    limit(monkeypatch, in_place=some.targets.numel() * len(some.weight) - (way == "blockwise"))
     with Operations() as operations:
         linear_nll(*some)
-    assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
+    assert len(operations.products) == (1 if way == "in place" else -(-VOCABULARIES[-1] // ROWS))
 
 
 def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(
@@ -186,7 +189,7 @@ def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(
     limit(monkeypatch, block=10 * 4 * ROWS)
     tokens = {count: torch.empty(count, 1, dtype=torch.int8) for count in (0, 1, 10, 17, 10**6)}
     sizes = {
-        count: [s.stop - s.start for s in loss._blocks(6 * ROWS + 1, some)]
+        count: [s.stop - s.start for s in nll_kernels._blocks(6 * ROWS + 1, some)]
         for count, some in tokens.items()
     }
     assert sizes[0] == sizes[1] == [6 * ROWS + 1]
@@ -242,9 +245,9 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str, way: str) 
         if name != trained
     )
     blocks = -(-VOCABULARIES[-1] // ROWS)
-    logits = 1 if way == "held" else 2 * blocks  # twice in blocks
+    logits = 1 if way == "in place" else 2 * blocks  # twice in blocks
     assert len(operations.products) == logits + (trained != "bias") * (
-        1 if way == "held" else blocks
+        1 if way == "in place" else blocks
     )
 
 
@@ -322,7 +325,7 @@ def test_evaluation_does_no_gradient_work(way: str) -> None:
         found = linear_nll(*some)
     assert not found.requires_grad
     assert torch.equal(found, expected)
-    assert len(operations.products) == (1 if way == "held" else -(-VOCABULARIES[-1] // ROWS))
+    assert len(operations.products) == (1 if way == "in place" else -(-VOCABULARIES[-1] // ROWS))
     assert torch.ops.aten.scatter_add_ not in operations.packets
 
 
@@ -418,9 +421,9 @@ def gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "compile", pretend_to_compile)
     monkeypatch.setattr(torch, "zeros", zeros_on_the_host)
-    loss._compiled_kernel.cache_clear()
+    nll_kernels._compile_for_gpu.cache_clear()
     yield
-    loss._compiled_kernel.cache_clear()
+    nll_kernels._compile_for_gpu.cache_clear()
     torch.use_deterministic_algorithms(False)
 
 
@@ -428,6 +431,6 @@ def gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_deterministic_run_has_no_compiled_kernel_though_an_earlier_run_compiled_one() -> None:
     for _ in range(2):
         torch.use_deterministic_algorithms(False)
-        assert loss._fused() is not None
+        assert nll_kernels._compiled_kernel() is not None
         torch.use_deterministic_algorithms(True)
-        assert loss._fused() is None
+        assert nll_kernels._compiled_kernel() is None

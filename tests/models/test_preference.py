@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from llmtrain.contract import Batch, Built
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.table import Second, TokenRows, TokenStore
 from llmtrain.errors import UserError
-from llmtrain.models.attention import NAME
+from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.preference import Answers, losses
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import Spread
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.engine import add_metrics
+from llmtrain.parallel.placement import place
 from llmtrain.record.checkpoint import write_model
-from llmtrain.training.step import survey
+from llmtrain.types import Batch, ModelBundle
+from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES
 
 BLOCK = 32
@@ -70,9 +71,20 @@ def rows_of(pairs: list[Pair], folder: Path, layout: str) -> TokenRows:
     return rows
 
 
-def batches_of(rows: TokenRows, model: Any, micro_batch: int) -> list[Batch]:
+def batches_of(rows: TokenRows, bundle: ModelBundle, micro_batch: int) -> list[Batch]:
+    """Return micro-batches of all rows, with padding up to a multiple of four rows."""
     slots = [Slot(i, i if i < len(rows) else None) for i in range(-(-len(rows) // 4) * 4)]
-    return Collate(micro_batch, prepare=model.prepare)(SlotRows(rows).__getitems__(slots)).batches
+    collate = Collate(micro_batch, prepare=bundle.prepare_batch)
+    return collate(SlotRows(rows).__getitems__(slots)).batches
+
+
+def values_of(rows: TokenRows, bundle: ModelBundle, micro_batch: int = 2) -> Tensor:
+    """Return the log-probability, or the score, of each answer [rows, answers of a row]."""
+    values = [
+        bundle.model(**batch, compute=bundle.objective.reference)
+        for batch in batches_of(rows, bundle, micro_batch)
+    ]
+    return torch.cat(values).detach()
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +93,10 @@ def words() -> Any:
 
 
 @pytest.fixture
-def load(words: Any, accelerator) -> Callable[..., Built]:
+def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
     def load(
         rows: TokenRows, family: str = "llama", loss: str = "sigmoid", **settings: Any
-    ) -> Built:
+    ) -> ModelBundle:
         columns = rows.column_names
         facts = SimpleNamespace(
             dataset="pairs", pairs=rows.pairs, shared=settings.pop("shared", True)
@@ -115,8 +127,15 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
 
 
+def some_reference(rows: TokenRows, bundle: ModelBundle) -> Tensor:
+    """Return log-probabilities that a reference model could have, float64 [rows, answers of a row]."""
+    objective: Any = bundle.objective
+    shape = (len(rows), objective.rows.answers_per_row)
+    return torch.from_numpy(np.random.default_rng(1).normal(-40, 8, shape))
+
+
 def with_reference(rows: TokenRows, values: Tensor) -> TokenRows:
-    """Rows with the reference's numbers [rows, slots], in float64."""
+    """Return rows with the column ``reference`` [rows, answers of a row], in float64."""
     import pyarrow
 
     kind = pyarrow.list_(pyarrow.float64(), values.shape[1])
@@ -134,8 +153,12 @@ def plainly(
     model: nn.Module, pairs: list[Pair], reference: list[list[float]], config: PreferenceConfig
 ) -> Tensor:
     """The mean loss over the pairs, each answer alone in a forward of transformers' own, formula by formula."""
-    own, beta, eps = type(model).__mro__[3], config.beta, config.label_smoothing
-    kind, terms, moved = config.loss_type, [], []
+    own = model.own_class
+    beta = config.beta
+    eps = config.label_smoothing
+    kind = config.loss_type
+    terms = []
+    moved = []
 
     def sums(prompt: list[int], answer: list[int]) -> Tensor:
         ids = torch.tensor([prompt + answer])
@@ -205,58 +228,71 @@ def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
 ) -> None:
     pairs = some_pairs()
     rows = rows_of(pairs, tmp_path, layout)
-    model: Any = load(rows, family, loss, shared=layout == "one prompt").model.double().eval()
-    config, slots = model.preference, model.slots
-    reference = torch.from_numpy(np.random.default_rng(1).normal(-40, 8, (len(rows), slots)))
+    bundle = load(rows, family, loss, shared=layout == "one prompt")
+    model: Any = bundle.model.double().eval()
+    objective: Any = bundle.objective
+    engine = engine_of(accelerator, model, objective)
+    reference = some_reference(rows, bundle)
     placed = pairs_in_rows(rows, pairs)
     assert sorted(number for *_, number in placed) == list(range(len(pairs)))
     of_pairs: list[Any] = [None] * len(pairs)
     for row, at, number in placed:
         of_pairs[number] = reference[row, 2 * at : 2 * at + 2].tolist()
-    expected = plainly(model, pairs, of_pairs, config)
-    wanted = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    expected = plainly(model, pairs, of_pairs, objective.config)
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
     for micro_batch in (4, 1):
-        batches = batches_of(with_reference(rows, reference), model, micro_batch)
-        more = {}
-        if config.alone:
-            more, _ = survey(accelerator, model, batches, torch.zeros(()))
-            assert more.keys() == {"load"}
-        count = sum(int(model.units(batch)) for batch in batches)
-        assert count == len(pairs)
+        batches = batches_of(with_reference(rows, reference), bundle, micro_batch)
+        totals = engine.count(batches)
+        assert int(totals.denominator) == len(pairs)
+        extra = objective.prepass(engine, batches, totals)
+        assert ("kl_baseline" in extra) == objective.config.alone
+
         model.zero_grad()
-        total = 0.0
-        for batch in batches:
-            part = model(**batch, **more) / count
-            part.backward()
-            total += part.item()
-        assert total == pytest.approx(float(expected), rel=1e-10)
-        both = [
-            (p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True) if g is not None
+        sums = [engine.loss(batch, extra).loss for batch in batches]
+        mean_loss = torch.stack(sums).sum() / totals.denominator
+        mean_loss.backward()
+        assert float(mean_loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        gradients = [
+            (p.grad, gradient)
+            for p, gradient in zip(model.parameters(), expected_gradients, strict=True)
+            if gradient is not None
         ]
-        whole = torch.stack([g.norm() for _, g in both]).norm()
-        assert whole > 1e-3, "there is something to compare"
-        apart = float(torch.stack([(mine - g).norm() for mine, g in both]).norm() / whole)
-        assert apart < 1e-10
-        score(f"preferences: {family}, {loss}, {layout}: gradient beside the formula's {apart:.1e}")
+        norm = torch.stack([gradient.norm() for _, gradient in gradients]).norm()
+        assert norm > 1e-3, "there is something to compare"
+        differences = [(ours - gradient).norm() for ours, gradient in gradients]
+        difference = float(torch.stack(differences).norm() / norm)
+        assert difference < 1e-10
+        score(
+            f"preferences: {family}, {loss}, {layout}: "
+            f"gradient beside the formula's {difference:.1e}"
+        )
 
 
 def test_the_baseline_has_the_same_bits_in_whatever_order_rows_are_added(
     load, tmp_path: Path, accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(some_pairs(40), tmp_path, "one prompt")
-    model: Any = load(rows, "gpt2", "kto").model.eval()
-    reference = torch.from_numpy(np.random.default_rng(1).normal(-40, 8, (len(rows), model.slots)))
-    batches = batches_of(with_reference(rows, reference), model, 1)
-    monkeypatch.setattr(model, "loads", lambda counts, tokens: (counts, tokens))
+    bundle = load(rows, "gpt2", "kto")
+    objective: Any = bundle.objective
+    engine = engine_of(accelerator, bundle.model.eval(), objective)
+    batches = batches_of(with_reference(rows, some_reference(rows, bundle)), bundle, micro_batch=1)
     assert len(batches) > 6
-    found = []
+
+    summed: list[Tensor] = []
+    sum_over_batches = engine.sum_over_batches
+
+    def note_sums(*arguments: Any) -> Tensor:
+        summed.append(sum_over_batches(*arguments))
+        return summed[-1]
+
+    monkeypatch.setattr(engine, "sum_over_batches", note_sums)
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(batches))
-        found.append(
-            survey(accelerator, model, [batches[i] for i in order], torch.zeros(()))[0]["load"]
-        )
-    assert found[0][0] != 0
-    assert all(torch.equal(one, found[0]) for one in found)
+        shuffled = [batches[i] for i in order]
+        objective.prepass(engine, shuffled, engine.count(shuffled))
+    assert len(summed) == 20
+    assert summed[0][0] != 0
+    assert all(torch.equal(sums, summed[0]) for sums in summed)
 
 
 def test_the_padding_of_a_nearly_empty_row_has_positions_that_the_model_knows(
@@ -274,22 +310,23 @@ def test_two_answers_go_on_from_one_prompt_as_from_two(family: str, load, tmp_pa
     overrides = "" if family == "nanochat" else OVERRIDES
     if family in ("mistral", "gemma3_text", "olmo3"):
         overrides += ",sliding_window=9"
-    found = {}
+    values_by_pair = {}
     for layout in ("one prompt", "halves"):
         rows = rows_of(pairs, tmp_path, layout)
-        how = {"config_overrides": overrides or None, "shared": layout == "one prompt"}
-        model: Any = load(rows, family, **how).model.eval()
-        values = torch.cat(
-            [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
-        ).detach()
-        found[layout] = {
+        shares_prompts = layout == "one prompt"
+        bundle = load(rows, family, config_overrides=overrides or None, shared=shares_prompts)
+        model: Any = bundle.model.eval()
+        values = values_of(rows, bundle)
+        values_by_pair[layout] = {
             number: values[row, 2 * at : 2 * at + 2]
             for row, at, number in pairs_in_rows(rows, pairs)
         }
-        if layout == "one prompt":
-            assert model.config._attn_implementation == NAME
-    for number, apart in found["halves"].items():
-        torch.testing.assert_close(found["one prompt"][number], apart, rtol=2e-4, atol=2e-3)
+        if shares_prompts:
+            assert model.config._attn_implementation == ATTENTION_NAME
+    for number, expected in values_by_pair["halves"].items():
+        torch.testing.assert_close(
+            values_by_pair["one prompt"][number], expected, rtol=2e-4, atol=2e-3
+        )
 
 
 @pytest.mark.parametrize(
@@ -308,34 +345,29 @@ def test_a_class_that_cannot_share_a_prompt_says_what_to_leave_out_and_then_lear
     with pytest.raises(UserError, match=f"use {flag}"):
         load(rows_of(pairs, tmp_path, "one prompt"), family, config_overrides=None)
     rows = rows_of(pairs, tmp_path, layout)
-    model: Any = load(rows, family, config_overrides=None, shared=False).model.eval()
-    values = torch.cat(
-        [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
-    ).detach()
+    bundle = load(rows, family, config_overrides=None, shared=False)
+    model: Any = bundle.model.eval()
+    values = values_of(rows, bundle)
     for row, at, number in pairs_in_rows(rows, pairs):
         prompt, first, second, _ = pairs[number]
         for which, answer in enumerate((first, second)):
-            logits = (
-                type(model)
-                .__mro__[3]
-                .forward(model, input_ids=torch.tensor([prompt + answer]))
-                .logits[0]
-            )
-            alone = torch.log_softmax(logits, 1)[
-                range(len(prompt) - 1, len(prompt + answer) - 1), answer
-            ].sum()
-            torch.testing.assert_close(
-                values[row, 2 * at + which], alone.detach(), rtol=2e-4, atol=2e-3
-            )
+            ids = torch.tensor([prompt + answer])
+            with torch.no_grad():
+                logits = model.own_class.forward(model, input_ids=ids).logits[0]
+            places = range(len(prompt) - 1, len(prompt + answer) - 1)
+            expected = torch.log_softmax(logits, 1)[places, answer].sum()
+            torch.testing.assert_close(values[row, 2 * at + which], expected, rtol=2e-4, atol=2e-3)
 
 
 def test_answers_that_saw_each_other_would_be_noticed(
     load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llmtrain.models import attention
+    from llmtrain.models import attention_cpu
 
-    honest = attention._blocks_of
-    monkeypatch.setattr(attention, "_blocks_of", lambda starts, other=None: honest(starts))
+    packed_blocks = attention_cpu.packed_blocks
+    monkeypatch.setattr(
+        attention_cpu, "packed_blocks", lambda starts, other_answers=None: packed_blocks(starts)
+    )
     rows = rows_of(some_pairs(3), tmp_path, "one prompt")
     with pytest.raises(UserError, match="cannot share a prompt"):
         load(rows)
@@ -344,11 +376,11 @@ def test_answers_that_saw_each_other_would_be_noticed(
 def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_path: Path) -> None:
     pairs = some_pairs(4)
     rows = rows_of(pairs, tmp_path, "one prompt")
-    built = load(rows, "qwen3", "reward")
-    model: Any = built.model.eval()
-    (batch,) = batches_of(rows, model, 4)
-    scores = model(**batch, logps=True)
-    write_model(tmp_path / "model", built.files, Spread(built.files.exported(model)))
+    bundle = load(rows, "qwen3", "reward")
+    model: Any = bundle.model.eval()
+    scores = values_of(rows, bundle, micro_batch=4)
+    tensors = DistributedTensors(bundle.files.exported(model))
+    write_model(tmp_path / "model", bundle.files, tensors)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert type(theirs).__name__ == "Qwen3ForSequenceClassification"
     for row, at, number in pairs_in_rows(rows, pairs):
@@ -365,23 +397,23 @@ def test_a_family_without_a_scoring_class_is_refused_by_name(load, tmp_path: Pat
         load(rows, "nanochat", "reward", config_overrides=None)
 
 
-def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
+def test_metrics_are_means_by_trls_names(load, tmp_path: Path, accelerator) -> None:
     pairs = some_pairs(7)
     rows = rows_of(pairs, tmp_path, "one prompt")
-    model: Any = load(rows).model.eval()
-    values = torch.cat(
-        [model(**batch, logps=True) for batch in batches_of(rows, model, 2)]
-    ).detach()
-    first = values + torch.linspace(-3, 3, values.numel()).view_as(values)
-    for batch in batches_of(with_reference(rows, first), model, 2):
-        model(**batch)
-    told = model.readings(model.measured().tolist())
-    moved = torch.stack(
-        [(values - first)[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)]
-    )
-    logps = torch.stack(
-        [values[row, 2 * at : 2 * at + 2] for row, at, _ in pairs_in_rows(rows, pairs)]
-    )
+    bundle = load(rows)
+    engine = engine_of(accelerator, bundle.model.eval(), bundle.objective)
+    values = values_of(rows, bundle)
+    reference = values + torch.linspace(-3, 3, values.numel()).view_as(values)
+
+    totals: dict[str, Tensor] = {}
+    for batch in batches_of(with_reference(rows, reference), bundle, micro_batch=2):
+        add_metrics(totals, engine.loss(batch).metrics)
+    sums = {name: float(total) for name, total in totals.items()}
+    metrics = bundle.objective.metrics(sums, extra={})
+
+    places = [(row, slice(2 * at, 2 * at + 2)) for row, at, _ in pairs_in_rows(rows, pairs)]
+    moved = torch.stack([(values - reference)[place] for place in places])
+    logps = torch.stack([values[place] for place in places])
     expected = {
         "rewards/accuracies": float((moved[:, 0] > moved[:, 1]).float().mean()),
         "rewards/margins": float(0.1 * (moved[:, 0] - moved[:, 1]).mean()),
@@ -391,8 +423,7 @@ def test_readings_are_means_by_trls_names(load, tmp_path: Path) -> None:
         "logps/rejected": float(logps[:, 1].mean()),
         "kl": float(-moved.mean()),
     }
-    assert told == pytest.approx(expected, rel=1e-4)
-    assert not any(model.measured().tolist()), "they are given once"
+    assert metrics == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

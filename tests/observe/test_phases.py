@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.observe import phases
 from llmtrain.observe.phases import OWN, PHASES, Phases, straggler
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
     clock: list[float],
 ) -> None:
     model = Slow(clock)
-    watched = Phases(Accelerator(cpu=True), model)
+    watched = Phases(CPU, model)
     seconds = {
         "data": 1.0,
         "count": 2.0,
@@ -69,17 +70,17 @@ def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
     clock[0] += 1000
     watched.at("data")
     assert watched.read() == {
-        **{name: [2 * value] for name, value in seconds.items()},
-        "forward": [4.0],
-        "exchange": [0.0],
+        **{name: 2 * value for name, value in seconds.items()},
+        "forward": 4.0,
+        "exchange": 0.0,
     }
-    assert watched.read()["data"] == [0.0], "a reading begins anew"
+    assert watched.read()["data"] == 0.0, "after it was read, it begins anew"
     assert watched.step == 2
 
 
 def test_a_pass_outside_an_update_is_not_one_of_its_phases(clock: list[float]) -> None:
     model = Slow(clock)
-    watched = Phases(Accelerator(cpu=True), model)
+    watched = Phases(CPU, model)
     with watched.watching():
         watched.at("getting ready")
         model(torch.ones(1, 2)).sum().backward()
@@ -105,7 +106,7 @@ class Replicated(DistributedDataParallel):
 
 def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float]) -> None:
     model = Replicated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    watched = Phases(Accelerator(cpu=True), model)
+    watched = Phases(CPU, model)
     seen: list[str] = []
     watched.on_change.append(lambda phase, mark: seen.append(phase))
     with watched.watching():
@@ -120,7 +121,7 @@ def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float
 
 
 def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) -> None:
-    watched = Phases(Accelerator(cpu=True), nn.Linear(2, 2))
+    watched = Phases(CPU, nn.Linear(2, 2))
     late, other = readings([1.0, 1.0], data=[0.0, 9.0]), readings([1.0, 1.0], data=[9.0, 0.0])
     for seconds in (10, 1):
         for phase in ("data", "count", "optimizer"):
@@ -129,8 +130,8 @@ def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) ->
         watched.at("other")
         if seconds == 10:
             assert watched.late(late) is None
-            watched.warm_up()
-    assert watched.read()["optimizer"] == [1.0]
+            watched.drop_first_step()
+    assert watched.read()["optimizer"] == 1.0
     assert watched.late(other) is None, "once may be chance"
     named = [watched.late(late) for _ in range(4)]
     assert [found is not None for found in named] == [False, True, False, False], (

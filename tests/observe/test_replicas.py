@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -7,17 +5,17 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_replicas, fingerprint
-from llmtrain.parallel.mesh import Sharding, ShardingPlugin
+from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 
 
-class TwoRanks:
+class TwoRanks(TrainingAccelerator):
     """An accelerator whose other rank holds ``other``."""
 
     num_processes = 2
     device = torch.device("cpu")
-    state = SimpleNamespace(fsdp_plugin=None)
 
     def __init__(self, other: nn.Module) -> None:
+        self.sharding = Sharding(replicas=2, shards=1)
         self.other = other
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
@@ -76,14 +74,15 @@ def test_an_empty_shard_is_like_another() -> None:
     check_replicas(TwoRanks(empty), empty)
 
 
-class TwoReplicasOfTwo:
+class TwoReplicasOfTwo(TrainingAccelerator):
     """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
 
-    num_processes, device = 4, torch.device("cpu")
+    num_processes = 4
+    device = torch.device("cpu")
 
-    def __init__(self, *halves: nn.Module, sharding: Sharding = Sharding(2, 2)) -> None:  # noqa: B008 - frozen
+    def __init__(self, *halves: nn.Module, sharding: Sharding | None = None) -> None:
         self.halves = halves
-        self.state = SimpleNamespace(fsdp_plugin=ShardingPlugin(sharding))
+        self.sharding = sharding or Sharding(replicas=2, shards=2)
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
@@ -104,11 +103,9 @@ def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
 
 
 def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_sharded() -> None:
-    one, two, over = (
-        model(),
-        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)),
-        Sharding(2, 1, tensor=2),
-    )
-    check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=over), one)
+    one = model()
+    two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    sharding = Sharding(replicas=2, shards=1, tensor=2)
+    check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=sharding), one)
     with pytest.raises(UserError, match=r"0\.weight of rank 1, 3 differs from rank 0's"):
-        check_replicas(TwoReplicasOfTwo(one, two, one, two, sharding=over), one)
+        check_replicas(TwoReplicasOfTwo(one, two, one, two, sharding=sharding), one)

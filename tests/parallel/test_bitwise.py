@@ -10,9 +10,10 @@ from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.bitwise import BitwiseGradients, tree_sum
+from llmtrain.parallel.bitwise import BitwiseEngine, tree_sum
+from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.layout import Layout
-from llmtrain.training.step import Accumulation, count_tokens
+from tests.engines import split
 
 
 def leaves(count: int) -> list[torch.Tensor]:
@@ -61,14 +62,16 @@ def test_a_number_of_terms_that_is_no_power_of_two_is_a_programmers_error() -> N
 def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelerator) -> None:
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30).double()
     ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(1))
-    batches = [{"input_ids": ids[i : i + 2], "labels": ids[i : i + 2]} for i in range(0, 8, 2)]
-    plain, bitwise = accelerator.prepare(copy.deepcopy(model)), accelerator.prepare(model)
-    tokens, _ = count_tokens(accelerator, batches, False)
-    nll = Accumulation(accelerator, plain)(batches, tokens)
-    same = BitwiseGradients(accelerator, bitwise, lambda: None)(batches, tokens)
-    assert float(same) == pytest.approx(float(nll), rel=1e-6)
-    for ours, theirs in zip(bitwise.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+    batches = split({"input_ids": ids, "labels": ids}, micro_batch=2)
+    ordinary = ReplicatedEngine(accelerator, accelerator.prepare(copy.deepcopy(model)))
+    bitwise = BitwiseEngine(accelerator, accelerator.prepare(model))
+    denominator = ordinary.count(batches).denominator
+    expected_sums = ordinary.forward_backward(batches, denominator)
+    sums = bitwise.forward_backward(batches, denominator)
+    assert float(sums.loss) == pytest.approx(float(expected_sums.loss), rel=1e-6)
+    parameters = zip(bitwise.model.parameters(), ordinary.model.parameters(), strict=True)
+    for parameter, expected in parameters:
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(

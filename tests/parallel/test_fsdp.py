@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import asked_sharding
-from llmtrain.models.config import GPTConfig
-from llmtrain.models.gpt import GPT
-from llmtrain.parallel.fsdp import sharding_settings
-from llmtrain.parallel.mesh import Sharding, block_classes
+from llmtrain.parallel.fsdp_settings import sharding_settings
+from llmtrain.parallel.mesh import Sharding
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -94,19 +91,3 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
 def test_what_is_not_supported_is_one_line(environment, why, asked) -> None:
     with pytest.raises(UserError, match=why):
         asked(4, **{**FSDP2, **environment})
-
-
-def test_blocks_are_found_from_the_model() -> None:
-    with torch.device("meta"):
-        assert block_classes(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, block_size=8), 16)) == {
-            "Block"
-        }
-    said = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2))
-    said._no_split_modules = ["Bilinear", "NotHere"]
-    assert block_classes(said) == {"Bilinear"}
-    assert block_classes(nn.Sequential(nn.Linear(2, 2))) == set()
-    experts = nn.ModuleList(nn.Bilinear(1, 1, 1) for _ in range(9))
-    layers = nn.ModuleList(nn.ModuleDict({"experts": experts}) for _ in range(2))
-    assert block_classes(nn.ModuleDict({"layers": layers})) == {
-        "ModuleDict"
-    }  # of the longest list that is outermost

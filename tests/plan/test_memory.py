@@ -14,14 +14,15 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
+from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import PipelineConfig
-from llmtrain.parallel.fsdp import place
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan import pipeline
-from llmtrain.plan.activations import MicroBatch, kept
+from llmtrain.parallel.placement import place
+from llmtrain.plan.activations import Kept, MicroBatch, kept
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.subject import Subject, subject_of
 from llmtrain.training.settings import OptimConfig
+from llmtrain.types import Objective
 from tests.families import OVERRIDES, rows_of
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
@@ -74,16 +75,21 @@ def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None
     )  # DDP's buckets, beside what grows between exchanges
 
 
+def activations_of(config: GPTConfig) -> Kept:
+    """Return what a GPT keeps for its backward pass."""
+    subject = memory(config=config).subject
+    return kept(subject.model, subject.objective, MicroBatch(2, 32))
+
+
 def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
-    found = kept(memory().subject.model, MicroBatch(2, 32))
-    assert found.blocks == 6
-    four = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32)
-    shallow = kept(memory(config=four).subject.model, MicroBatch(2, 32))
-    assert sum(found.peak) - sum(shallow.peak) == pytest.approx(2 * found.block)
+    deep = activations_of(CONFIG)
+    assert deep.blocks == 6
+    shallow = activations_of(GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32))
+    assert sum(deep.peak) - sum(shallow.peak) == pytest.approx(2 * deep.block)
+
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
-    assert (
-        kept(memory(config=again).subject.model, MicroBatch(2, 32)).block == 4 * 2 * 32 * 64
-    )  # a block's input
+    input_of_block = 4 * 2 * 32 * 64
+    assert activations_of(again).block == input_of_block
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -106,8 +112,8 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
             return self.head(x).sum()
 
     with torch.device("meta"):
-        model = Tiny()
-    found = kept(model, MicroBatch(2, 7))
+        model = make_trainable(Tiny())
+    found = kept(model, Objective(), MicroBatch(2, 7))
     assert found.block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
     assert found.before == 4 * 2 * 8 * 16
     gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
@@ -118,9 +124,9 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
 def test_activations_of_experts_are_counted_without_values(accelerator: Accelerator) -> None:
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 32)
     config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, block_size=32)
-    built = load_model(config, None, rows_of(tokenizer), 3, "no")
-    found = kept(built.model, MicroBatch(2, 32))
-    model = place(accelerator, built).model.train()
+    bundle = load_model(config, None, rows_of(tokenizer), 3, "no")
+    found = kept(bundle.model, bundle.objective, MicroBatch(2, 32))
+    model = place(accelerator, bundle).model.train()
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     saved: dict[int, int] = {}
 
@@ -151,9 +157,7 @@ def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
     half = Sharding(1, 1, stages=2)
     activations = found.kept(1, tensor=1, gathered=True)
-    one, two, three = (
-        pipeline.stage_of(found, activations, half, 0, 1, count) for count in (1, 2, 3)
-    )
+    one, two, three = (found.of_stage(activations, half, 0, 1, count) for count in (1, 2, 3))
     assert (
         one.activations < two.activations == three.activations
     )  # no more are under way than there are stages

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import Spread
+from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.checkpoint import (
     checkpoints,
@@ -42,7 +42,12 @@ def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
     moments = {"w.exp_avg": weights["w"] * 2}
     return write_checkpoint(
-        folder, step, Files(), Share(Spread(weights)), Share(Spread(moments)), {"step": step}
+        folder,
+        step,
+        Files(),
+        Share(DistributedTensors(weights)),
+        Share(DistributedTensors(moments)),
+        {"step": step},
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llmtrain.errors import UserError
+from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.provenance import check_same_everywhere, what_runs
 from llmtrain.record.resume import choose_folder
-from llmtrain.record.team import ALONE, Team
 
 
 def failing(error: Exception) -> Callable[[], None]:

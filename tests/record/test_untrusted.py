@@ -20,7 +20,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.models.untrusted import load_causal_lm
-from llmtrain.parallel.mesh import Spread
+from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
@@ -37,7 +37,11 @@ def save(folder: Path, step: int, identity: str = "ours") -> Path:
     weights = {"w": torch.full((300,), float(step))}
     state = {"step": step, "identity_sha256": identity}
     Saver(folder, Files(), keep=3).save(
-        step, Spread(weights), Spread({"w.exp_avg": weights["w"]}), state, lambda: None
+        step,
+        DistributedTensors(weights),
+        DistributedTensors({"w.exp_avg": weights["w"]}),
+        state,
+        lambda: None,
     )
     return folder / f"step-{step:08d}"
 
@@ -180,7 +184,7 @@ def model_folder(tmp_path: Path) -> Path:
 
     folder = tmp_path / "model"
     checkpoint.write_model(
-        folder, ModelFiles(model.hf_config(0), words), Spread(model.state_dict())
+        folder, ModelFiles(model.hf_config(0), words), DistributedTensors(model.state_dict())
     )
     return folder
 

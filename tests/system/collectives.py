@@ -9,6 +9,7 @@ import torch
 from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
+from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.step import train_step
 
 
@@ -43,16 +44,17 @@ def main() -> None:
         model.require_forward_param_sync = False
         accelerator.no_sync = lambda _: torch.enable_grad()
 
-    generator = torch.Generator().manual_seed(accelerator.process_index)
+    engine = ReplicatedEngine(accelerator, model)
+    generator = torch.Generator().manual_seed(engine.rank)
     rounds = []
     for _ in range(3):
-        window = []
+        batches = []
         for _ in range(3):
             ids = torch.randint(300, (2, 17), generator=generator)
-            window.append({"input_ids": ids, "labels": ids})
+            batches.append({"input_ids": ids, "labels": ids})
         reduced.clear()
         per_micro_batch.clear()
-        train_step(accelerator, model, optimizer, window, 1.0)
+        train_step(engine, optimizer, batches, max_grad_norm=1.0)
         starts = [*per_micro_batch, len(reduced)]
         rounds.append([starts[i + 1] - starts[i] for i in range(3)])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])

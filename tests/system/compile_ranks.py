@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llmtrain import GPT, Built, GPTConfig, launch
+from llmtrain import GPTConfig, launch
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import full_tensor
+from llmtrain.models.gpt_family import build_gpt
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharded import ShardedEngine
+from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
+from llmtrain.types import Batch
 
 LENGTH = 16
 own_compile = torch.compile
@@ -69,40 +72,42 @@ def compilers(accelerator: Accelerator, on_rank_1: str) -> Iterator[None]:
         torch.compile = own_compile
 
 
-def sharded_model(accelerator: Accelerator) -> nn.Module:
+def sharded_engine(accelerator: Accelerator) -> ShardedEngine:
+    """Return an engine of a new model in training mode."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=LENGTH, dropout=0.2)
     with torch.device("meta"):
-        gpt = GPT.of(config, 300)
+        gpt = build_gpt(config, 300)
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
-    built = Built(gpt, gpt.files(words, "nothing"), gpt.first_weights(3))
-    return place(accelerator, built).model.train()
+    bundle = gpt.bundle(words, trained_on="nothing", seed=3)
+    return ShardedEngine(accelerator, place(accelerator, bundle).model.train())
 
 
-def micro_batch(accelerator: Accelerator) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(accelerator.process_index)
+def micro_batch(engine: Engine) -> Batch:
+    generator = torch.Generator().manual_seed(engine.rank)
     ids = torch.randint(1, 250, (2, LENGTH + 1), generator=generator)
     return {"input_ids": ids, "labels": ids, "dropout_keys": torch.arange(2)}
 
 
-def gradients_of(accelerator: Accelerator, model: nn.Module) -> list[torch.Tensor]:
-    accelerator.backward(model(**micro_batch(accelerator)))
-    return [full_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+def gradients_of(engine: Engine) -> list[torch.Tensor]:
+    engine.accelerator.backward(engine.loss(micro_batch(engine)).loss)
+    return [full_tensor(p.grad) for p in engine.model.parameters() if p.grad is not None]
 
 
 def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
     """Choose whether to compile; say what was chosen, and what the model computes afterwards."""
     on_rank_1, wanted = case.split(", ")
-    expected = gradients_of(accelerator, sharded_model(accelerator))
+    expected = gradients_of(sharded_engine(accelerator))
 
-    model = sharded_model(accelerator)
+    engine = sharded_engine(accelerator)
+    model = engine.model
     torch.manual_seed(5)
     next_random = torch.rand(3)
     torch.manual_seed(5)
     found: dict[str, Any] = {}
     with compilers(accelerator, on_rank_1):
         try:
-            found["is compiled"] = compiling.choose(
-                accelerator, model, micro_batch(accelerator), 10**9, wanted, None
+            found["is compiled"] = compiling.choose_compiled_or_eager(
+                engine, micro_batch(engine), passes=10**9, wanted=wanted, earlier=None
             )
         except UserError as error:
             found["error"] = str(error)
@@ -110,7 +115,7 @@ def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
         found["gradients left"] = sum(p.grad is not None for p in model.parameters())
         found["all sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
 
-        gradients = gradients_of(accelerator, model)
+        gradients = gradients_of(engine)
     apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, expected, strict=True)]
     found["gradients apart"] = float(torch.stack(apart).max())
     found["compiled blocks"] = sum("forward" in vars(block) for block in model.transformer.h)

@@ -1,12 +1,13 @@
-"""Run on two ranks by test_verify.py: plants known bugs in the update, one after the other, and says what shows them.
+"""Run on two ranks by test_verify.py: plants known bugs in the step, one after the other.
 
-The reference is a bare torch loop over the whole global batch, which every rank computes for itself.
+It writes what shows each of them. The reference is a bare torch loop over the whole global batch,
+which every rank computes for itself.
 """
 
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.training import optim, step
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.training import optim
+from llmtrain.training.step import train_step
+from llmtrain.types import Batch, LossSums, StepTotals, count_targets
+from tests.engines import split
 
 OPTIM = OptimConfig(max_steps=4, warmup_steps=2, learning_rate=1e-2)
 LIMIT = 1e-12  # relative; everything here is float64
@@ -28,7 +34,7 @@ def make_model() -> GPT:
     return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30, seed=1).double()
 
 
-def global_batch(step: int) -> dict[str, torch.Tensor]:
+def global_batch(step: int) -> Batch:
     ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(step))
     labels = ids.clone()
     for row in range(8):
@@ -40,9 +46,9 @@ def global_batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def micro_batches(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
-    rows = {name: column[4 * rank : 4 * rank + 4] for name, column in global_batch(step).items()}
-    return [{name: column[i : i + 2] for name, column in rows.items()} for i in (0, 2)]
+def micro_batches(step: int, rank: int) -> list[Batch]:
+    """Return two micro-batches of two rows each."""
+    return split(split(global_batch(step), 4)[rank], 2)
 
 
 def bare_run(accelerator: Accelerator) -> dict[str, Any]:
@@ -68,18 +74,19 @@ def our_run(
     model = make_model()
     optimizer = make_optimizer(accelerator, model, OPTIM)
     model, optimizer = accelerator.prepare(model, optimizer)
-    losses, norms, drift = [], [], ""
+    engine = ReplicatedEngine(accelerator, model)
+    losses = []
+    norms = []
+    drift = ""
     for made in range(OPTIM.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(made, OPTIM)
-        update = step.train_step(
-            accelerator, model, optimizer, rows_of(made, accelerator.process_index), 1.0
-        )
-        losses.append(float(accelerator.reduce(update.nll, reduction="sum") / update.tokens))
-        norms.append(update.grad_norm)
+        result = train_step(engine, optimizer, rows_of(made, engine.rank), max_grad_norm=1.0)
+        losses.append(float(engine.sum_over_ranks(result.sums.loss) / result.denominator))
+        norms.append(result.grad_norm)
         if made == 1 and PERTURB:
             with torch.no_grad():
-                next(model.parameters())[0, 0] += accelerator.process_index * 1e-7
+                next(model.parameters())[0, 0] += engine.rank * 1e-7
         try:
             check_replicas(accelerator, model)
         except UserError as error:
@@ -101,33 +108,61 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
-    accelerator, model = self.accelerator, self.model
+# --- bugs of an engine, in the place of its methods
+
+
+def mean_of_means(
+    engine: Engine,
+    batches: Sequence[Batch],
+    denominator: torch.Tensor,
+    extra: Batch | None = None,
+) -> LossSums:
+    """Average the mean losses of the micro-batches, instead of dividing by the global count."""
     total = torch.zeros((), dtype=torch.float64)
     for i, batch in enumerate(batches):
-        with contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model):
-            nll = model(**batch)
-            accelerator.backward(
-                nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches)
-            )
-        total += nll.detach()
-    return total
+        is_last = i == len(batches) - 1
+        with contextlib.nullcontext() if is_last else engine.no_sync():
+            loss = engine.loss(batch, extra).loss
+            mean = loss / count_targets(batch["labels"]).clamp(min=1)
+            engine.accelerator.backward(mean / len(batches))
+        total += loss.detach()
+    return LossSums(total, metrics={})
 
 
-def never_synced(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
-    accelerator, model = self.accelerator, self.model
-    with accelerator.no_sync(model):
+def never_synced(
+    engine: Engine,
+    batches: Sequence[Batch],
+    denominator: torch.Tensor,
+    extra: Batch | None = None,
+) -> LossSums:
+    """Never reduce a gradient over the ranks."""
+    with engine.no_sync():
         for batch in batches:
-            nll = model(**batch)
-            accelerator.backward(nll * accelerator.num_processes / tokens)
-    return nll.detach()
+            loss = engine.loss(batch, extra).loss
+            engine.accelerator.backward(loss * engine.data_parallel_size / denominator)
+    return LossSums(loss.detach(), metrics={})
 
 
-def unshifted(labels: torch.Tensor) -> torch.Tensor:
-    return (labels != -100).sum()
+HONEST_COUNT = Engine.count
 
 
-def other_ranks_rows(made: int, rank: int) -> list[dict[str, torch.Tensor]]:
+def unshifted_count(
+    engine: Engine, batches: Sequence[Batch], stop_requested: bool = False
+) -> StepTotals:
+    """Count the first label of each row, too."""
+    totals = HONEST_COUNT(engine, batches, stop_requested)
+    counts = [(batch["labels"] != -100).sum() for batch in batches]
+    count = engine.sum_over_ranks(torch.stack(counts).sum())
+    return totals._replace(target_tokens=count, denominator=count)
+
+
+ALWAYS_ONE = property(lambda engine: 1)  # in the place of `data_parallel_size`
+
+
+# --- bugs around an engine
+
+
+def other_ranks_rows(made: int, rank: int) -> list[Batch]:
     return micro_batches(made, 0)
 
 
@@ -151,13 +186,13 @@ def main() -> None:
         return shown + ([run["drift"]] if run["drift"] else [])
 
     found = {"nothing planted": what_shows()}
-    with patched(step.Accumulation, "__call__", mean_of_means):
+    with patched(Engine, "forward_backward", mean_of_means):
         found["a mean of means"] = what_shows()
-    with patched(step, "data_parallel_size", lambda _: 1):
+    with patched(Engine, "data_parallel_size", ALWAYS_ONE):
         found["a forgotten data-parallel factor"] = what_shows()
-    with patched(step.Accumulation, "__call__", never_synced):
+    with patched(Engine, "forward_backward", never_synced):
         found["a missing sync"] = what_shows()
-    with patched(step, "count_targets", unshifted):
+    with patched(Engine, "count", unshifted_count):
         found["unshifted token counts"] = what_shows()
     found["a rank reading another's rows"] = what_shows(rows_of=other_ranks_rows)
     found["a scheduler stepped per rank"] = what_shows(lr_at=scheduler_stepped_per_rank)

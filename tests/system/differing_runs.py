@@ -1,4 +1,4 @@
-"""Run by test_diff.py: many small runs of recipes/gpt.py in one process, each with flags of its own or a known bug.
+"""Run by test_diff.py: many small runs of recipes/gpt.py in one process, which differ by a flag or a bug.
 
 python differing_runs.py RUNS, a JSON list of {"flags": [...], "plant": NAME or null, "cache": FOLDER}
 """
@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,32 @@ import gpt
 
 from llmtrain.data import loader, text
 from llmtrain.models import gpt as model
-from llmtrain.parallel import fsdp
-from llmtrain.training import loop, optim, start, step
+from llmtrain.parallel.engine import Engine
+from llmtrain.training import loop, optim, start
+from llmtrain.types import Batch, LossSums, count_targets
 from tests.system import controls
 
-
-def not_clipped(accelerator: Any, model: Any, limit: float) -> torch.Tensor:
-    return fsdp.clip_grad_norm(accelerator, model, 1e9)
+HONEST_CLIP = Engine.clip_grad_norm
 
 
-def mean_of_means(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
-    accelerator, model = self.accelerator, self.model
+def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
+    return HONEST_CLIP(engine, 1e9)
+
+
+def mean_of_means(
+    engine: Engine,
+    batches: Sequence[Batch],
+    denominator: torch.Tensor,
+    extra: Batch | None = None,
+) -> LossSums:
+    """Average the mean losses of the micro-batches, and reduce each."""
     total = torch.zeros(())
     for batch in batches:
-        nll = model(**batch)
-        accelerator.backward(nll / step.count_targets(batch["labels"]).clamp(min=1) / len(batches))
-        total += nll.detach()
-    return total
+        loss = engine.loss(batch, extra).loss
+        mean = loss / count_targets(batch["labels"]).clamp(min=1)
+        engine.accelerator.backward(mean / len(batches))
+        total += loss.detach()
+    return LossSums(total, metrics={})
 
 
 def with_both_ends(
@@ -57,8 +66,8 @@ class LastLabel(loader.Collate):
         return super().__call__(read._replace(columns={**read.columns, "labels": labels}))
 
 
-def with_masked_labels(*arguments: Any) -> Any:
-    batches = loader.train_loader(*arguments)
+def with_masked_labels(*arguments: Any, **settings: Any) -> Any:
+    batches = loader.train_loader(*arguments, **settings)
     collate = LastLabel(batches.collate_fn.micro_batch)
     return torch.utils.data.DataLoader(
         batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate
@@ -67,7 +76,7 @@ def with_masked_labels(*arguments: Any) -> Any:
 
 PLANT: dict[str, tuple[Any, str, Any]] = {
     "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
-    "a mean of means": (step.Accumulation, "__call__", mean_of_means),
+    "a mean of means": (Engine, "forward_backward", mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
     "a token twice": (text, "_encoded", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
@@ -76,7 +85,7 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
         "lr_at",
         lambda made, config: optim.lr_at(max(made - 1, 0), config),
     ),
-    "no clipping": (step, "clip_grad_norm", not_clipped),
+    "no clipping": (Engine, "clip_grad_norm", not_clipped),
 }
 
 

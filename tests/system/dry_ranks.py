@@ -1,5 +1,8 @@
-"""Run by test_plan.py: set-up and two updates as one of many processes that are not there. `dry_ranks.py FOUND`, under
-the variables of a launcher; what is sent goes nowhere (torch's fake process group)."""
+"""Run by test_plan.py: set-up and two steps as one of many processes that are not there.
+
+`dry_ranks.py FOUND`, under the variables of a launcher. What is sent goes nowhere (torch's fake
+process group).
+"""
 
 import contextlib
 import json
@@ -12,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmtrain import GPT, Built, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import local_shard
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.shards import local_shard
 from llmtrain.training.step import train_step
+from llmtrain.types import Objective
 from tests.memory import resident
 from tests.record.test_checkpoint import Files
 
@@ -31,16 +37,25 @@ def main() -> None:
     accelerator = start_accelerator()
     with torch.device("meta"):
         gpt = GPT(CONFIG, 300)
-    place(accelerator, Built(gpt, Files(), gpt.first_weights(3)))
+    place(accelerator, ModelBundle(gpt, Files(), gpt.first_weights(3)))
     optimizer = make_optimizer(accelerator, gpt, OptimConfig())
     model, optimizer = accelerator.prepare(gpt, optimizer)
     seconds = time.perf_counter() - began
+
+    engine = engine_for(
+        accelerator,
+        model,
+        objective=Objective(),
+        config=ParallelConfig(),
+        bitwise=False,
+        accumulation=1,
+    )
     ids = torch.zeros(2, 33, dtype=torch.int64)
+    batches = [{"input_ids": ids, "labels": ids}]
     for _ in range(2):
-        # DDP asks for a sum that was really made
-        sums = contextlib.nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
-        with sums:
-            train_step(accelerator, model, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+        # DDP checks that its sums were made, which they are not here.
+        with contextlib.nullcontext() if engine.is_sharded else engine.no_sync():
+            train_step(engine, optimizer, batches, max_grad_norm=1.0)
     held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
     found = {

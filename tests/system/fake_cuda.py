@@ -17,18 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmtrain.contract import Window
-from llmtrain.models import attention
-from llmtrain.models.attention import NAME, Documents, register
+from llmtrain.models import attention_gpu
+from llmtrain.models.attention import ATTENTION_NAME, register
+from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import GPTConfig
+from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT
 from llmtrain.models.loss import linear_nll, trained_positions
-from llmtrain.models.summed import summed
 from llmtrain.observe import replicas
-from llmtrain.parallel import mesh
-from llmtrain.training import run
+from llmtrain.parallel import distributed_tensors, shards
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.record import loading
 from llmtrain.training.muon import Muon
-from llmtrain.training.step import count_tokens
+from llmtrain.types import LocalBatch
 
 CUDA = torch.device("cuda")
 ACCELERATOR: Any = SimpleNamespace(
@@ -50,35 +52,45 @@ def gpt(stage: bool = False) -> GPT:
     return model
 
 
-def window() -> Window:
-    """A window as the loader makes it, on the host."""
+def local_batch() -> LocalBatch:
+    """A batch as the loader makes it, on the host."""
     ids = torch.zeros(4, 9, dtype=torch.int64)
     positions = (torch.arange(9) % 5).expand(4, -1)
-    about = torch.zeros(4), torch.zeros(4), torch.zeros(2)
-    return Window({"input_ids": ids, "labels": ids, "position_ids": positions}, 2, *about)
+    return LocalBatch(
+        columns={"input_ids": ids, "labels": ids, "position_ids": positions},
+        micro_batch=2,
+        rows=torch.zeros(4),
+        targets=torch.zeros(4),
+        token_fingerprint=0,
+        label_fingerprint=0,
+    )
 
 
-def made_on_the_host() -> Window:
-    made = window()
+def made_on_the_host() -> LocalBatch:
+    made = local_batch()
     positions, labels = (
         [batch["position_ids"] for batch in made.batches],
         [batch["labels"] for batch in made.batches],
     )
     found = zip(positions, labels, strict=True)
     prepared = [
-        {"documents": Documents.of(p[:, :-1], True), "trained": trained_positions(own, True)}
+        {
+            "documents": Documents.of(p[:, :-1], True),
+            "target_positions": trained_positions(own, True),
+        }
         for p, own in found
     ]
     return replace(made, prepared=tuple(prepared))
 
 
-def forward_of_gpt(sent: Window) -> None:
+def forward_of_gpt(sent: LocalBatch) -> None:
     batch = sent.batches[0]
-    nll = gpt()(batch["input_ids"], batch["labels"], torch.zeros(2, dtype=torch.int64, device=CUDA))
+    keys = torch.zeros(2, dtype=torch.int64, device=CUDA)
+    nll = gpt()(batch["input_ids"], batch["labels"], dropout_keys=keys)
     assert nll.device.type == "cuda"
 
 
-def forward_of_llama(sent: Window) -> None:
+def forward_of_llama(sent: LocalBatch) -> None:
     """Packed rows, through the kernel for sequences of many lengths."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -87,34 +99,35 @@ def forward_of_llama(sent: Window) -> None:
         **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16
     )
     with CUDA:
-        model = summed(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 8)
+        llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = make_causal_lm(llama, row_length=8)
     register()
-    model.config._attn_implementation, model.head_is_linear = NAME, True
+    model.config._attn_implementation, model.head_is_linear = ATTENTION_NAME, True
     newest = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
     right = mock.patch.object(
-        attention, "_keeps_documents_apart", return_value=True
+        attention_gpu, "_varlen_is_correct", return_value=True
     )  # no values, nothing to compare
-    with newest, right, mock.patch.object(attention, "_flex", None):
+    with newest, right, mock.patch.object(attention_gpu, "attend_with_flex", None):
         assert model(**sent.batches[0]).device.type == "cuda"
 
 
-def losses(sent: Window) -> None:
+def losses(sent: LocalBatch) -> None:
     with CUDA:
         weight, hidden = torch.zeros(50, 16), torch.zeros(2, 8, 16)
     batch = sent.batches[0]
-    for positions in (None, batch["trained"]):
+    for positions in (None, batch["target_positions"]):
         assert (
             linear_nll(hidden, weight, batch["labels"][:, 1:], positions=positions).device.type
             == "cuda"
         )
 
 
-def counts(sent: Window) -> None:
-    tokens, stops = count_tokens(ACCELERATOR, sent.batches, False)
-    assert tokens.device.type == stops.device.type == "cuda"
+def counts(sent: LocalBatch) -> None:
+    totals = ReplicatedEngine(ACCELERATOR, gpt()).count(sent.batches)
+    assert {total.device.type for total in totals} == {"cuda"}
 
 
-def optimizers(sent: Window) -> None:
+def optimizers(sent: LocalBatch) -> None:
     model = gpt()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -123,24 +136,26 @@ def optimizers(sent: Window) -> None:
     Muon([p for p in model.parameters() if p.ndim == 2], 0.1, 0.1).step()
 
 
-def restores(sent: Window) -> None:
+def restores(sent: LocalBatch) -> None:
     """Weights that come as a stream, on the host, into those of a device."""
     model = gpt()
-    mesh.fill(
+    shards.fill(
         dict(model.named_parameters()),
         ((name, torch.zeros(p.shape)) for name, p in model.named_parameters()),
     )
 
 
-def messages(sent: Window) -> None:
+def messages(sent: LocalBatch) -> None:
     """A tensor that another stage of a pipeline holds, and this one writes: it is received on the device."""
     with CUDA:
         tensors = {"here": torch.zeros(2), "there": torch.empty(3, device="meta")}
     received: list[torch.Tensor] = []
-    spread = mesh.Spread(tensors, {"here": 0, "there": 1}, 2)
-    recv = mock.patch.object(mesh.dist, "recv", lambda tensor, rank: received.append(tensor))
-    with recv, mock.patch.object(mesh.dist, "get_rank", return_value=0):
-        spread.gather_to("there", 0)
+    staged = distributed_tensors.DistributedTensors(tensors, {"here": 0, "there": 1}, 2)
+    recv = mock.patch.object(
+        distributed_tensors.dist, "recv", lambda tensor, rank: received.append(tensor)
+    )
+    with recv, mock.patch.object(distributed_tensors.dist, "get_rank", return_value=0):
+        staged.gather_to("there", 0)
     assert [tensor.device.type for tensor in received] == ["cuda"]
 
 
@@ -164,7 +179,7 @@ def _tensors(made: object) -> list[torch.Tensor]:
     return [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
 
 
-def fingerprints(sent: Window) -> None:
+def fingerprints(sent: LocalBatch) -> None:
     replicas.fingerprint(gpt(stage=True))
     with CUDA:
         large = nn.Linear(1 << 14, 1 << 12, bias=False)
@@ -175,12 +190,12 @@ def fingerprints(sent: Window) -> None:
     )
 
 
-def finite(sent: Window) -> None:
+def finite(sent: LocalBatch) -> None:
     seen: list[torch.Tensor] = []
     sharded = {"is_fsdp2": True, "reduce": lambda bad, reduction: seen.append(bad)}
     accelerator = SimpleNamespace(**{**vars(ACCELERATOR), **sharded})
     try:
-        run._check_finite(accelerator, gpt(stage=True))
+        loading.check_finite(gpt(stage=True), Ranks(accelerator))
     except AttributeError:  # a list of values, which there are none of
         assert seen[0].device.type == "cuda"
 
@@ -190,15 +205,15 @@ def all_at_once(values: torch.Tensor) -> torch.Tensor:
     return (bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)).sum()
 
 
-def on_the_host(accelerator: Any, model: nn.Module) -> None:
+def on_the_host(model: nn.Module, ranks: Any) -> None:
     torch.stack([torch.zeros(()) if p.is_meta else p.sum() for p in model.parameters()])
 
 
 FAULTS: dict[str, Any] = {
-    "3": mock.patch.object(run, "_check_finite", on_the_host),
+    "3": mock.patch.object(loading, "check_finite", on_the_host),
     "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
 }
-PATHS: list[Callable[[Window], None]] = [
+PATHS: list[Callable[[LocalBatch], None]] = [
     *(
         forward_of_gpt,
         forward_of_llama,

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from llmtrain import launch
+from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups
-from llmtrain.parallel.mesh import local_shard
+from llmtrain.parallel.shards import local_shard
 from llmtrain.training import loop
+from llmtrain.types import StepResult
 from tests.memory import resident
 
 FIRST = 3  # those before make optimizer state, and settle DDP's buckets
@@ -27,10 +29,12 @@ def bytes_of(tensors: Any) -> int:
     return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
-def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, **named: Any) -> Any:
+def watched(engine: Engine, optimizer: Any, batches: Any, **settings: Any) -> StepResult:
+    """Make a step, and note what it holds."""
     calls.append(1)
     if len(calls) < FIRST:
-        return own_step(accelerator, model, optimizer, batches, **named)
+        return own_step(engine, optimizer, batches, **settings)
+    model = engine.model
     parameters = [p for p in model.parameters() if not p.is_meta]
     storages = {
         local_shard(p).untyped_storage().data_ptr(): p for p in parameters
@@ -53,12 +57,12 @@ def watched(accelerator: Any, model: Any, optimizer: Any, batches: Any, **named:
         "5"
     )  # the most that was ever resident is from here on, proc(5)
     before = resident("VmRSS")
-    update = own_step(accelerator, model, optimizer, batches, **named)
+    result = own_step(engine, optimizer, batches, **settings)
     # the least of some updates: threads of gloo let go of what was sent when they come to it
     found["most"] = min(found.get("most", math.inf), resident("VmHWM") - before)
     before_optimizer.remove()
     passes.remove()
-    return update
+    return result
 
 
 def see_gradients(model: Any, parameters: list[Any]) -> None:

@@ -1,11 +1,16 @@
-"""recipes/gpt.py, or preference.py, with a known bug, for test_verify.py: PLANTED names it."""
+"""recipes/gpt.py or preference.py with a known bug, for test_verify.py and test_preference.py.
+
+The environment variable PLANTED names the bug.
+"""
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
@@ -14,86 +19,95 @@ import preference
 
 from llmtrain import launch
 from llmtrain.data.loader import Collate, Read
-from llmtrain.training import loop, observers, optim, step
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.training import loop, optim
+from llmtrain.types import Batch, LocalBatch, LossSums, StepResult, StepTotals
 from tests.system import controls
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-HONEST = {"train_step": loop.train_step, "collate": Collate.__call__}
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+HONEST_STEP = loop.train_step
+HONEST_COLLATE = Collate.__call__
+HONEST_COUNT = Engine.count
 
 
-def sync_in_every_micro_batch(self: Any, batches: Any, tokens: torch.Tensor) -> torch.Tensor:
-    accelerator, model = self.accelerator, self.model
+def sync_in_every_micro_batch(
+    engine: Engine, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
+) -> LossSums:
     total = torch.zeros(())
     for batch in batches:
-        nll = model(**batch)
-        accelerator.backward(nll * accelerator.num_processes / tokens)
-        total += nll.detach()
-    return total
+        loss = engine.loss(batch, extra).loss
+        engine.accelerator.backward(loss * engine.data_parallel_size / denominator)
+        total += loss.detach()
+    return LossSums(total, metrics={})
 
 
-def perturb_rank_1(accelerator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-    update = HONEST["train_step"](accelerator, model, *rest, **named)
+def perturb_rank_1(engine: Engine, *arguments: Any, **settings: Any) -> StepResult:
+    result = HONEST_STEP(engine, *arguments, **settings)
     with torch.no_grad():
-        next(model.parameters())[0, 0] += RANK * 1e-3
-    return update
+        next(engine.model.parameters())[0, 0] += RANK * 1e-3
+    return result
 
 
-def rows_of_rank_0(collate: Collate, read: Read) -> Any:
-    """Every rank but the first reads the rows again that it has read in its first step."""
+def rows_of_first_step(collate: Collate, read: Read) -> LocalBatch:
+    """Every rank except the first reads the rows again that it has read in its first step."""
     first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
-    return HONEST["collate"](
-        collate, first if RANK and len(read.slots) == len(first.slots) else read
-    )
+    if RANK and len(read.slots) == len(first.slots):
+        read = first
+    return HONEST_COLLATE(collate, read)
 
 
-def mean_of_ranks_means(
-    accelerator: Any, model: Any, batches: Any, tokens: torch.Tensor
-) -> torch.Tensor:
-    return torch.stack([step.plain_of(model).units(batch) for batch in batches]).sum() * WORLD  # type: ignore[operator]
+def pairs_of_one_rank(
+    engine: Engine, batches: Sequence[Batch], stop_requested: bool = False
+) -> StepTotals:
+    """Let each rank divide by its own number of pairs, as if all ranks had as many."""
+    totals = HONEST_COUNT(engine, batches, stop_requested)
+    pairs = torch.stack([engine.objective.denominator(batch) for batch in batches]).sum()
+    return totals._replace(denominator=pairs * WORLD)
 
 
-def parted_pairs(collate: Collate, read: Read) -> Any:
+def divided_pairs(collate: Collate, read: Read) -> LocalBatch:
     """The first rank has the chosen answers of the rows, the second the rejected ones."""
-    made = HONEST["collate"](collate, read)
-    for batch in made.batches if WORLD > 1 else ():
-        batch["labels"][(batch["answers"] & 1) != RANK] = -100
-    return made
+    local_batch = HONEST_COLLATE(collate, read)
+    if WORLD > 1:
+        columns = local_batch.columns
+        columns["labels"][(columns["answers"] & 1) != RANK] = -100
+    return local_batch
 
 
-def survey_of_one_rank(accelerator: Any, model: Any, batches: Any, tokens: Any, enter: Any) -> Any:
-    plain: Any = step.plain_of(model)
-    if not plain.balance:
-        return {}, None
-    with torch.no_grad():
-        counts = torch.stack([model(**batch, survey=True) for batch in batches]).sum(0)
-    load, told = plain.loads(counts, tokens)
-    return {"load": load}, told
+@torch.no_grad()
+def sum_over_own_batches(
+    engine: Engine, function: Callable[[Any, Batch], Tensor], batches: Iterable[Batch]
+) -> Tensor:
+    """Forget the sum over the ranks."""
+    return torch.stack([engine.call_in_forward(function, batch) for batch in batches]).sum(0)
 
 
-PLANT = {
-    "nothing": (step.Accumulation, "__call__", step.Accumulation.__call__),
-    "a mean of means": (step.Accumulation, "__call__", controls.mean_of_means),
-    "a forgotten data-parallel factor": (step, "data_parallel_size", lambda accelerator: 1),
-    "a missing sync": (step.Accumulation, "__call__", controls.never_synced),
-    "a sync in every micro-batch": (step.Accumulation, "__call__", sync_in_every_micro_batch),
-    "a scheduler stepped per rank": (
-        loop,
-        "lr_at",
-        lambda made, config: optim.lr_at(made * WORLD, config),
-    ),
-    "unshifted token counts": (step, "count_targets", controls.unshifted),
-    "a rank reading another's rows": (Collate, "__call__", rows_of_rank_0),
-    "buckets that are not settled": (
-        observers,
-        "settle_buckets",
-        lambda accelerator, model, batch: None,
-    ),
+def lr_of_steps_of_all_ranks(step: int, config: optim.OptimConfig) -> float:
+    return optim.lr_at(step * WORLD, config)
+
+
+def rebuild_nothing(engine: ReplicatedEngine, batch: Batch) -> None:
+    """Leave DDP's buckets as they are."""
+
+
+PLANT: dict[str, tuple[Any, str, Any]] = {
+    "nothing": (Engine, "forward_backward", Engine.forward_backward),
+    "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
+    "a forgotten data-parallel factor": (Engine, "data_parallel_size", controls.ALWAYS_ONE),
+    "a missing sync": (Engine, "forward_backward", controls.never_synced),
+    "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
+    "a scheduler stepped per rank": (loop, "lr_at", lr_of_steps_of_all_ranks),
+    "unshifted token counts": (Engine, "count", controls.unshifted_count),
+    "a rank reading another's rows": (Collate, "__call__", rows_of_first_step),
+    "buckets that are not settled": (ReplicatedEngine, "rebuild_buckets", rebuild_nothing),
     "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
-OF_PAIRS = {
-    "a mean of ranks' means of pairs": (step, "count_units", mean_of_ranks_means),
-    "a pair split over two processes": (Collate, "__call__", parted_pairs),
-    "a baseline of each process": (step, "survey", survey_of_one_rank),
+OF_PAIRS: dict[str, tuple[Any, str, Any]] = {
+    "a mean of ranks' means of pairs": (Engine, "count", pairs_of_one_rank),
+    "a pair split over two processes": (Collate, "__call__", divided_pairs),
+    "a baseline of each process": (Engine, "sum_over_batches", sum_over_own_batches),
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""Run on four ranks by test_resume.py: three updates after three others, without a break, after a restart with its
-buckets settled, and after one without; writes whether each restart ends in the bits of the unbroken run."""
+"""Run on four ranks by test_resume.py: three steps after three others, with and without a restart.
 
+After one restart DDP's buckets are settled, and after another they are not. It writes whether each
+restart ends in the bits of the run that was not restarted.
+"""
+
+import copy
 import json
 import sys
 from pathlib import Path
@@ -11,49 +15,57 @@ from accelerate import Accelerator
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.ddp import settle_buckets
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
+from llmtrain.types import Batch
 
 
-def batches(accelerator: Accelerator, step: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(100 * step + accelerator.process_index)
+def batches_of(engine: Engine, step: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(100 * step + engine.rank)
     ids = torch.randint(300, (2, 17), generator=generator)
     return [{"input_ids": ids, "labels": ids}]
 
 
-def fresh(accelerator: Accelerator, saved: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def fresh(
+    accelerator: Accelerator, saved: dict[str, Any] | None = None
+) -> tuple[ReplicatedEngine, Any]:
+    """Return an engine of a new model, or of a saved one, and the optimizer."""
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=16), 300, seed=1)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    return accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return ReplicatedEngine(accelerator, model), optimizer
+
+
+def weights_after_steps(engine: Engine, optimizer: Any, first: int) -> torch.Tensor:
+    """Make three steps; return all weights."""
+    for step in range(first, first + 3):
+        train_step(engine, optimizer, batches_of(engine, step), max_grad_norm=1.0)
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
 
 
 def main() -> None:
     accelerator = start_accelerator()
-    model, optimizer = fresh(accelerator)
+    engine, optimizer = fresh(accelerator)
+    weights_after_steps(engine, optimizer, first=0)
+    saved = copy.deepcopy(
+        {
+            "model": engine.unwrapped.state_dict(),
+            "optimizer": optimizer.optimizer.state_dict(),
+        }
+    )
+    expected = weights_after_steps(engine, optimizer, first=3)
 
-    def updates(first: int) -> torch.Tensor:
-        for step in range(first, first + 3):
-            train_step(accelerator, model, optimizer, batches(accelerator, step), 1.0)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    updates(0)
-    plain = accelerator.unwrap_model(model)
-    saved = {"model": {k: v.clone() for k, v in plain.state_dict().items()}}
-    state = optimizer.optimizer.state_dict()
-    state["state"] = {
-        i: {k: v.clone() for k, v in entry.items()} for i, entry in state["state"].items()
-    }
-    saved["optimizer"] = state
-    unbroken = updates(3)
     same = {}
-    for settled in (True, False):
-        model, optimizer = fresh(accelerator, saved)
-        if settled:
-            settle_buckets(accelerator, model, batches(accelerator, 3)[0])
-        same["settled" if settled else "not settled"] = torch.equal(updates(3), unbroken)
+    for settles in (True, False):
+        engine, optimizer = fresh(accelerator, saved)
+        if settles:
+            engine.rebuild_buckets(batches_of(engine, 3)[0])
+        weights = weights_after_steps(engine, optimizer, first=3)
+        same["settled" if settles else "not settled"] = torch.equal(weights, expected)
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(same))
 

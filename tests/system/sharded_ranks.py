@@ -15,10 +15,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from llmtrain import (
-    GPT,
-    Built,
     GPTConfig,
     LoraConfig,
+    ModelBundle,
     ModelConfig,
     OptimConfig,
     launch,
@@ -27,22 +26,19 @@ from llmtrain import (
 )
 from llmtrain.data import tokenizer as tok
 from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.models.gpt_family import build_gpt
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.parallel.config import PipelineConfig
-from llmtrain.parallel.ddp import GradientSyncs
-from llmtrain.parallel.fsdp import held_bytes, parameter_groups, place
-from llmtrain.parallel.mesh import (
-    HasEmbeddings,
-    Spread,
-    data_parallel_rank,
-    data_parallel_size,
-    gather_rows,
-    of_all_stages,
-)
-from llmtrain.parallel.pipeline import Pipeline
+from llmtrain.parallel.blocks import HasEmbeddings
+from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.fsdp import parameter_groups
+from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.parallel.placement import held_bytes, place
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.team import Team
 from llmtrain.record.checkpoint import write_model
-from llmtrain.record.team import Team
-from llmtrain.training.step import Accumulation, train_step
+from llmtrain.training.step import train_step
 from tests.families import OVERRIDES, rows_of
 
 ROWS, LENGTH = 16, 24
@@ -63,7 +59,8 @@ def batches(
     trained = (
         torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.1, 0.9, ROWS)[:, None]
     )
-    share, rank = ROWS // data_parallel_size(accelerator), data_parallel_rank(accelerator)
+    ranks = Ranks(accelerator)
+    share, rank = ROWS // ranks.data_parallel_size, ranks.data_parallel_rank
     mine = slice(share * rank, share * (rank + 1))
     columns = (
         ids[mine].chunk(accumulation),
@@ -72,7 +69,7 @@ def batches(
     return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*columns, strict=True)]
 
 
-def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
+def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
     kind, _, rest = case.partition("-")
     if kind in ("gpt", "lfm2"):
         size = (
@@ -83,8 +80,10 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> Built:
             n_layer=2, n_head=2, n_embd=size, block_size=LENGTH, architecture=architecture
         )
         with torch.device("meta"):
-            gpt = GPT.of(config, 300)
-        return place(accelerator, Built(gpt, gpt.files(words(), "nothing"), gpt.first_weights(3)))
+            gpt = build_gpt(config, 300)
+        return place(
+            accelerator, ModelBundle(gpt, gpt.files(words(), "nothing"), gpt.first_weights(3))
+        )
     rank = (
         1 if "grown" in rest else 3 if "lora" in rest or "dora" in rest else 0
     )  # of one row some hold nothing
@@ -133,27 +132,33 @@ def readings(
     found["same_parameters"] = bool(accelerator.gather(torch.tensor([same])).all())
     found["held"], found["all"] = held_bytes(plain)
     syncs, scattered = GradientSyncs(model), COUNTS
-    how: Any = Accumulation(accelerator, model, reduce="each" if "-each" in name else "once")
-    if STAGES > 1:
-        how = Pipeline(accelerator, model)
+    engine = engine_for(
+        accelerator,
+        model,
+        objective=built.objective,
+        config=ParallelConfig(sync_each_batch="-each" in name),
+        bitwise=False,
+        accumulation=int(accumulation),
+    )
     with syncs.counting():
         for step in range(updates):
             syncs.restart()
             scattered.clear()
-            window = batches(accelerator, step, int(accumulation))
-            update = train_step(accelerator, model, optimizer, window, 1.0, forward_backward=how)
-            found["losses"].append(
-                float(gather_rows(accelerator, update.nll[None]).sum() / update.tokens)
-            )
-            found["norms"].append(update.grad_norm)
+            micro_batches = batches(accelerator, step, int(accumulation))
+            result = train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
+            losses = engine.gather_rows(result.sums.loss[None])
+            found["losses"].append(float(losses.sum() / result.denominator))
+            found["norms"].append(result.grad_norm)
             found["syncs"].append(syncs.count)
             found["scattered"].append(len(scattered))
     check_replicas(accelerator, model)
     if accelerator.is_fsdp2:
-        tensors = of_all_stages(accelerator, plain, files.exported(plain))
+        tensors = engine.gatherable(files.exported(plain))
         write_model(folder / case.replace("/", "-"), files, tensors, Team.of_all(sees_folder=True))
     elif accelerator.is_main_process:
-        write_model(folder / case.replace("/", "-"), files, Spread(files.exported(plain)))
+        write_model(
+            folder / case.replace("/", "-"), files, DistributedTensors(files.exported(plain))
+        )
     if isinstance(plain, HasEmbeddings):
         ends = plain.get_output_embeddings(), plain.get_input_embeddings()
         found["tied"] = bool({*ends[0].parameters()} & {*ends[1].parameters()})

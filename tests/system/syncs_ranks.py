@@ -1,7 +1,7 @@
-"""Run by test_syncs.py: a recipe, and what in each of its updates would wait for a GPU. `syncs_ranks.py FOUND ...`
+"""Run by test_syncs.py: a recipe, and what in each of its steps would wait for a GPU. `syncs_ranks.py FOUND ...`
 
 A CPU never waits, but it is asked the same: to read a value, or to make a tensor of a size that values decide. What is
-computed on other threads, as windows are, is not counted.
+computed on other threads, as batches are, is not counted.
 """
 
 import contextlib
@@ -85,7 +85,9 @@ def where() -> str:
 
 def main() -> None:
     found_file, recipe, *flags = sys.argv[1:]
-    honest, updates, graphs = loop._windows, [], []
+    honest = loop._read_ahead
+    steps: list[dict[str, Any]] = []
+    graphs: list[Any] = []
     compiles = "--torch_compile" in flags  # not under the modes that count
     own = torch.compile
 
@@ -96,7 +98,7 @@ def main() -> None:
     torch.compile = lambda function, **settings: own(function, **settings | {"backend": backend})
 
     def counted(*arguments: Any) -> Any:
-        for window in honest(*arguments):
+        for batch in honest(*arguments):
             found: Counter[str] = Counter()
             reads = Reads(found)
             operations = Operations(found, reads)
@@ -104,14 +106,14 @@ def main() -> None:
                 contextlib.nullcontext() if compiles else reads,
                 contextlib.nullcontext() if compiles else operations,
             ):
-                yield window
-            updates.append({"waits": found, "operations": operations.count, "graphs": len(graphs)})
+                yield batch
+            steps.append({"waits": found, "operations": operations.count, "graphs": len(graphs)})
 
-    loop._windows = counted
+    loop._read_ahead = counted
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe)["main"](flags)
     if os.environ.get("RANK", "0") == "0":
-        Path(found_file).write_text(json.dumps(updates))
+        Path(found_file).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
 from llmtrain.launching.process import launch
-from llmtrain.parallel.mesh import Spread, fill, local_shard
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import fill, local_shard
+from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, tensors
 from llmtrain.record.saver import Saver
-from llmtrain.record.team import Team
 from llmtrain.record.tensors import read_tensors
 from tests.record.test_checkpoint import Files
 
@@ -67,7 +68,13 @@ def main() -> None:
     saver = Saver(root / "checkpoints", Files(), 2, team=team)
 
     def save(saver: Saver, step: int) -> Path:
-        saver.save(step, Spread(spread(step)), Spread(spread(step)), {"step": step}, lambda: None)
+        saver.save(
+            step,
+            DistributedTensors(spread(step)),
+            DistributedTensors(spread(step)),
+            {"step": step},
+            lambda: None,
+        )
         return saver.folder / f"step-{step:08d}"
 
     found["gives back"] = gives_back(save(saver, 1), 1.0)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain import launch
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import full_tensor, local_shard
+from llmtrain.parallel.shards import full_tensor, local_shard
 from llmtrain.parallel.tensor import parallelize
 
 VOCABULARY = 257  # which does not divide

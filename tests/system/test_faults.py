@@ -96,12 +96,12 @@ import os, signal, sys; sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
 from llmtrain.training import loop
-honest = loop._windows
+honest = loop._read_ahead
 def stopping(*arguments):
-    for number, window in enumerate(honest(*arguments)):
+    for number, batch in enumerate(honest(*arguments)):
         if number == 7 and os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGSTOP)
-        yield window
-loop._windows = stopping
+        yield batch
+loop._read_ahead = stopping
 if __name__ == "__main__": launch(gpt.main)
 """
 
@@ -249,12 +249,12 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "from llmtrain.training.step import Accumulation\nhonest, begun = Accumulation.__call__, []\n"
-        "def slow(self, batches, tokens):\n"
+        "from llmtrain.parallel.engine import Engine\nhonest, begun = Engine.forward_backward, []\n"
+        "def slow(self, batches, denominator, extra):\n"
         "    begun.append(1)\n"
         "    if len(begun) > 1: time.sleep(60)\n"
-        "    return honest(self, batches, tokens)\n"
-        "Accumulation.__call__ = slow\nif __name__ == '__main__': launch(gpt.main)\n"
+        "    return honest(self, batches, denominator, extra)\n"
+        "Engine.forward_backward = slow\nif __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
     process = begin(
@@ -320,15 +320,14 @@ POISONED = """
 import os, sys; sys.path.insert(0, 'recipes')
 import gpt
 from llmtrain import launch
-from llmtrain.training.step import Accumulation
-honest, calls = Accumulation.__call__, []
-def poisoned(self, batches, tokens):
+from llmtrain.parallel.engine import Engine
+honest, calls = Engine.forward_backward, []
+def poisoned(self, batches, denominator, extra):
     calls.append(1)
     if len(calls) in (3, 5) and os.environ['RANK'] == '1':
-        batches = [{**batch, 'input_ids': batch['input_ids']} for batch in batches]
-        tokens = tokens * float('nan')
-    return honest(self, batches, tokens)
-Accumulation.__call__ = poisoned
+        denominator = denominator * float('nan')
+    return honest(self, batches, denominator, extra)
+Engine.forward_backward = poisoned
 if __name__ == '__main__': launch(gpt.main)
 """
 

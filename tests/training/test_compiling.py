@@ -14,10 +14,12 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.fsdp import place
-from llmtrain.parallel.mesh import Sharding, ShardingPlugin
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharded import ShardedEngine
 from llmtrain.training import compiling
-from llmtrain.training.compiling import choose, eager_code
+from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from tests.engines import engine_of
 from tests.launching import long_form
 from tests.models.some_rows import SomeRows
 
@@ -59,11 +61,10 @@ def test_a_run_is_compiled_where_it_is_long_and_gains(
     ]:
         model = gpt()
         times(monkeypatch, before, after)
-        assert (
-            choose(accelerator, model, BATCH, passes, "auto", None)
-            == is_compiled(model)
-            == expected
+        choice = choose_compiled_or_eager(
+            engine_of(accelerator, model), BATCH, passes=passes, wanted="auto", earlier=None
         )
+        assert choice == is_compiled(model) == expected
     assert "a micro-batch takes 0.50x its time before" in capsys.readouterr().out
 
 
@@ -71,18 +72,16 @@ def test_a_run_is_compiled_where_it_is_long_and_gains(
 def test_a_run_stays_with_what_it_has_chosen(accelerator: Accelerator) -> None:
     for earlier in (True, False):
         model = gpt()
-        assert (
-            choose(accelerator, model, BATCH, MANY, "auto", earlier)
-            == is_compiled(model)
-            == earlier
+        choice = choose_compiled_or_eager(
+            engine_of(accelerator, model), BATCH, passes=MANY, wanted="auto", earlier=earlier
         )
+        assert choice == is_compiled(model) == earlier
     for wanted in ("always", "never"):
         model = gpt()
-        assert (
-            choose(accelerator, model, BATCH, 1, wanted, None)
-            == is_compiled(model)
-            == (wanted == "always")
+        choice = choose_compiled_or_eager(
+            engine_of(accelerator, model), BATCH, passes=1, wanted=wanted, earlier=None
         )
+        assert choice == is_compiled(model) == (wanted == "always")
 
 
 def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
@@ -98,13 +97,16 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
     monkeypatch.setattr(compiling, "_compile", break_blocks)
     monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
     model = gpt()
-    assert not choose(accelerator, model, BATCH, MANY, "auto", None)
+    engine = engine_of(accelerator, model)
+    assert not choose_compiled_or_eager(engine, BATCH, passes=MANY, wanted="auto", earlier=None)
     assert not is_compiled(model)
     assert "no C++ compiler" in capsys.readouterr().out
     with pytest.raises(
         UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Leave it out"
     ):
-        choose(accelerator, gpt(), BATCH, MANY, "always", None)
+        choose_compiled_or_eager(
+            engine_of(accelerator, gpt()), BATCH, passes=MANY, wanted="always", earlier=None
+        )
 
 
 @pytest.mark.usefixtures("compiler")
@@ -112,14 +114,19 @@ def test_blocks_are_not_compiled_under_tensor_parallelism(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They communicate, so no rank can try one alone."""
-    plugin = ShardingPlugin(Sharding(1, 1, tensor=2))
-    monkeypatch.setitem(vars(accelerator.state), "fsdp_plugin", plugin)
+    accelerator.sharding = Sharding(replicas=1, shards=1, tensor=2)
     monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
     with pytest.raises(UserError, match=r"--torch_compile always: .* tensor parallelism"):
-        choose(accelerator, gpt(), BATCH, MANY, "always", None)
+        choose_compiled_or_eager(
+            ShardedEngine(accelerator, gpt()), BATCH, passes=MANY, wanted="always", earlier=None
+        )
     for earlier in (None, True):
         model = gpt()
-        assert choose(accelerator, model, BATCH, MANY, "auto", earlier) is False
+        engine = ShardedEngine(accelerator, model)
+        assert (
+            choose_compiled_or_eager(engine, BATCH, passes=MANY, wanted="auto", earlier=earlier)
+            is False
+        )
         assert not is_compiled(model)
 
 
@@ -135,7 +142,9 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    choose(accelerator, model, BATCH, MANY, "auto", None)
+    choose_compiled_or_eager(
+        engine_of(accelerator, model), BATCH, passes=MANY, wanted="auto", earlier=None
+    )
     assert torch.equal(torch.rand(3), expected)
     assert all(
         torch.equal(a, b) and b.grad is None
@@ -155,7 +164,8 @@ def test_compiled_blocks_compute_what_they_computed(
         monkeypatch.setattr(
             compiling, "_compile", functools.partial(compiling._compile, backend=backend)
         )
-    assert choose(accelerator, model, BATCH, 1, "always", None)
+    engine = engine_of(accelerator, model)
+    assert choose_compiled_or_eager(engine, BATCH, passes=1, wanted="always", earlier=None)
     for network in (eager, model):
         network(**BATCH).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
@@ -199,7 +209,8 @@ def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -
     rows = SomeRows(tokenizer, packed=True)
     config = ModelConfig(from_config="llama", block_size=64)
     accelerator = Accelerator(cpu=True)
-    model = place(accelerator, load_model(config, None, rows, 0, "no")).model.train()
+    bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
+    model = bundle.model.train()
     compiling._compile(model, counting(graphs))
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -208,7 +219,7 @@ def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -
         ids = torch.randint(200, (2, 65), generator=generator)
         labels = torch.where(torch.rand(2, 65, generator=generator) < 0.5, ids, -100)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        model(**batch, **model.prepare(batch)).backward()
+        model(**batch, **bundle.prepare_batch(batch)).backward()
     assert len(graphs) == 1
 
 
@@ -220,5 +231,5 @@ def test_trying_it_leaves_other_devices_alone(
     monkeypatch.setattr(
         torch.random, "fork_rng", lambda *devices: forked.append(devices) or honest(*devices)
     )
-    compiling._try(accelerator, gpt(), BATCH)
+    compiling._try(engine_of(accelerator, gpt()), BATCH)
     assert forked == [([],)]  # without a list it is every GPU of the machine

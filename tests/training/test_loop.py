@@ -50,7 +50,7 @@ def test_training_leaves_no_hooks_on_the_model(
             run=dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name)),
         )
         accelerator = lt.start(settings)
-        built = lt.Built(model, model.files(rows.tokenizer, rows.facts.dataset))
+        built = lt.ModelBundle(model, model.files(rows.tokenizer, rows.facts.dataset))
         optimizer = lt.make_optimizer(accelerator, model, settings.optim)
         with lt.open_run(accelerator, settings, rows, built) as run:
             batches, _ = lt.loaders(run)
@@ -58,7 +58,7 @@ def test_training_leaves_no_hooks_on_the_model(
 
     for name in ("first", "second"):
         if crashes:
-            monkeypatch.setattr(loop, "_count_skipped", crash)
+            monkeypatch.setattr(loop, "_count_if_skipped", crash)
             with pytest.raises(CrashError):
                 train_once(name)
         else:

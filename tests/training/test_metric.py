@@ -1,4 +1,4 @@
-"""A metric of a recipe's own is a sum by a count over all held-out batches."""
+"""A metric of the user's own is a sum divided by a count, both over all eval batches."""
 
 from typing import Any
 
@@ -7,19 +7,31 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Window
 from llmtrain.errors import UserError
 from llmtrain.training.evaluate import evaluate
+from llmtrain.types import LocalBatch
+from tests.engines import engine_of
 
 
 class Constant(nn.Module):
-    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+    """A model whose loss is 2 nats a row."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.tensor(2.0) * labels.shape[0]
 
 
-def window(rows: int) -> Window:
-    labels, none = torch.ones(rows, 3, dtype=torch.int64), torch.zeros(0)
-    return Window({"labels": labels}, rows, none, none, none)
+def local_batch(rows: int) -> LocalBatch:
+    """A batch of one micro-batch, with two target tokens a row."""
+    tokens = torch.ones(rows, 3, dtype=torch.int64)
+    nothing = torch.zeros(0)
+    return LocalBatch(
+        columns={"input_ids": tokens, "labels": tokens},
+        micro_batch=rows,
+        rows=nothing,
+        targets=nothing,
+        token_fingerprint=0,
+        label_fingerprint=0,
+    )
 
 
 def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
@@ -30,10 +42,12 @@ def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
         count = torch.tensor(float(len(batch["labels"])))
         return {"squares": (count**2, count), "half": (count, torch.tensor(0.25))}
 
-    found = evaluate(accelerator, Constant(), [window(1), window(3)], 10, metric=rows)
-    assert found["eval/squares"] == (1 + 9) / (1 + 3)
-    assert found["eval/half"] == (1 + 3) / 0.5
-    assert found["eval/loss"] == 8 / 8
+    engine = engine_of(accelerator, Constant())
+    batches = [local_batch(1), local_batch(3)]
+    results = evaluate(engine, batches, text_bytes=10, metric=rows)
+    assert results["eval/squares"] == (1 + 9) / (1 + 3)
+    assert results["eval/half"] == (1 + 3) / 0.5
+    assert results["eval/loss"] == 8 / 8
 
 
 def test_names_that_come_and_go_are_refused(accelerator: Accelerator) -> None:
@@ -42,5 +56,7 @@ def test_names_that_come_and_go_are_refused(accelerator: Accelerator) -> None:
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {"rare": (torch.ones(()), torch.ones(()))} if len(batch["labels"]) == 3 else {}
 
+    engine = engine_of(accelerator, Constant())
+    batches = [local_batch(1), local_batch(3)]
     with pytest.raises(UserError, match="the same names for every batch"):
-        evaluate(accelerator, Constant(), [window(1), window(3)], 10, metric=some)
+        evaluate(engine, batches, text_bytes=10, metric=some)

@@ -19,7 +19,8 @@ from transformers import (
 import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.record.resume import Choice
+from llmtrain.models.gpt_family import build_gpt
+from llmtrain.record.resume_point import ResumePoint
 from llmtrain.training.loop import _say_what_changed
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
@@ -156,7 +157,7 @@ def test_the_optimizer_has_the_configured_moments():
 
 @pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
 def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architecture: str) -> None:
-    model = GPT.of(
+    model = build_gpt(
         GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30
     )
     optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
@@ -305,7 +306,7 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
     settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
     run: Any = SimpleNamespace(
-        step=3, settings=settings, choice=Choice(Path(), before={"update": before})
+        step=3, settings=settings, resume_point=ResumePoint(Path(), before={"update": before})
     )
     _say_what_changed(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

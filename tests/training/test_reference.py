@@ -1,4 +1,7 @@
-"""The reference: what the first weights make of each answer, kept, verified, and made anew where it is not that."""
+"""The reference column: log-probabilities of each answer under the initial weights.
+
+They are kept on disk, verified, and computed again if they are damaged.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.contract import Built
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.fsdp import place
+from llmtrain.parallel.placement import place
 from llmtrain.training.reference import with_reference
+from llmtrain.types import ModelBundle
 from tests.launching import write_pairs
 
 CHUNK, TOGETHER = 64, 4  # rows that are kept together, and rows of a forward pass
@@ -41,39 +44,42 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Asking:
-    """Models of one run, each with its first weights, and how often they were asked."""
+    """Models of one run, each with its initial weights, and how often they were asked."""
 
     def __init__(self, accelerator: Any, rows: Tokenized) -> None:
-        self.accelerator, self.rows, self.asked = accelerator, rows, 0
+        self.accelerator = accelerator
+        self.rows = rows
+        self.asked = 0
 
-    def built(self, loss: str = "sigmoid", seed: int = 0) -> Built:
+    def bundle(self, loss: str = "sigmoid", seed: int = 0) -> ModelBundle:
         config = ModelConfig(from_config="llama", config_overrides=SMALL, block_size=64)
         preference = PreferenceConfig(loss_type=loss)  # type: ignore[arg-type]
-        made = load_model(config, None, self.rows, seed, "no", preference=preference)
-        made = place(self.accelerator, made)
-        made.model.register_forward_pre_hook(self._count)
-        return made
+        bundle = load_model(config, None, self.rows, seed, "no", preference=preference)
+        bundle = place(self.accelerator, bundle)
+        bundle.model.register_forward_pre_hook(self._count)
+        return bundle
 
     def _count(self, *_: object) -> None:
         self.asked += 1
 
     def reference(self, seed: int = 0, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the column of the rows to train on and of those held out, after ``asked`` begins at 0."""
-        built, self.asked = self.built(seed=seed), 0
+        """Return the column of the training rows and of the eval rows; ``asked`` begins at 0."""
+        bundle = self.bundle(seed=seed)
+        self.asked = 0
         if at_most is not None:
 
             def interrupt(*_: object) -> None:
                 if self.asked > at_most:
                     raise KeyboardInterrupt
 
-            built.model.register_forward_pre_hook(interrupt)
-        found = with_reference(self.accelerator, seed, self.rows, built)
-        assert found.eval is not None
-        train, held_out = (
-            np.array(side.data.column("reference").to_pylist())
-            for side in (found.train, found.eval)
-        )
-        return train, held_out
+            bundle.model.register_forward_pre_hook(interrupt)
+        rows = with_reference(self.accelerator, seed, self.rows, bundle)
+        assert rows.eval is not None
+        return _reference_of(rows.train), _reference_of(rows.eval)
+
+
+def _reference_of(rows: Any) -> np.ndarray:
+    return np.array(rows.data.column("reference").to_pylist())
 
 
 @pytest.fixture
@@ -81,16 +87,16 @@ def asking(accelerator, rows, kept) -> Asking:
     return Asking(accelerator, rows)
 
 
-def test_the_numbers_are_what_the_first_weights_make_of_each_row_alone(asking, rows) -> None:
-    built = asking.built()
+def test_the_numbers_are_those_of_each_row_by_itself(asking, rows) -> None:
+    bundle = asking.bundle()
     train, held_out = asking.reference()
     for side, numbers in ((rows.train, train), (rows.eval, held_out)):
         assert len(numbers) == len(side)
         for number in (0, len(side) // 2, len(side) - 1):
             batch = {name: torch.tensor([column]) for name, column in side[number].items()}
             with torch.no_grad():
-                alone = built.model(**batch, logps=True)
-            np.testing.assert_allclose(numbers[number], alone[0].numpy(), rtol=1e-5)
+                expected = bundle.model(**batch, compute=bundle.objective.reference)
+            np.testing.assert_allclose(numbers[number], expected[0].numpy(), rtol=1e-5)
             judged = len({code for code in side[number]["answers"] if code >= 0})
             assert np.count_nonzero(numbers[number] < 0) == judged
             assert np.count_nonzero(numbers[number]) == judged
@@ -180,19 +186,19 @@ def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(
 
 
 def test_numbers_that_are_not_finite_end_in_one_line_and_are_not_kept(asking, rows, kept) -> None:
-    built = asking.built()
+    bundle = asking.bundle()
     with torch.no_grad():
-        next(built.model.parameters())[0] = float("nan")
-        next(built.model.parameters()).fill_(float("nan"))
+        next(bundle.model.parameters())[0] = float("nan")
+        next(bundle.model.parameters()).fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        with_reference(asking.accelerator, 0, rows, built)
+        with_reference(asking.accelerator, 0, rows, bundle)
     assert not list(kept.glob("*"))
 
 
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])
 def test_a_loss_that_compares_with_nothing_asks_for_nothing(loss: str, asking, rows, kept) -> None:
-    built = asking.built(loss)
-    assert with_reference(asking.accelerator, 0, rows, built) is rows
+    bundle = asking.bundle(loss)
+    assert with_reference(asking.accelerator, 0, rows, bundle) is rows
     assert not kept.exists()
     assert asking.asked == 0
 

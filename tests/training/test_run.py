@@ -9,15 +9,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from llmtrain.contract import Built
 from llmtrain.data.config import DataConfig
 from llmtrain.data.rows import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume, tracking
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.run import Run, open_run
+from llmtrain.training.run import open_run
+from llmtrain.training.saving import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
+from llmtrain.types import ModelBundle
+from tests.engines import engine_of, finish
 from tests.launching import read_json
 from tests.record.test_checkpoint import Files
 from tests.wandb_file import read_history
@@ -48,19 +50,14 @@ def opened(
         monkeypatch.setattr(running, "identity_of", lambda *_: identity)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
         settings = Settings(DataConfig(), loop=LoopConfig(seed=3), run=RunConfig(**told))
-        return open_run(accelerator, settings, rows, Built(torch.nn.Linear(2, 2), Files()))
+        return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
 
     return go
 
 
-def finish(run: Run, model: torch.nn.Module) -> None:
-    run.settings.optim.max_steps = run.step
-    run.end(model)
-
-
 @pytest.fixture
 def begin(accelerator: Accelerator, opened):
-    """Open a run, save at ``steps``, and end as told."""
+    """Open a run, save at ``steps``, and end as the test chooses."""
 
     def go(
         identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str
@@ -68,13 +65,14 @@ def begin(accelerator: Accelerator, opened):
         model = torch.nn.Linear(3, 2)
         optimizer = make_optimizer(accelerator, model, OptimConfig())
         model, optimizer = accelerator.prepare(model, optimizer)
+        engine = engine_of(accelerator, model)
         try:
             with opened(identity, **flags) as run:
                 started = run.step
                 for step in steps:
                     run.step, run.tokens = step, step * 100
                     run.log({"train/loss": 1.0})
-                    run.save(model, optimizer)
+                    save(run, engine, optimizer)
                 if crash:
                     raise CrashError("out of luck")
                 finish(run, model)
@@ -332,6 +330,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     opened, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with torch.no_grad():
         model.weight[1, 1] = float("inf")
@@ -339,7 +338,7 @@ def test_weights_that_are_not_finite_are_never_saved(
         pytest.raises(UserError, match="weight has values that are not finite; nothing was saved"),
         opened() as run,
     ):
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
 
@@ -379,17 +378,18 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
 ) -> None:
     """As where a file system does not keep locks between machines."""
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
         run.step = 1
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
         status = read_json(tmp_path / "run/status.json")
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
         run.step = 2
         with pytest.raises(
             UserError, match="another run has taken over this folder; nothing was saved here"
         ):
-            run.save(model, optimizer)
+            save(run, engine, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
     assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", (
         "it is the other's to write"
@@ -400,13 +400,14 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     opened, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
         for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, None], start=1):
             run.step = step
             if loss is not None:
                 run.log({"eval/loss": loss})
-            run.save(model, optimizer)
+            save(run, engine, optimizer)
         finish(run, model)
     assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [
         2,
@@ -419,10 +420,11 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
     opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened(async_save=True) as run:
         run.step = 1
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
         run.saver.wait()
         assert not run.wants_to_stop()
 
@@ -431,11 +433,11 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
 
         monkeypatch.setattr(checkpoint, "write_tensors", full)
         run.step = 2
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
         while not run.wants_to_stop():
             pass
         with pytest.raises(UserError, match=r"could not be written \(.*No space left"):
-            run.save(model, optimizer)
+            save(run, engine, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -443,15 +445,16 @@ def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
     opened, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with contextlib.suppress(CrashError), opened() as run:
         run.compiled, run.skipped = True, 3
         run.step, run.tokens = 1, 10
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
         raise CrashError
     with opened() as run:
         assert run.compiled is None
-        run.restore(model, optimizer)
+        restore(run, engine, optimizer)
         assert (run.compiled, run.skipped) == (True, 3)
         finish(run, model)
 
@@ -460,6 +463,7 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
     opened, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(2, 2)
+    engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     monkeypatch.setattr(
         accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
@@ -467,11 +471,11 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
     with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
         run.step, run.tokens = 1, 10
-        run.save(model, optimizer)
+        save(run, engine, optimizer)
         raise CrashError
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
     with opened() as run:
-        run.restore(model, optimizer)
+        restore(run, engine, optimizer)
         assert accelerator.scaler.get_scale() == 1024.0
         assert accelerator.scaler.state_dict()["growth_interval"] == 7
         finish(run, model)

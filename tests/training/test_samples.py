@@ -7,6 +7,7 @@ from llmtrain import GPT, GPTConfig
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.models.generation import Sampling
 from llmtrain.training.evaluate import sample
+from tests.engines import engine_of
 
 
 def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(
@@ -18,9 +19,12 @@ def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_a
         GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5), len(tokenizer), seed=1
     )
     model.train()
-    state, how = torch.get_rng_state(), Sampling(max_new_tokens=20, seed=0)
-    first = sample(accelerator, model, tokenizer, ["the k", ""], how)
-    assert sample(accelerator, model, tokenizer, ["the k", ""], how) == first
+    engine = engine_of(accelerator, model)
+    sampling = Sampling(max_new_tokens=20, seed=0)
+    prompts = ["the k", ""]
+    state = torch.get_rng_state()
+    first = sample(engine, tokenizer, prompts, sampling)
+    assert sample(engine, tokenizer, prompts, sampling) == first
     assert len(first) == 2
     assert all(first)
     assert {*"".join(first)} <= {*"the kernel waits for the bucket"}
@@ -28,4 +32,4 @@ def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_a
     assert torch.equal(torch.get_rng_state(), state)
     with torch.no_grad():
         model.transformer.wte.weight.add_(torch.randn_like(model.transformer.wte.weight))
-    assert sample(accelerator, model, tokenizer, ["the k", ""], how) != first
+    assert sample(engine, tokenizer, prompts, sampling) != first

@@ -1,4 +1,4 @@
-"""The update itself: the gradient of one big batch, however it is split."""
+"""One step: the gradient of one big batch, however it is split."""
 
 import copy
 import math
@@ -9,15 +9,16 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.contract import Due
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.models.loss import count_targets
+from llmtrain.parallel.engine import unwrap
 from llmtrain.training.loop import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import Accumulation, count_tokens, plain_of, train_step
+from llmtrain.training.step import train_step
+from llmtrain.types import Batch, StepInfo, count_targets
+from tests.engines import engine_of, split
 
 VOCABULARY = 40
 
@@ -29,7 +30,7 @@ def model() -> GPT:
     ).double()
 
 
-def ragged_batch(rows: int = 8) -> dict[str, torch.Tensor]:
+def ragged_batch(rows: int = 8) -> Batch:
     """Rows of very different numbers of targets, one of them with none at all."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(VOCABULARY, (rows, 13), generator=generator)
@@ -40,34 +41,26 @@ def ragged_batch(rows: int = 8) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def split(batch: dict[str, torch.Tensor], micro: int) -> list[dict[str, torch.Tensor]]:
-    rows = len(batch["labels"])
-    return [
-        {name: column[i : i + micro] for name, column in batch.items()}
-        for i in range(0, rows, micro)
-    ]
-
-
-def updated(
-    accelerator: Accelerator, model: GPT, window: list, steps: int = 3
+def weights_after_steps(
+    accelerator: Accelerator, model: GPT, batches: list[Batch], steps: int = 3
 ) -> tuple[list[float], torch.Tensor]:
+    """Train a copy of the model; return the gradient norms and the weights."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
     model, optimizer = accelerator.prepare(model, optimizer)
-    norms = [
-        train_step(accelerator, model, optimizer, window, max_grad_norm=0.5).grad_norm
-        for _ in range(steps)
-    ]
+    engine = engine_of(accelerator, model)
+    results = [train_step(engine, optimizer, batches, max_grad_norm=0.5) for _ in range(steps)]
+    norms = [result.grad_norm for result in results]
     return norms, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_every_split_of_a_ragged_batch_makes_the_same_update(
+def test_every_split_of_a_ragged_batch_makes_the_same_step(
     accelerator: Accelerator, model: GPT, micro: int
 ) -> None:
     batch = ragged_batch()
-    norms, weights = updated(accelerator, model, [batch])
-    split_norms, split_weights = updated(accelerator, model, split(batch, micro))
+    norms, weights = weights_after_steps(accelerator, model, [batch])
+    split_norms, split_weights = weights_after_steps(accelerator, model, split(batch, micro))
     assert split_norms == pytest.approx(norms, rel=1e-12)
     assert float((split_weights - weights).norm() / weights.norm()) <= 1e-12
 
@@ -77,31 +70,33 @@ def test_every_split_of_a_ragged_batch_makes_the_same_update(
 def test_the_gradient_of_every_split_is_that_of_one_big_batch(
     accelerator: Accelerator, model: GPT, micro: int, dtype: torch.dtype, limit: float
 ) -> None:
-    batch, model = ragged_batch(), model.to(dtype)
+    batch = ragged_batch()
+    model = model.to(dtype)
     (model(**batch) / count_targets(batch["labels"])).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
+
+    engine = engine_of(accelerator, accelerator.prepare(model))
     batches = split(batch, micro)
-    tokens, _ = count_tokens(accelerator, batches, False)
-    Accumulation(accelerator, accelerator.prepare(model))(batches, tokens)
+    engine.forward_backward(batches, engine.count(batches).denominator)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert float((gradient - expected).norm() / expected.norm()) <= limit
 
 
 def test_a_mean_of_means_would_be_noticed(accelerator: Accelerator, model: GPT) -> None:
     batch = ragged_batch()
-    window = split(batch, 2)
+    batches = split(batch, 2)
     model.requires_grad_(False)
-    whole = float(model(**batch)) / int(count_targets(batch["labels"]))
-    counts = [int(count_targets(micro["labels"])) for micro in window]
-    means = [float(model(**micro)) / n for micro, n in zip(window, counts, strict=True) if n]
-    assert abs(sum(means) / len(means) - whole) > 1e-3
+    expected = float(model(**batch)) / int(count_targets(batch["labels"]))
+    counts = [int(count_targets(micro["labels"])) for micro in batches]
+    means = [float(model(**micro)) / n for micro, n in zip(batches, counts, strict=True) if n]
+    assert abs(sum(means) / len(means) - expected) > 1e-3
 
 
-def test_the_update_is_that_of_plain_autograd(accelerator: Accelerator, model: GPT) -> None:
-    """Against a bare torch loop, so that a factor missing on both sides of the other test is found here."""
+def test_the_step_is_that_of_plain_autograd(accelerator: Accelerator, model: GPT) -> None:
+    """Against a bare torch loop: a factor that both sides of the other test lack is found here."""
     batch = ragged_batch()
-    _, weights = updated(accelerator, model, split(batch, 2), steps=1)
+    _, weights = weights_after_steps(accelerator, model, split(batch, 2), steps=1)
     bare = copy.deepcopy(model)
     optimizer = make_optimizer(accelerator, bare, OptimConfig(learning_rate=1e-2))
     (bare(**batch) / count_targets(batch["labels"])).backward()
@@ -111,20 +106,23 @@ def test_the_update_is_that_of_plain_autograd(accelerator: Accelerator, model: G
     assert float((weights - expected).norm() / expected.norm()) <= 1e-12
 
 
-def test_what_an_update_reports(accelerator: Accelerator, model: GPT) -> None:
+def test_the_result_of_a_step(accelerator: Accelerator, model: GPT) -> None:
     batch = ragged_batch()
     optimizer = make_optimizer(accelerator, model, OptimConfig())
-    expected = model(**batch).item()
+    expected_loss = model(**batch).item()
+    expected_count = int(count_targets(batch["labels"]))
     model, optimizer = accelerator.prepare(model, optimizer)
-    update = train_step(accelerator, model, optimizer, split(batch, 4), 1.0, stop=True)
-    assert float(update.nll) == pytest.approx(expected, rel=1e-6)
-    assert int(update.tokens) == int(count_targets(batch["labels"]))
-    assert update.stop
-    assert not train_step(accelerator, model, optimizer, split(batch, 4), 1.0).stop
+    engine = engine_of(accelerator, model)
+
+    result = train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0, stop_requested=True)
+    assert float(result.sums.loss) == pytest.approx(expected_loss, rel=1e-6)
+    assert result.target_tokens == result.denominator == expected_count
+    assert result.should_stop
+    assert not train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0).should_stop
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_makes_no_update(
+def test_a_gradient_that_is_not_finite_makes_no_step(
     accelerator: Accelerator, model: GPT, poison: float
 ) -> None:
     optimizer = make_optimizer(accelerator, model, OptimConfig())
@@ -132,9 +130,10 @@ def test_a_gradient_that_is_not_finite_makes_no_update(
         model.transformer.ln_f.bias[0] = poison
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
-    assert not math.isfinite(
-        train_step(accelerator, model, optimizer, [ragged_batch()], 1.0).grad_norm
-    )
+    engine = engine_of(accelerator, model)
+
+    result = train_step(engine, optimizer, [ragged_batch()], max_grad_norm=1.0)
+    assert not math.isfinite(result.grad_norm)
     after = model.state_dict()
     assert all(
         torch.equal(before[name], after[name]) for name in before if name != "transformer.ln_f.bias"
@@ -147,8 +146,9 @@ def test_a_batch_without_any_target_changes_nothing_but_decay(
     optimizer = make_optimizer(accelerator, model, OptimConfig(weight_decay=0.0))
     before = copy.deepcopy(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
+    engine = engine_of(accelerator, model)
     empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
-    assert int(train_step(accelerator, model, optimizer, [empty], 1.0).tokens) == 0
+    assert train_step(engine, optimizer, [empty], max_grad_norm=1.0).target_tokens == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -163,13 +163,14 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
 @pytest.mark.parametrize("every", [1, 3, 10, 100])
 def test_periodic_actions_are_due_at_their_multiples_and_at_the_end(every: int) -> None:
     for step in range(1, 300):
-        assert Due(step, finished=False, stop=False).at(every) == (step % every == 0)
-    assert Due(7, finished=True, stop=False).at(every), "at the end all is done"
+        info = StepInfo(step, is_last=False, should_stop=False)
+        assert info.is_due(every) == (step % every == 0)
+    assert StepInfo(7, is_last=True, should_stop=False).is_due(every), "at the end all is done"
 
 
 def test_an_action_with_a_period_of_zero_is_never_due() -> None:
-    assert not Due(7, finished=False, stop=False).at(0)
-    assert not Due(7, finished=True, stop=False).at(0)
+    assert not StepInfo(7, is_last=False, should_stop=False).is_due(0)
+    assert not StepInfo(7, is_last=True, should_stop=False).is_due(0)
 
 
 def test_a_model_is_found_inside_the_wrappers_of_ddp_and_of_a_compiler(model: GPT) -> None:
@@ -177,4 +178,4 @@ def test_a_model_is_found_inside_the_wrappers_of_ddp_and_of_a_compiler(model: GP
     nn.Module.__init__(replicated)
     replicated.module = model
     for wrapped in (model, replicated, torch.compile(model), torch.compile(replicated)):
-        assert plain_of(wrapped) is model
+        assert unwrap(wrapped) is model

@@ -1,4 +1,4 @@
-"""How a model that was built comes to where it is trained, on one process."""
+"""How a new model gets its memory and weights on one process."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.contract import Built, ModelWriter
 from llmtrain.errors import UserError
-from llmtrain.parallel.fsdp import check_room, place
+from llmtrain.parallel.placement import check_room, place
+from llmtrain.types import ModelBundle, ModelWriter
 
-FILES = cast(ModelWriter, None)  # which nobody asks
+FILES = cast(ModelWriter, None)  # not used
 
 
 def test_a_model_without_memory_gets_its_weights(
@@ -21,25 +21,27 @@ def test_a_model_without_memory_gets_its_weights(
     with torch.device("meta"):
         model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
-    weight, before = torch.arange(6.0).view(3, 2), dict(model.named_parameters())
-    checked: list[bool] = []
-    check = lambda: checked.append(not model.weight.is_meta)  # noqa: E731
-    place(
-        accelerator,
-        Built(model, FILES, iter([("bias", torch.ones(3)), ("weight", weight)]), check=check),
-    )
+    weight = torch.arange(6.0).view(3, 2)
+    parameters = dict(model.named_parameters())
+    is_real_when_checked: list[bool] = []
+
+    def check() -> None:
+        is_real_when_checked.append(not model.weight.is_meta)
+
+    weights = iter([("bias", torch.ones(3)), ("weight", weight)])
+    place(accelerator, ModelBundle(model, FILES, weights, check=check))
+
     assert torch.equal(model.weight, weight)
-    assert all(now is before[name] for name, now in model.named_parameters()), (
-        "an optimizer may hold them"
-    )
-    assert checked == [True]
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name], "an optimizer may hold it"
+    assert is_real_when_checked == [True]
     assert "Linear: 9 parameters, 6 of them trained (66.67%)" in capsys.readouterr().out
 
 
 def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
     model = nn.Linear(2, 3)
     weight = model.weight.detach().clone()
-    assert place(accelerator, Built(model, FILES)).model is model
+    assert place(accelerator, ModelBundle(model, FILES)).model is model
     assert torch.equal(model.weight, weight)
 
 
@@ -48,13 +50,13 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"Linear has no stream of weights, .* meta device .* or use a DDP config"
     ):
-        place(sharded, Built(nn.Linear(2, 3), FILES))
+        place(sharded, ModelBundle(nn.Linear(2, 3), FILES))
     packed = nn.Module()
     packed.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(
         UserError, match="--load_in_4bit weights cannot be sharded; use a DDP config"
     ):
-        place(sharded, Built(packed, FILES))
+        place(sharded, ModelBundle(packed, FILES))
 
 
 def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(

@@ -1,7 +1,7 @@
 """The loop reads one step ahead on another thread, and leaves nothing of that behind."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,13 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from torch import nn
 
-from llmtrain.contract import Window
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.training import loop
+from llmtrain.types import LocalBatch
 from recipes import gpt
+from tests.engines import engine_of
 from tests.launching import TINY
 
 ROWS = Dataset.from_dict({"input_ids": [[row] * 5 for row in range(12)]})
@@ -25,32 +27,33 @@ def prepared_loader(accelerator: Accelerator, first_step: int = 0) -> DataLoader
     return accelerator.prepare(train_loader(ROWS, 4, 2, range(first_step, STEPS), seed=None))
 
 
-def rows_of(windows: Iterator[Window]) -> list[list[int]]:
-    return [window.rows.tolist() for window in windows]
+def reading_ahead(accelerator: Accelerator, loader: DataLoaderShard) -> Generator[LocalBatch]:
+    """Read a loader as the loop does."""
+    return loop._read_ahead(engine_of(accelerator, nn.Linear(1, 1)), loader)
 
 
-def no_phase(phase: str) -> None:
-    """Take the name of a phase, as callbacks do."""
+def rows_of(batches: Iterable[LocalBatch]) -> list[list[int]]:
+    return [batch.rows.tolist() for batch in batches]
 
 
 def prefetching_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("windows")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_windows_are_those_of_the_loader_in_its_order(accelerator: Accelerator) -> None:
-    expected = rows_of(iter(prepared_loader(accelerator)))
-    assert rows_of(loop._windows(accelerator, prepared_loader(accelerator), no_phase)) == expected
+def test_batches_are_those_of_the_loader_in_its_order(accelerator: Accelerator) -> None:
+    expected = rows_of(prepared_loader(accelerator))
+    assert rows_of(reading_ahead(accelerator, prepared_loader(accelerator))) == expected
     assert len(expected) == STEPS
 
     none_left = prepared_loader(accelerator, first_step=STEPS)
-    assert rows_of(loop._windows(accelerator, none_left, no_phase)) == []
+    assert rows_of(reading_ahead(accelerator, none_left)) == []
 
 
-def test_windows_are_on_the_device_that_prepare_chose(accelerator: Accelerator) -> None:
+def test_batches_are_on_the_device_that_prepare_chose(accelerator: Accelerator) -> None:
     loader = prepared_loader(accelerator)
     loader.device = torch.device("meta")  # stands for a GPU
-    for window in loop._windows(accelerator, loader, no_phase):
-        assert window.columns["input_ids"].is_meta
+    for batch in reading_ahead(accelerator, loader):
+        assert batch.columns["input_ids"].is_meta
 
 
 def test_only_the_main_thread_changes_the_gradient_state_of_accelerate(
@@ -70,53 +73,53 @@ def test_only_the_main_thread_changes_the_gradient_state_of_accelerate(
         change = getattr(GradientState, name)
         monkeypatch.setattr(GradientState, name, noting_the_thread(change))
 
-    for _ in loop._windows(accelerator, prepared_loader(accelerator), no_phase):
+    for _ in reading_ahead(accelerator, prepared_loader(accelerator)):
         pass
 
     assert changed_by == [threading.main_thread().name] * 2
 
 
-def test_the_gradient_state_is_that_of_the_window_at_hand(accelerator: Accelerator) -> None:
+def test_the_gradient_state_is_that_of_the_current_batch(accelerator: Accelerator) -> None:
     state = accelerator.gradient_state
     loader = prepared_loader(accelerator)
-    held_out = accelerator.prepare(eval_loader(ROWS, 1, 4))
+    eval_batches = accelerator.prepare(eval_loader(ROWS, 1, 4))
     ends: list[bool] = []
-    for _ in loop._windows(accelerator, loader, no_phase):
+    for _ in reading_ahead(accelerator, loader):
         assert state.active_dataloader is loader
         ends.append(state.end_of_dataloader)
-        for _ in held_out:  # an evaluation
-            assert state.active_dataloader is held_out
+        for _ in eval_batches:  # an evaluation
+            assert state.active_dataloader is eval_batches
     assert ends == [False, False, True]
     assert not state.in_dataloader
 
 
-def test_windows_that_are_closed_early_leave_no_thread_and_no_loader_behind(
+def test_reading_that_is_closed_early_leaves_no_thread_and_no_loader_behind(
     accelerator: Accelerator,
 ) -> None:
-    windows = loop._windows(accelerator, prepared_loader(accelerator), no_phase)
-    next(windows)
+    batches = reading_ahead(accelerator, prepared_loader(accelerator))
+    next(batches)
     assert prefetching_threads()
-    windows.close()
+    batches.close()
     assert not prefetching_threads()
     assert not accelerator.gradient_state.in_dataloader
 
 
-def test_an_error_while_reading_ahead_is_raised_where_the_window_is_wanted(
+def test_an_error_while_reading_ahead_is_raised_where_the_batch_is_wanted(
     accelerator: Accelerator,
 ) -> None:
     class BrokenDiskError(Exception):
         """Stands for a disk that fails."""
 
-    def break_at_the_last_step(window: Window) -> Window:
-        if 8 in window.rows:
+    def break_at_the_last_step(batch: LocalBatch) -> LocalBatch:
+        if 8 in batch.rows:
             raise BrokenDiskError
-        return window
+        return batch
 
     loader = prepared_loader(accelerator)
     collate = loader.base_dataloader.collate_fn
     loader.base_dataloader.collate_fn = lambda read: break_at_the_last_step(collate(read))
     with pytest.raises(BrokenDiskError):
-        rows_of(loop._windows(accelerator, loader, no_phase))
+        rows_of(reading_ahead(accelerator, loader))
     assert not prefetching_threads()
     assert not accelerator.gradient_state.in_dataloader
 

@@ -1,0 +1,251 @@
+"""Attention on a CPU, in plain matrix products over blocks of queries.
+
+PyTorch's own attention has a slow backward pass on a CPU, in 16 bits and for rows of moderate
+length. benchmarks/LOG.md has the measurements.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Rows between these lengths, in positions, are computed in blocks.
+MIN_LENGTH = 129  # PyTorch is faster for shorter ones, in float32 and without packing
+MAX_LENGTH = 512  # PyTorch needs less memory for longer ones
+
+_BLOCK = 64  # queries in a block: the fastest size that was tried, for rows of 64 to 512 positions
+
+
+class Block(NamedTuple):
+    """A block of queries and the keys that it meets.
+
+    Attributes:
+        rows: rows of the batch.
+        queries: positions of the queries.
+        keys: positions of the keys.
+        masked: bool [rows, queries, keys], true if a query must not see a key. ``None`` masks the
+            keys after each query.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    masked: Tensor | None = None
+
+
+def is_faster_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether blocks beat PyTorch for rows of one document.
+
+    They do in training on a CPU, because only PyTorch's backward pass is slow.
+
+    Args:
+        q: queries [B, H, T, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+    """
+    if q.device.type != "cpu" or not torch.is_grad_enabled():
+        return False
+    if not (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+
+    is_half = q.dtype.itemsize == 2 or torch.is_autocast_enabled("cpu")
+    min_length = 0 if is_half else MIN_LENGTH
+    return min_length <= q.shape[2] <= MAX_LENGTH
+
+
+def causal_blocks(rows: int, length: int) -> list[Block]:
+    """Return the blocks of rows of one document: all rows, and all keys up to the last query."""
+    blocks = []
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        blocks.append(Block(rows=slice(0, rows), queries=slice(start, end), keys=slice(0, end)))
+    return blocks
+
+
+def packed_blocks(starts: np.ndarray, other_answers: np.ndarray | None = None) -> list[Block]:
+    """Return the blocks of packed rows, without the keys that no query of a block sees.
+
+    Neighbouring rows share a block if they need the same keys.
+
+    Args:
+        starts: int64 [B, T], see :class:`llmtrain.models.documents.Documents`.
+        other_answers: int64 [2, B, T], see there.
+    """
+    blocks = []
+    positions = np.arange(starts.shape[1])
+
+    for causal in causal_blocks(*starts.shape):
+        queries = causal.queries
+        query_positions = positions[queries, None]
+
+        # Rounded down, so that sizes recur: PyTorch prepares a matrix product once for each size.
+        first_keys = starts[:, queries.start] // _BLOCK * _BLOCK
+
+        first_row = 0
+        for first_key, equal_keys in itertools.groupby(first_keys.tolist()):
+            rows = slice(first_row, first_row + len(list(equal_keys)))
+            keys = slice(first_key, causal.keys.stop)
+            key_positions = positions[keys]
+
+            is_later = key_positions > query_positions
+            is_in_earlier_document = key_positions < starts[rows, queries, None]
+            masked = is_later | is_in_earlier_document
+            if other_answers is not None:
+                begins, ends = other_answers[:, rows, queries, None]
+                masked |= (key_positions >= begins) & (key_positions < ends)
+
+            blocks.append(Block(rows, queries, keys, masked=torch.from_numpy(masked)))
+            first_row = rows.stop
+
+    return blocks
+
+
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    blocks: list[Block],
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Return attention [B, H, T, D], one block of queries at a time.
+
+    Args:
+        q: queries [B, H, T, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        scale: factor of the scores.
+        blocks: from :func:`causal_blocks` or :func:`packed_blocks`.
+        starts: int64 [B, T], the first position that each query may see; by default 0. Blocks from
+            :func:`packed_blocks` have it in their masks already.
+    """
+    if torch.is_autocast_enabled("cpu"):  # PyTorch's own attention casts in the same way
+        dtype = torch.get_autocast_dtype("cpu")
+        q = _autocast(q, dtype)
+        k = _autocast(k, dtype)
+        v = _autocast(v, dtype)
+
+    with torch.autocast("cpu", enabled=False):  # autocast would round the scores
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, scale, blocks, starts)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    """Attention in which each block of queries meets only the keys that it may see.
+
+    The probabilities are kept for backward, as in the attention of Vaswani et al. (2017). PyTorch's
+    fused operation computes them twice on a CPU, and its products reach a fraction of the speed of
+    a batched product: forward and backward took 1.3 to 1.6 times as long in float32, and 2.3 to 4
+    times in bfloat16 (benchmarks/LOG.md).
+
+    Rows and heads are one dimension in here: ``q``, ``k`` and ``v`` become [B * H, T, D].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        blocks: list[Block],
+        starts: Tensor | None,
+    ) -> Tensor:
+        shape = q.shape
+        _, heads, length, head_size = shape
+        q = q.reshape(-1, length, head_size)
+        k = k.reshape(-1, length, head_size)
+        v = v.reshape(-1, length, head_size)
+
+        out = torch.empty_like(q)
+        probabilities: list[Tensor] = []
+        is_later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
+        positions = torch.arange(length, device=q.device)
+
+        # Scores are computed in float32 (or float64), because bfloat16 would round them.
+        wide_q = _widened(q) * scale
+        wide_k = _widened(k)
+
+        for block in blocks:
+            flat_rows = _flat_rows(block, heads)
+            keys_transposed = wide_k[flat_rows, block.keys].transpose(1, 2)
+            scores = torch.bmm(wide_q[flat_rows, block.queries], keys_transposed)
+
+            masked = block.masked
+            if masked is None:
+                count = block.queries.stop - block.queries.start
+                scores[:, :, -count:].masked_fill_(is_later[:count, :count], float("-inf"))
+                if starts is not None:
+                    masked = positions[block.keys] < starts[block.rows, block.queries, None]
+            if masked is not None:
+                _mask_all_heads(scores, masked, heads)
+
+            probabilities.append(scores.softmax(-1).to(q.dtype))
+            out[flat_rows, block.queries] = torch.bmm(probabilities[-1], v[flat_rows, block.keys])
+
+        ctx.scale = scale
+        ctx.blocks = blocks
+        ctx.heads = heads
+        ctx.save_for_backward(q, k, v, *probabilities)
+        return out.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *probabilities = ctx.saved_tensors
+        shape = grad.shape
+        grad = grad.reshape(q.shape)
+
+        grad_q = torch.empty_like(q)
+        grad_k: Tensor | None = None
+        grad_v: Tensor | None = None
+
+        for block, p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
+            flat_rows = _flat_rows(block, ctx.heads)
+            block_q = q[flat_rows, block.queries]
+            block_k = k[flat_rows, block.keys]
+            block_v = v[flat_rows, block.keys]
+            block_grad = grad[flat_rows, block.queries]
+
+            grad_p = torch.bmm(block_grad, block_v.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(ctx.scale)
+            grad_q[flat_rows, block.queries] = torch.bmm(grad_scores, block_k)
+            block_grad_k = torch.bmm(grad_scores.transpose(1, 2), block_q)
+            block_grad_v = torch.bmm(p.transpose(1, 2), block_grad)
+
+            if grad_k is None or grad_v is None:
+                # The last block comes first. If it meets all keys, the sums start as its gradients.
+                if block_grad_k.shape == k.shape:
+                    grad_k = block_grad_k
+                    grad_v = block_grad_v
+                    continue
+                grad_k = torch.zeros_like(k)
+                grad_v = torch.zeros_like(v)
+            grad_k[flat_rows, block.keys] += block_grad_k
+            grad_v[flat_rows, block.keys] += block_grad_v
+
+        assert grad_k is not None
+        assert grad_v is not None
+        return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape), None, None, None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _mask_all_heads(scores: Tensor, masked: Tensor, heads: int) -> None:
+    """Set scores [R * H, Q, K] to -inf, in place, wherever ``masked`` [R, Q, K] is true."""
+    scores.view(-1, heads, *scores.shape[1:]).masked_fill_(masked[:, None], float("-inf"))
+
+
+def _flat_rows(block: Block, heads: int) -> slice:
+    """Return a block's part of the dimension that holds rows and heads."""
+    return slice(block.rows.start * heads, block.rows.stop * heads)

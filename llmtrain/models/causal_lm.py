@@ -1,0 +1,397 @@
+"""Hugging Face causal LMs for training: labels go in, and the summed negative log-likelihood comes out.
+
+Model classes differ in ways that no configuration tells. Some change the logits after the head, for
+example. :mod:`llmtrain.models.probe` tries the model itself to find out.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.models.attention import ATTENTION_NAME
+from llmtrain.models.documents import Documents
+from llmtrain.models.experts import is_mixture_of_experts
+from llmtrain.models.loss import (
+    inputs_of,
+    linear_logits,
+    linear_nll,
+    summed_nll,
+    targets_of,
+    trained_positions,
+)
+from llmtrain.models.trainable import TrainableModel, put_in_front
+from llmtrain.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    class _Base(TrainableModel, PreTrainedModel):  # type: ignore[no-untyped-call]
+        """For type checkers. At run time, :func:`make_causal_lm` adds the model's own class."""
+else:
+    _Base = TrainableModel
+
+
+class CausalLM(_Base):  # type: ignore[no-untyped-call]
+    """The methods by which a Hugging Face model is trained.
+
+    :func:`make_causal_lm` changes the class of a model, at run time, to a new subclass of this class
+    and of the model's own: ``(CausalLM, LlamaForCausalLM)``, for example. There is no wrapper module,
+    so parameter names, tied weights and the modules that FSDP knows stay what they are.
+
+    Attributes:
+        own_class: the class that the model had before.
+        head_is_linear: whether logits come from the last hidden states, a linear head and a softcap
+            alone; :func:`llmtrain.models.probe.probe` finds out. The loss is then computed in
+            chunks, without holding all logits in memory.
+        row_length: the number of tokens in a row, the longest span that attention can cover.
+        shares_prompts: whether a row of preference pairs holds a prompt once, followed by both
+            answers. Only this package's attention can keep the answers apart.
+        gives_scores: whether this is a reward model, which has no head that makes logits.
+        vocabulary_size: the number of tokens that the model knows.
+    """
+
+    own_class: ClassVar[type]
+    head_is_linear: bool = False
+    row_length: int = 0
+    shares_prompts: bool = False
+    gives_scores: bool = False
+    vocabulary_size: int = 0
+
+    def own_forward(self, **arguments: Any) -> Any:
+        """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
+
+        In the order of base classes, the model's own class comes after ``TrainableModel``.
+        """
+        return super(TrainableModel, self).forward(**arguments)
+
+    def nll(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        target_positions: Tensor | None = None,
+        per_target: bool = False,
+        **other_columns: object,
+    ) -> Tensor:
+        """Return the summed negative log-likelihood in nats, of labels [B, T] that are not shifted.
+
+        Call this inside ``forward`` only, where FSDP has gathered the weights.
+
+        Args:
+            input_ids: tokens [B, T].
+            labels: tokens [B, T]; -100 is ignored.
+            position_ids: [B, T]. A row may hold several documents. The positions of each begin at
+                0, and its tokens attend to nothing before it.
+            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
+            target_positions: int64 [N], which of the flattened targets [B * (T - 1)] are trained
+                on; -1 is padding. ``None`` computes the nll of all positions, and gives the same
+                sum, because the nll of an ignored target is 0.
+            per_target: return the nll of each target instead of their sum: [B * (T - 1)], or [N]
+                if there are ``target_positions``.
+            other_columns: columns of the micro-batch that this model does not need.
+        """
+        targets = targets_of(labels)
+        if self.head_is_linear:
+            hidden = self._hidden_states(input_ids, position_ids, documents)
+            nll: Tensor = self._head(  # a LossHead, which computes the loss as well
+                hidden,
+                targets=targets,
+                softcap=softcap_of(self),
+                target_positions=target_positions,
+                per_target=per_target,
+            )
+            return nll
+
+        logits = self._logits(input_ids, position_ids, documents)
+        nll = summed_nll(logits, targets, per_target)
+        if per_target and target_positions is not None:
+            is_padding = target_positions < 0
+            nll = nll[target_positions.clamp(min=0)].where(~is_padding, 0)
+        return nll
+
+    def logits_at(
+        self,
+        flat_positions: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        **other_columns: object,
+    ) -> Tensor:
+        """Return float32 logits [N, V] at some positions.
+
+        As with :meth:`nll`, call this inside ``forward`` only, where FSDP has gathered the weights.
+
+        Args:
+            flat_positions: int64 [N], indices into the flattened positions [B * (T - 1)]: all but
+                the last one of each row, which has no next token.
+            input_ids: tokens [B, T].
+            position_ids: as in :meth:`nll`.
+            documents: as in :meth:`nll`.
+            other_columns: columns of the micro-batch that this model does not need.
+        """
+        if not self.head_is_linear:
+            logits = self._logits(input_ids, position_ids, documents)
+            return logits.flatten(0, 1).index_select(0, flat_positions).float()
+
+        hidden = self._hidden_states(input_ids, position_ids, documents)
+        head_output: Tensor = self._head(hidden, flat_positions=flat_positions)
+        logits = head_output.float()
+        softcap = softcap_of(self)
+        if softcap is None:
+            return logits
+        return softcap * torch.tanh(logits / softcap)
+
+    def run_layers(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        **other_columns: object,
+    ) -> None:
+        """Run the layers of the model and return nothing, for hooks that read something there.
+
+        As with :meth:`nll`, call this inside ``forward`` only, where FSDP has gathered the weights.
+        """
+        if self.head_is_linear:
+            self._hidden_states(input_ids, position_ids, documents)
+        else:
+            self._logits(input_ids, position_ids, documents)
+
+    def _hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        """Return the last hidden states [B, T - 1, C] of all positions that have a next token."""
+        arguments = self._arguments(input_ids, position_ids, documents)
+        hidden: Tensor = self.base_model(**arguments).last_hidden_state
+        return _in_rows(hidden, input_ids)
+
+    def _logits(
+        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
+    ) -> Tensor:
+        """Return the logits [B, T - 1, V] of all positions that have a next token."""
+        arguments = self._arguments(input_ids, position_ids, documents)
+        logits: Tensor = self.own_forward(**arguments).logits
+        return _in_rows(logits, input_ids)
+
+    def _arguments(
+        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
+    ) -> dict[str, Any]:
+        """Return the arguments of the model's own ``forward``, for all but the last position."""
+        if position_ids is not None:
+            position_ids = inputs_of(position_ids)
+        return own_arguments(self, inputs_of(input_ids), position_ids, documents)
+
+    def outputs(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        **columns: Any,
+    ) -> Any:
+        """Return the outputs of the model's own ``forward``."""
+        # `prepare_batch` finds documents for the first T - 1 positions alone, because the last one
+        # has no next token. Here all T positions are computed, so those documents do not fit, and
+        # are left to transformers to find in the position ids.
+        if documents is not None:
+            starts = documents.starts  # None: each row is one document, of any length
+            if starts is None or starts.shape == input_ids.shape:
+                columns["documents"] = documents
+        return self.own_forward(input_ids=input_ids, position_ids=position_ids, **columns)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Return further columns of a micro-batch: where its documents begin and its targets are.
+
+        They are found while the batch is on the host. A GPU would have to be waited for.
+        """
+        for_gpu = self.device.type == "cuda"
+        prepared = Batch()
+        if "position_ids" in batch:
+            prepared["documents"] = Documents.of(inputs_of(batch["position_ids"]), for_gpu)
+
+        target_positions = trained_positions(batch["labels"], for_gpu)
+        # For a GPU they are padded to one of few sizes. If these are no fewer than all targets, all
+        # targets are computed, and no positions are needed.
+        if len(target_positions) < targets_of(batch["labels"]).numel():
+            prepared["target_positions"] = target_positions
+        return prepared
+
+    @property
+    def _head(self) -> nn.Module:
+        """The module that makes logits."""
+        head = head_of(self)
+        assert head is not None
+        return head
+
+    def flops_per_token(self) -> int:
+        """Return the operations of forward and backward: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+
+        These are the operations of matrix products. A frozen weight costs 4 instead of 6, because
+        it needs no gradient. 0 for a mixture of experts, where a token meets some weights only.
+        """
+        config = self.config.get_text_config()
+        if is_mixture_of_experts(config):
+            return 0
+
+        # An embedding multiplies nothing, unless it is the head as well.
+        head = head_of(self)
+        of_head = {*head.parameters()} if head is not None else set()
+        of_embedding_alone = {*self.get_input_embeddings().parameters()} - of_head
+        parameters = [p for p in self.parameters() if p not in of_embedding_alone]
+        weights = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        attention = 12 * int(config.num_hidden_layers) * int(config.hidden_size) * self.row_length
+        return 4 * weights + 2 * trained + attention
+
+
+class LossHead(nn.Module):
+    """The ``forward`` of a linear head that also computes the loss.
+
+    FSDP2 gathers the weights of the head only when the head itself is called, so everything that is
+    computed with them is a mode of this call. :func:`make_causal_lm` changes the class of a head to
+    a subclass of ``LossHead`` and of the head's own class: ``nn.Linear``, or peft's wrapper of one.
+    """
+
+    own_class: ClassVar[type]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        softcap: float | None = None,
+        target_positions: Tensor | None = None,
+        per_target: bool = False,
+        flat_positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return the summed nll if there are targets, and logits otherwise.
+
+        Args:
+            hidden: the last hidden states [B, T, C].
+            targets: tokens [B, T], already shifted.
+            softcap: applied to the logits before the nll. Logits are returned without it.
+            target_positions: int64 [N], indices into the flattened targets that count.
+            per_target: return the nll of each target.
+            flat_positions: int64 [N], indices into the flattened positions; return the logits
+                [N, V] of these alone.
+        """
+        weight, bias = linear_parts(self)
+        assert weight is not None
+        if targets is not None:
+            return linear_nll(hidden, weight, targets, bias, softcap, target_positions, per_target)
+
+        if flat_positions is not None:
+            hidden = hidden.flatten(0, -2).index_select(0, flat_positions)
+        if isinstance(weight, DTensor):  # tensor parallelism shards the vocabulary over ranks
+            return linear_logits(hidden, weight, bias)
+        logits: Tensor = super().forward(hidden)  # that of the head's own class
+        return logits
+
+
+def make_causal_lm(
+    model: "PreTrainedModel",
+    row_length: int,
+    shares_prompts: bool = False,
+    gives_scores: bool = False,
+) -> CausalLM:
+    """Give a Hugging Face model and its head the ``forward`` of :class:`CausalLM`, in place.
+
+    Call :func:`llmtrain.models.probe.probe` once the weights are in place.
+    """
+    put_in_front(CausalLM, model)
+    causal_lm = cast(CausalLM, model)
+    causal_lm.row_length = row_length
+    causal_lm.shares_prompts = shares_prompts
+    causal_lm.gives_scores = gives_scores
+    causal_lm.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+
+    head = head_of(causal_lm)
+    if head is not None and linear_parts(head)[0] is not None:
+        put_in_front(LossHead, head)
+    return causal_lm
+
+
+def own_arguments(
+    model: CausalLM, ids: Tensor, positions: Tensor | None, documents: Documents | None
+) -> dict[str, Any]:
+    """Return the arguments of the model's own ``forward`` for rows in one pass, without a cache.
+
+    Args:
+        model: the model.
+        ids: tokens [B, T].
+        positions: [B, T], restarting at each document.
+        documents: the documents, if they are known.
+    """
+    if documents is None and positions is not None:
+        documents = Documents.of(positions.cpu(), ids.is_cuda).to(ids.device)
+    arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+
+    implementation = model.config._attn_implementation or ""
+    if implementation == ATTENTION_NAME:
+        # Without a mask, transformers looks for documents in the position ids, and builds masks that
+        # are not needed here. Our attention ignores this one; `expand` takes no memory.
+        sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
+        arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
+        if documents is None:
+            documents = Documents()  # one document in each row
+        arguments["documents"] = documents.ready_for(_dtype_of_products(model))
+    elif implementation.startswith("flash") and documents is not None:
+        # Flash attention takes rows that are laid end to end.
+        assert positions is not None
+        arguments["input_ids"] = ids.reshape(1, -1)
+        arguments["position_ids"] = positions.reshape(1, -1)
+        for side in ("q", "k"):
+            arguments[f"cu_seq_lens_{side}"] = documents.borders
+            arguments[f"max_length_{side}"] = ids.shape[1]
+    return arguments
+
+
+def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:
+    """Return outputs as rows [B, T - 1, C], also if the model got its rows laid end to end."""
+    rows, length = input_ids.shape
+    return output.view(rows, length - 1, -1)
+
+
+def _dtype_of_products(model: CausalLM) -> torch.dtype:
+    """Return the precision of matrix products: autocast's, or the model's own."""
+    device = model.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    dtype: torch.dtype = model.dtype
+    return dtype
+
+
+def head_of(model: "PreTrainedModel | CausalLM") -> nn.Module | None:
+    """Return the module that makes logits, if a model has one."""
+    return cast("nn.Module | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
+
+
+def softcap_of(model: "PreTrainedModel | CausalLM") -> float | None:
+    """Return the softcap of the logits, if a model has one."""
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
+def sliding_window(model: CausalLM) -> int | None:
+    """Return the size of the model's sliding window, if a row may be longer."""
+    window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
+    return window if window and window < model.row_length else None
+
+
+def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight [V, C] and bias [V] of a linear head; ``None`` for any other head.
+
+    With LoRA, peft can train the rows of some tokens in an adapter beside a frozen head. Then the
+    weight that is returned is the frozen one with those rows replaced.
+    """
+    class_before = getattr(head, "own_class", type(head))  # before it became a LossHead
+    if class_before is nn.Linear:
+        linear = cast(nn.Linear, head)
+        return linear.weight, linear.bias
+
+    token_adapter = getattr(head, "token_adapter", None)
+    original = getattr(head, "original_module", None)
+    if type(original) is nn.Linear and token_adapter is not None:
+        weight: Tensor = token_adapter.get_merged_weights(head.active_adapters)
+        return weight, original.bias
+    return None, None

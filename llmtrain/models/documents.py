@@ -1,0 +1,171 @@
+"""Which documents share a packed row, in the forms that attention on each device takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmtrain.models import attention_cpu, attention_gpu
+from llmtrain.models.attention_cpu import Block
+from llmtrain.models.shapes import padded_size
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of packed rows [B, T], which do not see each other.
+
+    They are made on the host by :meth:`of`, before the rows are sent to a device.
+
+    Attributes:
+        starts: int64 [B, T], the index in the row at which the document of each position begins.
+            ``None`` if each row is one document.
+        other_answers: int64 [2, B, T], if two answers share a prompt: begin and end, as indices in
+            the row, of an earlier answer that the position does not see. They are equal if there is
+            none.
+        positions: int64 [B, T], the position of each token in its document, if two answers share a
+            prompt. ``None`` if positions count up along the row.
+        borders: int32 [N], where each document begins when rows are laid end to end, and the end.
+            The end may be repeated.
+        blocks: the blocks of queries that attention on a CPU computes.
+        flex_mask: the block mask of flex attention, if a GPU uses it. :meth:`ready_for` adds it.
+    """
+
+    starts: Tensor | None = None
+    other_answers: Tensor | None = None
+    positions: Tensor | None = None
+    borders: Tensor | None = None
+    blocks: list[Block] | None = None
+    flex_mask: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        position_ids: Tensor,
+        on_gpu: bool = False,
+        answers: Tensor | None = None,
+    ) -> "Documents":
+        """Find the documents in packed rows.
+
+        Args:
+            position_ids: [B, T] on the host. A document begins if they do not count up by one.
+            on_gpu: prepare what a GPU takes, in shapes that recur.
+            answers: [B, T], the answer that each token of a row of preference pairs belongs to. The
+                second answer of a pair continues the prompt of the first, at its own positions.
+        """
+        # numpy stays on the calling thread. torch would start others beside those that compute.
+        positions = position_ids.numpy()
+        is_begin = np.diff(positions, prepend=positions[:, :1] - 2) != 1
+
+        if answers is None:
+            return cls._of_documents(is_begin, on_gpu)
+
+        codes = answers.numpy()
+        is_begin |= np.diff(codes, prepend=codes[:, :1] - 1) != 0
+        return cls._of_pairs(position_ids, is_begin, pairs=codes >> 2, on_gpu=on_gpu)
+
+    @classmethod
+    def _of_documents(cls, is_begin: np.ndarray, on_gpu: bool) -> "Documents":
+        starts = _latest(is_begin)
+
+        borders = np.flatnonzero(is_begin)
+        count = len(borders) + 1
+        if on_gpu:
+            count = padded_size(count)
+        end = is_begin.size
+        borders = np.pad(borders, (0, count - len(borders)), constant_values=end)
+
+        return cls(
+            starts=torch.from_numpy(starts),
+            borders=torch.from_numpy(borders.astype(np.int32)),
+            blocks=None if on_gpu else attention_cpu.packed_blocks(starts),
+        )
+
+    @classmethod
+    def _of_pairs(
+        cls,
+        position_ids: Tensor,
+        is_begin: np.ndarray,
+        pairs: np.ndarray,
+        on_gpu: bool,
+    ) -> "Documents":
+        starts = _latest(np.diff(pairs, prepend=pairs[:, :1] - 1) != 0)
+
+        # An answer sees itself, and its prompt up to the position that it continues from. The
+        # tokens between are the other answer. There are none between if the answer is the first.
+        answer_starts = _latest(is_begin)
+        continued_from = np.take_along_axis(position_ids.numpy(), answer_starts, axis=1)
+        other_answers = np.stack([starts + continued_from, answer_starts])
+
+        return cls(
+            starts=torch.from_numpy(starts),
+            other_answers=torch.from_numpy(other_answers),
+            positions=position_ids,
+            blocks=None if on_gpu else attention_cpu.packed_blocks(starts, other_answers),
+        )
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
+        """Return the documents on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Documents":
+        """Return the documents in pinned memory, from which copies to a GPU are asynchronous."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Documents":
+        tensors: dict[str, Any] = {}
+        for name in ("starts", "other_answers", "positions", "borders"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensors[name] = function(tensor)
+        return replace(self, **tensors)
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """Return which keys each query sees, bool [B, 1, T, T]; ``None`` without ``starts``.
+
+        Args:
+            window: the number of positions, including its own, that a query sees at most.
+        """
+        if self.starts is None:
+            return None
+
+        keys = torch.arange(self.starts.shape[1], device=self.starts.device)
+        queries = keys[:, None]
+        visible = (keys >= self.starts[..., None]) & (keys <= queries)
+
+        if self.other_answers is not None:
+            begins, ends = self.other_answers[..., None]
+            visible &= (keys < begins) | (keys >= ends)
+
+        if window:
+            positions = keys[None] if self.positions is None else self.positions
+            visible &= positions[:, :, None] - positions[:, None] < window
+
+        return visible[:, None]
+
+    def ready_for(self, dtype: torch.dtype) -> "Documents":
+        """Return the documents with all that attention in ``dtype`` takes on their device.
+
+        Call it outside compiled code.
+        """
+        if self.borders is not None and self.borders.is_cuda:
+            # Their number differs between micro-batches.
+            torch._dynamo.maybe_mark_dynamic(self.borders, 0)
+
+        if self.starts is None or not self.starts.is_cuda:
+            return self
+        if self.other_answers is None and attention_gpu.can_use_varlen(dtype):
+            return self
+        return replace(
+            self,
+            flex_mask=attention_gpu.flex_block_mask(self.starts, self.other_answers),
+        )
+
+
+def _latest(is_begin: np.ndarray) -> np.ndarray:
+    """Return for each position of rows [B, T] the last index up to it at which something begins."""
+    indices = np.arange(is_begin.shape[1])
+    latest: np.ndarray = np.maximum.accumulate(np.where(is_begin, indices, 0), axis=1)
+    return latest

@@ -1,0 +1,401 @@
+"""Two ways to compute the loss of a linear head with a bounded number of logits in memory.
+
+**In place.** If all logits fit, they are turned into their own gradient in place, a few rows at a
+time. On a CPU that halves the time in bf16, most of which is memory traffic.
+
+**Blockwise.** Otherwise the head is applied one block of the vocabulary at a time, twice: forward
+keeps log-sum-exps, and backward computes the logits of a block again. This is the idea of Wijmans
+et al. 2024, arXiv:2411.09009, in plain matrix products.
+
+The alternative is to go over blocks of tokens, and to compute the gradients already in forward
+(Hsu et al. 2024, arXiv:2410.10989). That computes logits once, but every block then reads and
+writes the whole gradient of the head. With as little memory it took as long on a CPU in float32,
+and 1.7 times as long in bf16; with twice as much memory, 0.8 and 1.1 times. It also could not keep
+fp16 in its range, because forward does not know the loss scale.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from llmtrain.parallel.collectives import all_reduce
+from llmtrain.types import IGNORED
+
+
+class LogitLimits(NamedTuple):
+    """How many logits a device computes at a time.
+
+    They are constants, because bits must not depend on the machine.
+
+    Attributes:
+        in_place: the most that :func:`in_place_nll` may hold.
+        tile: how many of these it works on at a time.
+        block: how many :func:`blockwise_nll` computes at a time, about.
+    """
+
+    in_place: int
+    tile: int
+    block: int
+
+
+# On a CPU, 32 MiB in float32, and tiles of 2 MiB, which stay in a processor's cache. A GPU wants few
+# large products: 2 GiB in bfloat16.
+LOGIT_LIMITS = {
+    "cpu": LogitLimits(in_place=1 << 23, tile=1 << 19, block=1 << 23),
+    "cuda": LogitLimits(in_place=1 << 30, tile=1 << 26, block=1 << 28),
+}
+
+# A block of the vocabulary has a multiple of so many tokens, for even matrix products.
+_BLOCK_MULTIPLE = 1024
+
+
+def _limits(hidden: Tensor) -> LogitLimits:
+    return LOGIT_LIMITS.get(hidden.device.type, LOGIT_LIMITS["cpu"])
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def target_weights(targets: Tensor, vocabulary: int) -> Tensor:
+    """Return the weight of each target: 1, or 0 if it is ignored, or NaN if it is not a token."""
+    is_counted = targets != IGNORED
+    is_outside = (targets < 0) | (targets >= vocabulary)
+    return is_counted.float().masked_fill(is_counted & is_outside, float("nan"))
+
+
+def fits_in_place(hidden: Tensor, vocabulary: int) -> bool:
+    """Return whether the logits of ``hidden`` [N, C] are few enough for :func:`in_place_nll`."""
+    return len(hidden) * vocabulary <= _limits(hidden).in_place
+
+
+def in_place_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    softcap: float | None,
+    each: bool,
+) -> Tensor:
+    """Return the nll of targets in nats, computed from all logits at once.
+
+    Args:
+        hidden: [N, C].
+        weight: [V, C].
+        targets: [N].
+        bias: [V].
+        softcap: of the logits.
+        each: return the nll of each target, [N], instead of the sum.
+    """
+    nll: Tensor = _InPlaceNLL.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        weight,
+        bias,
+        targets,
+        softcap,
+        each,
+        torch.is_grad_enabled(),  # it is off inside an autograd function
+    )
+    return nll
+
+
+class _InPlaceNLL(torch.autograd.Function):
+    """See :func:`in_place_nll`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        each: bool,
+        is_grad_enabled: bool,
+    ) -> Tensor:
+        dtype = hidden.dtype
+        cast_weight = weight.to(dtype)
+        logits = F.linear(hidden, cast_weight, _cast(bias, dtype))
+
+        needs_grad = is_grad_enabled and any(ctx.needs_input_grad)
+        compiled_kernel = _compiled_kernel() if hidden.is_cuda else None
+        if compiled_kernel is None:
+            kernel = _nll_and_gradient
+            tile_rows = max(_limits(hidden).tile // max(len(weight), 1), 1)
+        else:
+            kernel = compiled_kernel
+            tile_rows = max(len(logits), 1)
+
+        logit_tiles = torch.split(logits, tile_rows)
+        target_tiles = torch.split(targets[:, None], tile_rows)
+        nlls = []
+        for logit_tile, target_tile in zip(logit_tiles, target_tiles, strict=True):
+            nll = kernel(logit_tile, target_tile, softcap, needs_grad)
+            nlls.append(nll if each else nll.sum())
+
+        if needs_grad:
+            ctx.save_for_backward(hidden, cast_weight, logits)  # by now, logits are their gradient
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return torch.cat(nlls) if each else torch.stack(nlls).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, grad = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+
+        if incoming.ndim:  # one for each target
+            grad = grad.mul_(incoming[:, None].to(grad.dtype))
+            incoming = incoming.new_ones(())
+
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = (grad @ weight).mul_(incoming)
+
+        grad_weight = None
+        if needs_weight:
+            grad_weight = (grad.T @ hidden).to(ctx.weight_dtype).mul_(incoming)
+
+        grad_bias = None
+        if needs_bias:
+            grad_bias = grad.sum(0, dtype=incoming.dtype).mul_(incoming).to(ctx.bias_dtype)
+
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _nll_and_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    needs_grad: bool,
+    is_fusible: bool = False,
+) -> Tensor:
+    """Return the nll of each target, [N], and overwrite logits with the gradient of the sum.
+
+    Args:
+        logits: [N, V]. They stay as they are if no gradient is needed.
+        targets: [N, 1].
+        softcap: of the logits.
+        needs_grad: overwrite the logits.
+        is_fusible: subtract one at the target by an operation that a compiler can fuse.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    vocabulary = logits.shape[1]
+
+    capped = logits
+    if softcap is not None:
+        capped = (logits.to(dtype) / softcap).tanh_().mul_(softcap)
+    log_p = torch.log_softmax(capped, 1, dtype=dtype)
+
+    columns = targets.clamp(0, vocabulary - 1)
+    weights = target_weights(targets, vocabulary).to(dtype)
+    nll = -(log_p.gather(1, columns) * weights)[:, 0]
+    if not needs_grad:
+        return nll
+
+    if is_fusible:
+        is_target = torch.arange(vocabulary, device=logits.device) == columns
+        grad = log_p.exp() - is_target.to(dtype)
+    else:
+        minus_one = torch.full_like(targets, -1, dtype=dtype)
+        grad = log_p.exp_().scatter_add_(1, columns, minus_one)
+    if softcap is not None:
+        slope = capped.div_(softcap).square_().neg_().add_(1)  # tanh' is 1 - tanh^2
+        grad.mul_(slope)
+    logits.copy_(grad.mul_(weights))
+    return nll
+
+
+def _compiled_kernel() -> Callable[..., Tensor] | None:
+    """Return :func:`_nll_and_gradient` compiled for a GPU, or ``None`` if it must not be compiled.
+
+    It must not if algorithms have to be deterministic: the bits of compiled code depend on which
+    shapes came first. Runs of one process may differ in that, so it is asked for in every call.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    return _compile_for_gpu()
+
+
+@functools.cache
+def _compile_for_gpu() -> Callable[..., Tensor] | None:
+    """Compile :func:`_nll_and_gradient`; return ``None`` if nothing can compile it."""
+    try:
+        torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
+    except Exception:  # each compiler has errors of its own
+        return None
+
+    return torch.compile(functools.partial(_nll_and_gradient, is_fusible=True))
+
+
+def blockwise_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    target_weights: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    mesh: DeviceMesh | None,
+) -> Tensor:
+    """Return the nll of each target in nats, [N], one block of the vocabulary at a time.
+
+    Args:
+        hidden: [N, C].
+        weight: [V, C].
+        targets: [N], counted from the first token of ``weight``.
+        target_weights: [N], of :func:`target_weights`.
+        bias: [V].
+        softcap: of the logits.
+        mesh: ranks that share the vocabulary. ``weight`` and ``bias`` are this rank's shards.
+    """
+    nll: Tensor = _BlockwiseNLL.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        weight,
+        bias,
+        targets,
+        target_weights,
+        softcap,
+        mesh,
+    )
+    return nll
+
+
+class _BlockwiseNLL(torch.autograd.Function):
+    """See :func:`blockwise_nll`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        target_weights: Tensor,
+        softcap: float | None,
+        mesh: DeviceMesh | None,
+    ) -> Tensor:
+        block_totals = []
+        target_logits = torch.zeros(len(targets), 1, device=hidden.device)
+        for block in _blocks(len(weight), hidden):
+            logits, columns, is_inside = _block_logits(
+                hidden,
+                weight,
+                bias,
+                targets,
+                softcap=softcap,
+                block=block,
+            )
+            block_totals.append(logits.logsumexp(1))
+            target_logits = torch.where(is_inside, logits.gather(1, columns), target_logits)
+
+        # All blocks at once: a running sum would be rounded in every block.
+        log_total = torch.stack(block_totals).logsumexp(0)
+        if mesh is not None:
+            highest = all_reduce(log_total, mesh, dist.ReduceOp.MAX)
+            log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
+            target_logits = all_reduce(target_logits, mesh)
+
+        ctx.save_for_backward(hidden, weight, bias, targets, target_weights, log_total)
+        ctx.softcap = softcap
+        return (log_total - target_logits[:, 0]) * target_weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, target_weights, log_total = ctx.saved_tensors
+        softcap = ctx.softcap
+        incoming = (target_weights.to(incoming.dtype) * incoming)[:, None]
+
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+
+        for block in _blocks(len(weight), hidden):
+            logits, columns, is_inside = _block_logits(
+                hidden,
+                weight,
+                bias,
+                targets,
+                softcap=softcap,
+                block=block,
+            )
+            scale = incoming
+            if softcap is not None:
+                scale = incoming * (1 - (logits / softcap).square())
+
+            # The probabilities, less one at the target.
+            grad = logits.sub_(log_total[:, None]).exp_()
+            grad.scatter_(1, columns, grad.gather(1, columns) - is_inside.to(grad.dtype))
+            grad.mul_(scale)
+
+            if grad_bias is not None:
+                grad_bias[block] = grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += grad @ weight[block].to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[block] = grad.T @ hidden
+
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _blocks(vocabulary: int, hidden: Tensor) -> list[slice]:
+    """Return blocks of the vocabulary, each with about as many logits as may be computed at a time.
+
+    Args:
+        vocabulary: its size.
+        hidden: [N, C], the hidden states that meet the head.
+    """
+    tokens = _limits(hidden).block // max(len(hidden), 1)
+    size = max(tokens // _BLOCK_MULTIPLE, 1) * _BLOCK_MULTIPLE
+    return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
+
+
+class _BlockLogits(NamedTuple):
+    """The logits of a block of the vocabulary, and where the targets are in it.
+
+    Attributes:
+        logits: [N, block], in float32 or wider. They may be overwritten.
+        columns: int64 [N, 1], the column of each target, or of another token if it is outside.
+        is_inside: bool [N, 1], whether the target is in the block.
+    """
+
+    logits: Tensor
+    columns: Tensor
+    is_inside: Tensor
+
+
+def _block_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    softcap: float | None,
+    block: slice,
+) -> _BlockLogits:
+    dtype = hidden.dtype
+    block_bias = None if bias is None else bias[block]
+    logits = F.linear(hidden, weight[block].to(dtype), _cast(block_bias, dtype))
+    if dtype != torch.float64:
+        logits = logits.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    size = block.stop - block.start
+    columns = targets[:, None] - block.start
+    is_inside = (columns >= 0) & (columns < size)
+    return _BlockLogits(logits, columns.clamp(0, size - 1), is_inside)

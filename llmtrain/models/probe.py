@@ -1,0 +1,287 @@
+"""Find out what a Hugging Face model computes, by trying it: what its class does is written nowhere.
+
+A model is tried after its weights are in place. If it is sharded, all ranks call these functions.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import UserError, first_line
+from llmtrain.models.attention import ATTENTION_NAME, register
+from llmtrain.models.causal_lm import (
+    CausalLM,
+    LossHead,
+    head_of,
+    own_arguments,
+    sliding_window,
+    softcap_of,
+)
+from llmtrain.parallel.blocks import reshard
+from llmtrain.types import Batch
+
+
+def probe(model: CausalLM) -> None:
+    """Choose the model's attention, and find out whether its head is linear.
+
+    Raises:
+        UserError: earlier tokens attend to later ones, so it is no causal LM.
+    """
+    with trying(model):
+        _choose_attention(model)
+        model.head_is_linear = _head_is_linear(model)
+
+        ids, other_ids = example_tokens(model, 2, probe_length(model)).chunk(2)
+        changed_at_the_end = torch.cat([ids[:, :-1], other_ids[:, -1:]], dim=1)
+        logits = probe_output(model, ids)[:, :-1]
+        if differ(logits, probe_output(model, changed_at_the_end)[:, :-1]):
+            raise UserError(
+                f"{model.own_class.__name__} lets tokens see the ones that follow: "
+                "it is no causal language model."
+            )
+
+
+def _choose_attention(model: CausalLM) -> None:
+    """Give a model the attention of this package, if that computes the same as transformers' own."""
+    config = model.config
+    own_attention = config._attn_implementation
+    chunk = getattr(config.get_text_config(), "attention_chunk_size", None)
+    if own_attention != "sdpa" or (chunk or model.row_length) < model.row_length:
+        return
+    if sliding_window(model) and not model.shares_prompts:
+        return
+
+    register()
+    rows = _short_rows(model)
+    try:
+        expected = [probe_output(model, rows.ids), probe_output(model, rows.ids, rows.positions)]
+        config._attn_implementation = ATTENTION_NAME
+        outputs = [probe_output(model, rows.ids), probe_output(model, rows.ids, rows.positions)]
+        if not any(map(differ, outputs, expected)):
+            return
+    except (TypeError, ValueError, RuntimeError):
+        # The class takes no position_ids, or does not pass on its arguments.
+        pass
+    config._attn_implementation = own_attention
+
+
+def _head_is_linear(model: CausalLM) -> bool:
+    """Return whether logits are the head's output for the last hidden states, after a known softcap.
+
+    The head is made to return numbers from -100 to 100, which any further scale or cap would change.
+    """
+    head = head_of(model)
+    base = model.base_model
+    if not isinstance(head, LossHead) or base is model:
+        return False
+    hidden_states: list[Tensor] = []
+    head_inputs: list[Tensor] = []
+
+    def large_numbers(like: Tensor) -> Tensor:
+        numbers = torch.linspace(-100, 100, like.shape[-1], device=like.device, dtype=like.dtype)
+        return numbers.expand_as(like)
+
+    def note_hidden_states(_: nn.Module, __: object, output: Any) -> None:
+        hidden_states.append(output.last_hidden_state)
+
+    def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(inputs[0])
+        return large_numbers(output)
+
+    with (
+        base.register_forward_hook(note_hidden_states),
+        head.register_forward_hook(replace_output),
+    ):
+        logits = probe_output(model, example_tokens(model, 1, probe_length(model)))
+
+    expected = large_numbers(logits)
+    softcap = softcap_of(model)
+    if softcap:
+        expected = softcap * torch.tanh(expected / softcap)
+    is_called_once = len(hidden_states) == len(head_inputs) == 1
+    return (
+        is_called_once
+        and torch.equal(head_inputs[0], hidden_states[0])
+        and torch.allclose(logits, expected, rtol=1e-2)
+    )
+
+
+def leaks(model: CausalLM) -> bool:
+    """Return whether the second of two documents in a packed row changes when the first does.
+
+    Several rows are tried at once, with the border at different places, because some attention
+    looks for borders in a single row only. A model with a sliding window or attention chunks is
+    also tried on rows that are longer than these.
+    """
+    with trying(model):
+        try:
+            # Ranks that share a model make every pass together, so none may stop at its first leak.
+            verdicts = [_second_changes_with_first(model, rows) for rows in _packed_probes(model)]
+        except TypeError:  # the class takes no position_ids
+            return True
+    return any(verdicts)
+
+
+def _packed_probes(model: CausalLM) -> Iterator["PackedRows"]:
+    """Yield rows of two documents: short ones, and ones that leave the longest attention span."""
+    yield _short_rows(model)
+
+    span = _longest_span(model)
+    if span is None or span < probe_length(model):
+        return
+    length = min(span + 16, _most_positions(model))
+    past_the_span = (span + length) // 2
+    within_the_span = 8
+    yield _packed_rows(model, length, borders=(past_the_span, within_the_span))
+
+
+def _second_changes_with_first(model: CausalLM, rows: "PackedRows") -> bool:
+    """Return whether logits of the second documents depend on the first ones."""
+    change, is_beyond_rounding = _change_in_second(model, rows, rows.positions)
+
+    # The rounding of bfloat16 can hide a leak, but not one that is about as large as the change
+    # without positions, which make the two documents one.
+    change_if_unpacked, _ = _change_in_second(model, rows, positions=None)
+    return is_beyond_rounding or bool(change > change_if_unpacked / 2)
+
+
+def _change_in_second(
+    model: CausalLM, rows: "PackedRows", positions: Tensor | None
+) -> tuple[Tensor, bool]:
+    """Return how far logits of the second documents move with the first, and if beyond rounding."""
+    logits = probe_output(model, rows.ids, positions)[rows.is_compared]
+    logits_if_changed = probe_output(model, rows.changed_ids, positions)[rows.is_compared]
+    change = (logits - logits_if_changed).abs().max()
+    return change, differ(logits, logits_if_changed)
+
+
+# --- rows to try a model on
+
+
+class PackedRows(NamedTuple):
+    """Rows [B, T] of two documents, to try a model on."""
+
+    ids: Tensor
+    changed_ids: Tensor  # with other tokens in the first document
+    positions: Tensor  # restart at the second document
+    is_second: Tensor  # bool
+    is_compared: Tensor  # bool: the second document's positions that are near its ends
+
+
+# Positions compared at each end of a document: all logits of a long row would fill the memory.
+_COMPARED = 16
+
+
+def _short_rows(model: CausalLM) -> PackedRows:
+    """Return two short rows of two documents each, with the border in the middle or before it."""
+    half = max(probe_length(model) // 2, 1)
+    return _packed_rows(model, 2 * half, borders=(half, max(half - 1, 1)))
+
+
+def _packed_rows(model: CausalLM, length: int, borders: tuple[int, ...]) -> PackedRows:
+    """Return a row of two documents for each border, at which the second begins."""
+    ids, other_ids = example_tokens(model, 2 * len(borders), length).chunk(2)
+    starts = torch.tensor(borders, device=ids.device)[:, None]
+    row_positions = torch.arange(length, device=ids.device)[None]
+    is_second = row_positions >= starts
+    is_near_an_end = (row_positions < starts + _COMPARED) | (row_positions >= length - _COMPARED)
+    return PackedRows(
+        ids=ids,
+        changed_ids=torch.where(is_second, ids, other_ids),
+        positions=torch.where(is_second, row_positions - starts, row_positions),
+        is_second=is_second,
+        is_compared=is_second & is_near_an_end,
+    )
+
+
+def example_tokens(model: CausalLM, rows: int, length: int) -> Tensor:
+    """Return different tokens, int64 [rows, length]."""
+    numbers = torch.arange(rows * length, device=model.device)
+    return ((numbers * 7 + 1) % model.vocabulary_size).view(rows, length)
+
+
+def probe_length(model: CausalLM) -> int:
+    """Return the length of a short row."""
+    return min(16, _most_positions(model))
+
+
+def _longest_span(model: CausalLM) -> int | None:
+    """Return the longest sliding window or attention chunk, if a row may be longer."""
+    chunk: int | None = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    spans = [sliding_window(model), chunk]
+    return max((span for span in spans if span and span < _most_positions(model)), default=None)
+
+
+def _most_positions(model: CausalLM) -> int:
+    """Return the length of the longest row that the model is trained on."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or model.row_length, model.row_length)
+
+
+# --- trying a model
+
+
+@contextlib.contextmanager
+def trying(model: CausalLM) -> Iterator[None]:
+    """Try a model without dropout, gradients and autocast, whose rounding would hide differences.
+
+    Raises:
+        UserError: the model fails.
+    """
+    was_training = model.training
+    matmul_precision = torch.get_float32_matmul_precision()
+    takes_half_precision_only = (model.config._attn_implementation or "").startswith("flash")
+    model.train(False)
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with (
+            torch.no_grad(),
+            torch.autocast(model.device.type, torch.bfloat16, enabled=takes_half_precision_only),
+        ):
+            yield
+    except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{model.own_class.__name__} cannot be trained here: {first_line(error)}"
+        ) from None
+    finally:
+        torch.set_float32_matmul_precision(matmul_precision)
+        reshard(model)
+        model.train(was_training)
+
+
+def probe_output(model: CausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Return logits [B, T, V] as training computes them; hidden states of a model that gives scores."""
+    return output_for(model, own_arguments(model, ids, positions, None)).view(*ids.shape, -1)
+
+
+def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
+    """Return the logits, or hidden states, for arguments of the model's own ``forward``."""
+    if model.gives_scores:
+        hidden: Tensor = model(**arguments, compute=_hidden_states)
+        return hidden
+    logits: Tensor = model(**arguments).logits
+    return logits
+
+
+def _hidden_states(model: CausalLM, batch: Batch) -> Tensor:
+    """Return the last hidden states [B, T, C], in the precision in which they were computed."""
+    arguments = {name: column for name, column in batch.items() if name != "labels"}
+    states: Tensor = model.base_model(**arguments).last_hidden_state
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        return states.to(torch.get_autocast_dtype(device))
+    return states
+
+
+def differ(output: Tensor, expected: Tensor) -> bool:
+    """Return whether two results differ by more than rounding.
+
+    The limit is a share of the largest number: 1e-4 in float32, 0.02 in bfloat16. A leak moves
+    logits by a tenth of their size and more. A mixture of experts rounds differently if other tokens
+    are in the batch.
+    """
+    limit = max(torch.finfo(output.dtype).eps ** 0.5 / 4, 1e-4)
+    return bool((output - expected).abs().max() > limit * expected.abs().max())

@@ -1,0 +1,241 @@
+"""The interface between the training step and the parallel method: passes, gradients, sums over ranks.
+
+Each way to train has its own subclass:
+
+- :class:`llmtrain.parallel.ddp.ReplicatedEngine`: every rank holds the whole model.
+- :class:`llmtrain.parallel.sharded.ShardedEngine`: every rank holds a shard of it.
+- :class:`llmtrain.parallel.pipeline.PipelinedEngine`: every rank holds some of its layers.
+- :class:`llmtrain.parallel.bitwise.BitwiseEngine`: as replicated, and the same bits on any number
+  of ranks.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llmtrain.parallel.collectives import BucketWatcher
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.types import Batch, LossSums, Objective, StepTotals, count_targets
+
+Result = TypeVar("Result")
+
+
+class Engine(Ranks):
+    """The model, its parallel method, and sums over the data-parallel ranks.
+
+    Several methods take ``extra``: inputs of the loss that depend on the whole global batch, which
+    :meth:`llmtrain.types.Objective.prepass` has computed.
+
+    Args:
+        accelerator: the Accelerator of this run.
+        model: the model that ``accelerator.prepare`` returned.
+        objective: what is minimised.
+        sync_each_batch: reduce the gradient after every micro-batch. A rank of a sharded model then
+            never holds more of the gradient than its own shard and one unsharded block.
+    """
+
+    # Whether each rank stores only a part of the weights: FSDP2, tensor parallelism and pipelines.
+    is_sharded = False
+    # Whether a rank runs all layers. It does with sharded weights too, which are gathered for that.
+    # In a pipeline it does not.
+    runs_whole_forward = True
+    # Whether the run may time two ways to compute, and take the faster one. A bitwise run may not:
+    # its results would depend on the times.
+    may_choose_by_timing = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        objective: Objective | None = None,
+        sync_each_batch: bool = False,
+    ) -> None:
+        super().__init__(accelerator)
+        self.model = model
+        self.unwrapped = unwrap(model)
+        self.objective = objective or Objective()
+        self.sync_each_batch = sync_each_batch
+        self._phase_listeners: list[Callable[[str], None]] = []
+
+    @property
+    def blocks_communicate(self) -> bool:
+        """Whether the forward pass of a single block needs other ranks."""
+        return False
+
+    # --- phases
+
+    def on_phase(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener`` with the name of each phase of a step when the phase begins."""
+        self._phase_listeners.append(listener)
+
+    def set_phase(self, phase: str) -> None:
+        """Begin a phase of a step, such as ``count`` or ``norm``."""
+        for listener in self._phase_listeners:
+            listener(phase)
+
+    # --- passes through the model
+
+    def call_in_forward(self, function: Callable[[Any, Batch], Result], batch: Batch) -> Result:
+        """Return ``function(unwrapped model, batch)``, called inside ``model.forward``.
+
+        The hooks of DDP and FSDP2, and autocast, are around ``forward``. So everything that uses
+        the weights has to run inside it. The model's ``forward`` takes the function as its argument
+        ``compute``; :class:`llmtrain.models.trainable.TrainableModel` gives any model such a
+        ``forward``.
+        """
+        result: Result = self.model(**batch, compute=function)
+        return result
+
+    def loss(self, batch: Batch, extra: Batch | None = None) -> LossSums:
+        """Return the summed loss of a micro-batch, and its sums of further metrics."""
+
+        def compute(model: Any, batch: Batch) -> LossSums:
+            return self.objective.loss(model, batch, extra or {})
+
+        return self.call_in_forward(compute, batch)
+
+    def count(self, batches: Sequence[Batch], stop_requested: bool = False) -> StepTotals:
+        """Count target tokens, the denominator and the votes to stop over the global batch.
+
+        One all-reduce carries all three.
+        """
+        target_tokens = torch.stack([count_targets(batch["labels"]) for batch in batches])
+        denominators = torch.stack([self.objective.denominator(batch) for batch in batches])
+        local_counts = StepTotals(
+            target_tokens=target_tokens.sum(),
+            denominator=denominators.sum(),
+            stop_votes=denominators.new_tensor(int(stop_requested)),
+        )
+        # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its fields.
+        totals = self.sum_over_ranks(torch.stack(local_counts))
+        return StepTotals(*totals)
+
+    @torch.no_grad()
+    def sum_over_batches(
+        self, function: Callable[[Any, Batch], Tensor], batches: Iterable[Batch]
+    ) -> Tensor:
+        """Sum a function of the model over all micro-batches of the global batch.
+
+        This pass has no gradients. Afterwards the state of torch's generators is as before, so that
+        the training pass draws the same dropout as without it. All ranks call this.
+
+        Args:
+            function: called with the unwrapped model and a micro-batch, inside ``model.forward``.
+            batches: this rank's micro-batches.
+        """
+        self.set_phase("forward")
+        with self.fork_rng():
+            results = [self.call_in_forward(function, batch) for batch in batches]
+        local_sum = torch.stack(results).sum(0)
+
+        self.set_phase("exchange")
+        return self.sum_over_ranks(local_sum)
+
+    def forward_backward(
+        self, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
+    ) -> LossSums:
+        """Leave the gradient of the mean loss of the global batch in ``.grad``.
+
+        The gradient is accumulated over the micro-batches, and reduced over the ranks after the last
+        one.
+
+        Args:
+            batches: this rank's micro-batches.
+            denominator: what the summed loss of the global batch is divided by.
+            extra: inputs of the loss that depend on the whole global batch.
+
+        Returns:
+            This rank's sums.
+        """
+        # DDP and FSDP2 average over the data-parallel ranks. Multiplying by their number undoes that.
+        scale = self.data_parallel_size
+        loss_sum = torch.zeros((), device=self.device)
+        metric_sums: dict[str, Tensor] = {}
+        for i, batch in enumerate(batches):
+            is_last = i == len(batches) - 1
+            reduces = is_last or self.sync_each_batch
+            sync_context = contextlib.nullcontext() if reduces else self.no_sync()
+            with sync_context:
+                sums = self.loss(batch, extra)
+                # Accelerate divides this by its gradient_accumulation_steps, which is 1 here.
+                self.accelerator.backward(sums.loss * scale / denominator.clamp(min=1))
+            loss_sum += sums.loss.detach()
+            add_metrics(metric_sums, sums.metrics)
+        return LossSums(loss_sum, metric_sums)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a backward pass reduces no gradients."""
+        context: contextlib.AbstractContextManager[None] = self.accelerator.no_sync(self.model)
+        return context
+
+    def rebuild_buckets(self, batch: Batch) -> None:
+        """Rebuild the buckets of gradients before the first step of a resumed run.
+
+        DDP rebuilds them in the first step of a run. A resumed run does so at once, to add up
+        gradients in the same order as a run that never stopped. Other engines have no buckets, so
+        there is nothing to do here.
+        """
+
+    @contextlib.contextmanager
+    def fork_rng(self) -> Iterator[None]:
+        """Restore the state of torch's generators when the block ends."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            yield
+
+    # --- gradients and weights
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to ``max_norm`` if its norm is larger.
+
+        Returns:
+            The norm before; a scalar, the same on every rank.
+        """
+        norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm
+
+    @torch.no_grad()
+    def weight_norm(self) -> Tensor:
+        """Return the norm of all trained weights; a scalar, the same on every rank."""
+        trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
+        return nn.utils.get_total_norm(trained)
+
+    def gatherable(self, tensors: dict[str, Tensor]) -> DistributedTensors:
+        """Wrap this rank's tensors of the model, so that full tensors can be gathered later.
+
+        All ranks call this, and all of them take part in each gathering.
+
+        Args:
+            tensors: the tensors of this rank by name. A name is that of a parameter, or of a
+                parameter and a key of the optimizer (``wte.weight.exp_avg``).
+        """
+        return DistributedTensors(tensors)
+
+    def watching_buckets(self, watcher: BucketWatcher) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a watcher sees the buckets of gradients, if there are any."""
+        return contextlib.nullcontext()
+
+    def free_gathered_weights(self) -> None:
+        """Free the weights that were gathered for forward passes.
+
+        Call this after passes without a backward pass, which would free them. Only a sharded engine
+        gathers any, so there is nothing to do here.
+        """
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of DDP and of a compiler."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def add_metrics(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Add the sums of a micro-batch to the totals, in place."""
+    for name, value in sums.items():
+        totals[name] = totals[name] + value if name in totals else value

@@ -1,0 +1,60 @@
+"""Choose the engine of a run."""
+
+from accelerate import Accelerator
+from torch import nn
+
+from llmtrain.console import say
+from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.fsdp import is_sharded
+from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.pipeline import PipelinedEngine
+from llmtrain.parallel.sharded import ShardedEngine
+from llmtrain.types import Objective
+
+
+def engine_for(
+    accelerator: Accelerator,
+    model: nn.Module,
+    objective: Objective,
+    config: ParallelConfig,
+    bitwise: bool,
+    accumulation: int,
+) -> Engine:
+    """Return the engine for the parallel method that the accelerate config asks for.
+
+    Args:
+        accelerator: the Accelerator of this run.
+        model: the model that ``accelerator.prepare`` returned.
+        objective: what is minimised.
+        config: how ranks exchange gradients.
+        bitwise: whether the bits must not depend on the number of ranks.
+        accumulation: how many micro-batches a step has.
+    """
+    if sharding_of(accelerator).stages > 1:
+        return PipelinedEngine(accelerator, model, objective=objective)
+    if bitwise:
+        return BitwiseEngine(accelerator, model, objective=objective)
+
+    if not is_sharded(accelerator):
+        return ReplicatedEngine(
+            accelerator,
+            model,
+            objective=objective,
+            sync_each_batch=config.sync_each_batch,
+            comm_hook=config.ddp_comm_hook,
+        )
+
+    if accumulation > 1 and not config.sync_each_batch:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say(
+            "gradients",
+            f"of {accumulation} micro-batches are held whole, "
+            f"{4 * trained / 2**20:.1f} MiB a process, and reduced once; "
+            "--sync_each_batch holds this process's shard",
+        )
+    return ShardedEngine(
+        accelerator, model, objective=objective, sync_each_batch=config.sync_each_batch
+    )

@@ -1,0 +1,45 @@
+"""Count how often gradients are reduced over the ranks."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llmtrain.parallel.fsdp import parameter_groups
+
+
+class GradientSyncs:
+    """Counts the backward passes whose gradients are reduced, while :meth:`counting` runs.
+
+    There should be one in a step, however many micro-batches it has. Losses and weights agree even
+    if every micro-batch is reduced; only the time does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.count = 0
+        self.sharded = parameter_groups(model)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count while the block runs, by a hook on the model."""
+        hook = self.model.register_forward_pre_hook(self._before_forward)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _before_forward(self, model: nn.Module, inputs: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        ddp_reduces = (
+            isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+        )
+        if ddp_reduces or any(group.reduce_grads for group in self.sharded):
+            self.count += 1
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+        self.count = 0

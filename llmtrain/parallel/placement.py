@@ -1,0 +1,216 @@
+"""Give a new model memory and weights on the ranks that train it."""
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.parallel.fsdp import is_sharded, parameter_groups, shard
+from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.shards import fill, local_shard
+from llmtrain.parallel.stages import select_stage
+from llmtrain.parallel.tensor import parallelize
+from llmtrain.shipped import shipped_config
+from llmtrain.types import ModelBundle, Weights
+
+_GIB = 2**30
+_MIB = 2**20
+
+
+def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
+    """Bring a new model to where it is trained: sharded, or in full on this rank's device.
+
+    Parameters on the meta device become real and get their first weights.
+
+    Args:
+        accelerator: The Accelerator of this run.
+        bundle: The model with its weights. It is changed in place.
+
+    Returns:
+        The same ``bundle``.
+
+    Raises:
+        UserError: if there is not enough memory, or if the model cannot be sharded.
+    """
+    model = bundle.model
+    class_name = type(model).__name__  # before FSDP renames it
+    # Quantized weights are stored as integers.
+    is_quantized = not all(p.is_floating_point() for p in model.parameters())
+    if is_sharded(accelerator) and bundle.weights is None:
+        if is_quantized:
+            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+        raise UserError(
+            f"{class_name} has no stream of weights, which sharding needs. Build the model on the "
+            "meta device and pass its first weights to ModelBundle, or use a DDP config."
+        )
+    check_room(accelerator, model)
+    _say_size(model, class_name)
+
+    if is_sharded(accelerator):
+        place_sharded(accelerator, model, bundle.weights or ())
+    else:
+        empty = {name: p for name, p in model.named_parameters() if p.is_meta}
+        _make_real(empty.values(), accelerator.device)
+        fill(empty, bundle.weights or ())
+        if not is_quantized:  # bitsandbytes places quantized models itself
+            model.to(accelerator.device)
+    bundle.check()
+    return bundle
+
+
+def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
+    """Shard a model, in place, over the ranks, and fill it with its first weights.
+
+    Parameters on the meta device become real if this rank holds a part of them. Tied parameters
+    stay tied.
+
+    Args:
+        accelerator: The Accelerator of this run.
+        model: The model, real or on the meta device.
+        weights: Pairs of a name and a full tensor, for the parameters on the meta device. Only
+            one full tensor is held at a time.
+
+    Raises:
+        UserError: if the model lacks what the layout needs: blocks, a plan for tensor parallelism,
+            or a way to split it into stages.
+    """
+    sharding = sharding_of(accelerator)
+    if sharding.tensor > 1:
+        parallelize(model, sharding.submesh("tp"))
+    remote = select_stage(model, sharding)
+    shard(accelerator, model, ignored=remote)
+    _load_shards(accelerator, model, weights, remote=remote)
+    _say_sharding(sharding, model)
+
+
+def _load_shards(
+    accelerator: Accelerator, model: nn.Module, weights: Weights, remote: set[nn.Parameter]
+) -> None:
+    """Give a sharded model memory on this rank, and fill its shards.
+
+    Args:
+        accelerator: The Accelerator of this run.
+        model: The sharded model.
+        weights: Pairs of a name and a full tensor.
+        remote: Parameters that only other pipeline stages hold. They stay on the meta device.
+    """
+    offload = accelerator.state.fsdp_plugin.cpu_offload
+    is_offloaded = isinstance(offload, CPUOffloadPolicy)
+    device = torch.device("cpu") if is_offloaded else accelerator.device
+
+    empty = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and parameter not in remote
+    }
+    _make_real(empty.values(), device)
+
+    # FSDP2 overrides `_apply` to notice that its parameters have new memory.
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+    # Buffers are not offloaded.
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(accelerator.device))
+
+    # The weights of a staged model include those of other stages. fill() skips these.
+    targets = dict(model.named_parameters()) if remote else empty
+    fill(targets, weights)
+    _give_addresses(model)
+
+
+def _give_addresses(model: nn.Module) -> None:
+    """Give the empty shards of a model distinct addresses.
+
+    Accelerate finds the parameters of an optimizer by ``data_ptr()``, which is 0 for all of them.
+    """
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) or parameter.is_meta:
+            continue
+        if parameter._local_tensor.numel() == 0:
+            address = functools.partial(id, parameter)
+            parameter._local_tensor.data_ptr = address  # type: ignore[method-assign]
+
+
+def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Give parameters on the meta device uninitialized memory, in place.
+
+    Each parameter stays the same object, so that tied modules still share it.
+    """
+    for parameter in parameters:
+        real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+
+
+def check_room(accelerator: Accelerator, model: nn.Module) -> None:
+    """Check that the GPU has enough memory for the least that a run needs.
+
+    This is the memory for weights, gradients and optimizer state. AdamW keeps two numbers for
+    each weight and Muon keeps one, so one is counted. The check allocates nothing.
+
+    Raises:
+        UserError: if the GPU has less memory.
+    """
+    sharding = sharding_of(accelerator)
+    if accelerator.device.type != "cuda" or sharding.cpu_offload:
+        return
+
+    shards = sharding.shards * sharding.model_parallel_size
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
+    needed = weights + 2 * gradients
+    available = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
+    if needed > available:
+        raise UserError(
+            f"this run needs {needed / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
+            f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, "
+            f"and activations; this GPU has {available / _GIB:.1f}. Share them among more "
+            f"processes ({shipped_config('fsdp2')}): see llmtrain plan."
+        )
+
+
+def held_bytes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of this rank's shards of the parameters, and of the full parameters."""
+    local = 0
+    full = 0
+    for parameter in model.parameters():
+        full += parameter.numel() * parameter.element_size()
+        if not parameter.is_meta:
+            local += local_shard(parameter).numel() * parameter.element_size()
+    return local, full
+
+
+def _say_size(model: nn.Module, class_name: str) -> None:
+    """Print the number of parameters of a model, and how many of them are trained."""
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        is_quantized = not parameter.is_floating_point()
+        count = parameter.numel()
+        if is_quantized:  # bitsandbytes keeps two 4-bit numbers in a byte
+            count *= 2
+        total += count
+        if parameter.requires_grad:
+            trained += count
+
+    share = "" if trained == total else f", {trained:,} of them trained ({trained / total:.2%})"
+    say("model", f"{class_name}: {total:,} parameters{share}")
+
+
+def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
+    """Print how a model is sharded, and how much of it this process holds."""
+    replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
+    processes = sharding.processes // sharding.replicas
+    units = len(parameter_groups(model))
+    local, full = held_bytes(model)
+    say(
+        "sharded",
+        f"{sharding.method} over {replicas}{processes} processes in {units} units; "
+        f"this one holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
+    )

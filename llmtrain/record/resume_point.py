@@ -1,0 +1,27 @@
+"""Where a run starts: its folder, and the checkpoint that it resumes from."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from llmtrain.types import Facts
+
+
+class ResumePoint(NamedTuple):
+    """The folder of a run, and the checkpoint that it resumes from, if there is one."""
+
+    folder: Path
+    checkpoint: Path | None = None
+    step: int = 0  # steps that the checkpoint has made
+    tokens: int = 0  # target tokens of those steps
+    run_id: str = ""
+    incarnation: str = ""  # tells this start from another one in the same folder
+    why: str = ""  # the reason for this start, for the start-up log
+    before: Facts | None = None  # identity of a checkpoint that the user has named
+
+    @property
+    def optim_settings(self) -> Facts | None:
+        """The optimizer settings of a checkpoint that the user has named, if there is one."""
+        if self.before is None:
+            return None
+        settings: Facts | None = self.before.get("update")
+        return settings

@@ -1,0 +1,513 @@
+"""Everything that happens around a step, in the order in which it is called."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+
+from llmtrain.console import say
+from llmtrain.errors import UserError, is_out_of_memory
+from llmtrain.models.generation import Sampling
+from llmtrain.observe.heartbeat import Heartbeat
+from llmtrain.observe.memory import memory_held
+from llmtrain.observe.phases import Phases
+from llmtrain.observe.progress import Progress
+from llmtrain.observe.replicas import check_replicas
+from llmtrain.observe.throughput import Throughput
+from llmtrain.observe.xray import XRay
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
+from llmtrain.training.run import Run
+from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
+
+_SAMPLE_TOKENS = 64
+_COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
+
+
+class Timing(Callback):
+    """Measures where each rank's time goes and how fast it is, and sends its heartbeat."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.run = run
+        self.engine = engine
+        self.first_step = run.step
+        self.phases = Phases(engine.device, engine.model)
+        self.syncs = GradientSyncs(engine.model)
+        self.throughput = Throughput(engine.accelerator, engine.unwrapped)
+        self.progress = Progress(engine.is_main, run.step, run.settings.optim.max_steps)
+        self.heartbeat = Heartbeat(
+            engine,
+            self.phases,
+            folder=run.folder.path,
+            timeout=run.settings.parallel.ddp_timeout,
+            on_failure=run.failed,
+        )
+        engine.on_phase(self._set_phase)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+            yield
+
+    def on_train_begin(self) -> None:
+        self.throughput.restart()
+
+    def _set_phase(self, phase: str) -> None:
+        """Follow the phases of the step; the engine calls this."""
+        # The first step is slow (allocation, compilation), so its times are dropped when the second
+        # one begins, with the phase `data`.
+        has_made_a_step = self.run.step > self.first_step
+        if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
+            self.phases.drop_first_step()
+        # `count` is the first phase of `train_step`: count the gradient syncs of the step from here.
+        if phase == "count":
+            self.syncs.restart()
+        self.phases.at(phase, self.run.step)
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.throughput.add(result.target_tokens, batch.positions)
+        self.progress.bar.update()
+
+    def on_train_end(self) -> None:
+        self.progress.bar.close()
+
+
+@dataclass
+class LoopContext:
+    """What callbacks may look at.
+
+    Attributes:
+        run: the open run.
+        engine: how this process computes, with the model and the objective.
+        optimizer: the optimizer that ``accelerator.prepare`` returned.
+        eval_batches: the loader of eval batches, if there are any.
+        metric: a metric of the user's own.
+        timing: the clock, the progress bar and the heartbeat.
+    """
+
+    run: Run
+    engine: Engine
+    optimizer: AcceleratedOptimizer
+    eval_batches: DataLoaderShard | None
+    metric: Metric | None
+    timing: Timing
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
+        return self.run.settings.loop.replay_step is not None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether evaluations choose the best checkpoint, for early stopping."""
+        return self.run.patience.allowed > 0
+
+    def evaluates_after(self, info: StepInfo) -> bool:
+        """Return whether the model is evaluated after a step.
+
+        A run that was asked to stop skips an evaluation that is due, to stop sooner. With early
+        stopping it evaluates all the same: the resumed run would not repeat this evaluation, and
+        could miss the best checkpoint.
+        """
+        if info.is_last:
+            return True
+        may_skip = info.should_stop and not self.keeps_best
+        return info.is_due(self.run.settings.loop.eval_steps) and not may_skip
+
+    def saves_after(self, info: StepInfo) -> bool:
+        """Return whether a checkpoint is made after a step."""
+        settings = self.run.settings
+        may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
+        return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
+
+
+class LoopCallback(Callback):
+    """A callback of this package's own loop."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self.loop_context = context
+        self.run = context.run
+        self.engine = context.engine
+        self.timing = context.timing
+        self.settings = context.run.settings.loop
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        """Return whether the settings of the run ask for this callback."""
+        return True
+
+
+class MemoryAdvice(LoopCallback):
+    """Says how to use less memory after an out-of-memory error: the global batch need not change."""
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            rows = self.run.layout.micro_batch
+            raise UserError(
+                f"out of memory with {rows} rows at a time: {self._advice(rows)}"
+            ) from None
+
+    def _advice(self, rows: int) -> str:
+        if rows > 1:
+            advice = f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
+        else:
+            advice = "one row at a time is too much; lower --block_size, or make the model smaller."
+        if self.engine.is_sharded and not self.engine.sync_each_batch:
+            advice += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
+        return advice
+
+
+class WarmUp(LoopCallback):
+    """Chooses between compiled and eager code, with the first batch of this start."""
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        if self.run.step > self.timing.first_step:
+            return
+        micro_batch = batch.batches[-1]  # any would do
+        steps_to_come = self.run.settings.optim.max_steps - self.run.step
+
+        self.engine.set_phase("getting ready")
+        with self.timing.throughput.paused():
+            self.run.compiled = choose_compiled_or_eager(
+                self.engine,
+                micro_batch,
+                passes=steps_to_come * len(batch.batches),
+                wanted=self._wanted_code(),
+                earlier=self.run.compiled,
+            )
+            # DDP orders its buckets anew in the first step of a run. A resumed run does so here, to
+            # add up gradients in the same order.
+            if self.run.step:
+                self.engine.rebuild_buckets(micro_batch)
+
+    def _wanted_code(self) -> str:
+        """Return ``always``, ``never`` or ``auto``."""
+        on_gpu = self.engine.device.type == "cuda"
+        wanted = self.settings.torch_compile or ("auto" if on_gpu else "never")
+        if wanted == "auto" and not self.engine.may_choose_by_timing:
+            return "never"
+        return wanted
+
+
+class Replay(LoopCallback):
+    """Writes the rows of one step, each with its loss, and stops the run after it."""
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        return context.is_replay
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the next step is the one to repeat."""
+        return self.run.step + 1 == self.settings.replay_step
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        if not self._is_here:
+            return
+        with eager_code(self.engine.model):
+            rows = row_losses(self.engine, batch)
+        self.run.folder.write("replay.json", {"step": self.run.step + 1, "rows": rows})
+
+    def wants_to_stop(self) -> bool:
+        return self._is_here
+
+
+class RowLedger(LoopCallback):
+    """Writes to ``rows.jsonl`` which rows every step has, and how many target tokens each row has.
+
+    Padding has the row -1. The tokens are counted in the data, independently of the loop.
+    """
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        return context.run.settings.loop.log_rows
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        rows = self.engine.gather_rows(batch.rows)
+        targets = self.engine.gather_rows(batch.targets)
+        self.run.folder.append(
+            "rows.jsonl", {"step": info.step, "rows": rows.tolist(), "targets": targets.tolist()}
+        )
+
+
+class CompareReplicas(LoopCallback):
+    """Compares the ranks' weights now and then, and before each checkpoint."""
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
+            check_replicas(self.engine.accelerator, self.engine.model)
+
+
+class Logging(LoopCallback):
+    """Writes the metrics of a step."""
+
+    def on_train_begin(self) -> None:
+        if self.run.step == 0:
+            self.run.log({"train/weight_norm": float(self.engine.weight_norm())})
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if not (info.is_due(self.settings.logging_steps) or info.should_stop):
+            return
+
+        loss, metrics = self._loss_and_metrics(result)
+        by_rank = self._gather_by_rank(batch)
+        self._record_events(metrics, by_rank)
+        entry = {
+            "train/loss": loss,
+            **{f"train/{name}": value for name, value in metrics.items()},
+            "train/grad_norm": result.grad_norm,
+            "train/weight_norm": float(self.engine.weight_norm()),
+            "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
+            "train/gradient_syncs": self.timing.syncs.count,
+            **self.timing.throughput.read(),
+            "batch": by_rank.batch_fingerprint,
+            "phases": by_rank.phase_seconds,
+            "memory": {by_rank.memory_kind: by_rank.gib},
+        }
+        self.timing.progress.logged(entry)
+        self.run.log(entry)
+
+    def _loss_and_metrics(self, result: StepResult) -> tuple[float, dict[str, float]]:
+        """Return the mean loss of the global batch, and the objective's further metrics.
+
+        One all-reduce carries all sums.
+        """
+        loss, metrics = result.sums
+        local_sums = torch.stack([loss, *(value.to(loss.dtype) for value in metrics.values())])
+        loss_sum, *totals = self.engine.sum_over_ranks(local_sums)
+        metric_sums = {name: float(total) for name, total in zip(metrics, totals, strict=True)}
+        mean_loss = float(loss_sum / max(result.denominator, 1))
+        # `extra` is what the loss depended on besides the micro-batch, such as KTO's baseline.
+        return mean_loss, self.engine.objective.metrics(metric_sums, result.extra)
+
+    def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
+        """Gather what every rank has measured since the last log entry."""
+        phase_seconds = self.timing.phases.read()
+        memory_kind, bytes_held = memory_held(self.engine.device)
+        gathered = self.engine.gather_numbers(
+            {
+                **phase_seconds,
+                "gib": bytes_held / 2**30,
+                "token_fingerprint": batch.token_fingerprint,
+                "label_fingerprint": batch.label_fingerprint,
+            }
+        )
+        token_fingerprint = self._of_global_batch(gathered["token_fingerprint"])
+        label_fingerprint = self._of_global_batch(gathered["label_fingerprint"])
+        return _ByRank(
+            phase_seconds={
+                phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in phase_seconds
+            },
+            memory_kind=memory_kind,
+            gib=[round(size, 4) for size in gathered["gib"]],
+            batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
+        )
+
+    def _of_global_batch(self, fingerprints: list[float]) -> int:
+        """Return the fingerprint of the global batch, given those of all ranks.
+
+        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly. So
+        those of the ranks add up. Ranks that share a model have the same rows: their sum counts
+        every row ``model_parallel_size`` times.
+        """
+        total = sum(int(fingerprint) for fingerprint in fingerprints)
+        return total // self.engine.model_parallel_size
+
+    def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
+        """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
+        event = self.engine.objective.notable_event(metrics)
+        if event is not None:
+            self.run.incident(*event)
+        late_rank = self.timing.phases.late(by_rank.phase_seconds)
+        if late_rank is not None:
+            self.run.incident("late", str(late_rank))
+
+
+class _ByRank(NamedTuple):
+    """What the ranks have measured; lists have a number for each rank."""
+
+    phase_seconds: dict[str, list[float]]  # mean seconds of a step in each phase
+    memory_kind: str  # ``gpu`` or ``host``
+    gib: list[float]
+    batch_fingerprint: str  # of the global batch's tokens and labels, to compare two runs by
+
+
+class XRayed(LoopCallback):
+    """Records some steps as a timeline."""
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        assert self.settings.xray_range is not None
+        self.xray = XRay(
+            self.engine,
+            self.timing.phases,
+            self.engine.model,
+            self.settings.xray_range,
+            self.run.folder.path / "xray",
+        )
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        return context.run.settings.loop.xray_steps is not None and not context.is_replay
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.watching_buckets(self.xray.on_bucket)
+
+    def on_train_begin(self) -> None:
+        self.xray.at_step_boundary(self.run.step)
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.xray.at_step_boundary(info.step)
+
+
+class Evaluation(LoopCallback):
+    """Measures the eval loss."""
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        evaluates = context.eval_batches is not None and context.run.settings.loop.eval_steps > 0
+        return evaluates and not context.is_replay
+
+    def on_train_begin(self) -> None:
+        if self.run.step == 0:
+            self._evaluate()
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if self.loop_context.evaluates_after(info):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        run = self.run
+        start = time.monotonic()
+        with self.timing.throughput.paused(), eager_code(self.engine.model):
+            extra = eval_extra(self.engine, self._batches())
+            results = evaluate(
+                self.engine,
+                self._batches(),
+                text_bytes=run.rows.facts.eval_bytes,
+                metric=self.loop_context.metric,
+                sources=run.rows.held_out_sources,
+                extra=extra,
+            )
+            # A run with a time limit stops early enough to make another evaluation.
+            run.deadline.reserve("evaluation", time.monotonic() - start)
+            run.log(results)
+        if run.patience.allowed:
+            run.patience.judge(run.step, results)
+        self.timing.progress.evaluated(run.step, results)
+
+    def _batches(self) -> Iterator[LocalBatch]:
+        eval_batches = self.loop_context.eval_batches
+        assert eval_batches is not None
+        return self.timing.heartbeat.beat_while_reading(eval_batches, "an evaluation")
+
+
+class Samples(LoopCallback):
+    """Writes samples of the model's text to ``samples.jsonl``, every ``--eval_steps`` steps."""
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        return bool(context.run.settings.loop.sample_prompts) and not context.is_replay
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if not info.is_due(self.settings.eval_steps):
+            return
+        prompts = self.settings.sample_prompts
+        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.seed)
+
+        self.engine.set_phase("a sample")
+        with self.timing.throughput.paused(), eager_code(self.engine.model):
+            texts = sample(self.engine, self.run.rows.tokenizer, prompts, sampling)
+        for prompt, text in zip(prompts, texts, strict=True):
+            self.run.folder.append(
+                "samples.jsonl", {"step": info.step, "prompt": prompt, "text": text}
+            )
+
+
+class Checkpoints(LoopCallback):
+    """Saves checkpoints."""
+
+    @classmethod
+    def is_wanted(cls, context: LoopContext) -> bool:
+        return not context.is_replay
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if not self.loop_context.saves_after(info):
+            return
+        self.engine.set_phase("a save")
+        with self.timing.throughput.paused():
+            save(self.run, self.engine, self.loop_context.optimizer)
+
+
+class Finish(LoopCallback):
+    """Notes how the run has ended, and writes the model if it is finished."""
+
+    def on_train_end(self) -> None:
+        run = self.run
+        if self.loop_context.is_replay:
+            # More steps are left to make, so the run is not finished.
+            run.outcome = ("preempted", f"made up to update {run.step} again, to look at it")
+            return
+
+        wait_for_saves(run)
+        if run.patience.over:
+            self._write_model()
+            run.outcome = ("finished", run.patience.why)
+        elif run.step == run.settings.optim.max_steps:
+            self._write_model()
+            run.outcome = ("finished", "all updates were made")
+        else:
+            reason = run.stop_reason or "asked to stop"
+            run.outcome = ("preempted", f"{reason}; step {run.step} is saved")
+            self._say_how_to_go_on(reason)
+
+    def _write_model(self) -> None:
+        """Write the best weights if early stopping has chosen some, and the last ones otherwise."""
+        load_best(self.run, self.engine)
+        write_model(self.run, self.engine)
+
+    def _say_how_to_go_on(self, reason: str) -> None:
+        folder = self.run.folder.path
+        flags = ""
+        if self.run.settings.run.resume_from_checkpoint == "never":
+            flags = f" with --resume_from_checkpoint auto --output_dir {folder}"
+        say(
+            "stopped",
+            f"{reason}: step {self.run.step} is saved in {folder}; the same command{flags} goes on",
+        )
+
+
+# In the order in which they are called: replicas are compared before a checkpoint is made of them,
+# and a step is logged before the evaluation that follows it.
+_CALLBACKS: tuple[type[LoopCallback], ...] = (
+    MemoryAdvice,
+    WarmUp,
+    Replay,
+    RowLedger,
+    CompareReplicas,
+    Logging,
+    XRayed,
+    Evaluation,
+    Samples,
+    Checkpoints,
+    Finish,
+)
+
+
+def callbacks_of(context: LoopContext) -> list[Callback]:
+    """Return the callbacks of a run, in the order in which they are called."""
+    wanted = [kind(context) for kind in _CALLBACKS if kind.is_wanted(context)]
+    return [context.timing, *wanted]

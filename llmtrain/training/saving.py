@@ -1,0 +1,156 @@
+"""The checkpoints of a run: restore one, save others, and write the finished model.
+
+All ranks call these functions, and agree on whether they worked.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.team import Team
+from llmtrain.record import checkpoint
+from llmtrain.record.loading import check_finite, load_weights, tensors_from_main
+from llmtrain.record.provenance import digest, versions
+from llmtrain.training.run import Run
+from llmtrain.types import Facts
+
+
+def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+    """Load the checkpoint that a run resumes from, if there is one.
+
+    Rank 0 reads it and sends it to the other ranks, which need not see its disk.
+    """
+    path = run.resume_point.checkpoint
+    if path is None:
+        return
+
+    model = engine.unwrapped
+    load_weights(run.bundle.files, model, path / "model", engine.device)
+    tensors = tensors_from_main(path / "optimizer", engine.device)
+    checkpoint.restore_optimizer(model, optimizer.optimizer, tensors)
+
+    state = Team.everyone().main(lambda: checkpoint.read_state(path))
+    run.skipped = state["skipped"]
+    run.compiled = state["compiled"]
+    # The best checkpoint of another run's folder may be deleted before this run ends.
+    is_own = path.parent == run.folder.path / "checkpoints"
+    if state["best"] and is_own:
+        run.patience.restore(state["best"])
+    scaler = engine.accelerator.scaler
+    if scaler is not None and state["loss_scaler"]:
+        scaler.load_state_dict(state["loss_scaler"])
+
+
+def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+    """Commit a checkpoint of the steps made so far.
+
+    Raises:
+        UserError: on every rank, if it failed on one of them.
+    """
+    model = engine.unwrapped
+    check_finite(model, engine)
+
+    def get_ready() -> None:
+        run.saver.wait()
+        if engine.is_main and run.folder.taken_over():
+            raise UserError(
+                f"{run.folder.path}: another run has taken over this folder; nothing was saved here."
+            )
+        if engine.is_main:
+            run.folder.sync_ledgers()
+
+    def write() -> None:
+        state_of_optimizer = checkpoint.optimizer_tensors(model, optimizer.optimizer)
+        weights = run.bundle.files.tensors(model)
+        run.saver.save(
+            run.step,
+            engine.gatherable(weights),
+            engine.gatherable(state_of_optimizer),
+            _state(run, engine),
+            done=functools.partial(run.folder.status, "running", run.step),
+        )
+
+    _on_writers(run, get_ready)
+    _on_writers(run, write)
+    run.deadline.reserve("save", 2 * run.saver.longest_seconds)
+
+
+def _state(run: Run, engine: Engine) -> Facts:
+    """Return the content of ``state.json``, except for its format version."""
+    eval_step, results = run.evaluated or (None, {})
+    eval_loss = results.get("eval/loss", math.inf)
+    is_current = eval_step == run.step and math.isfinite(eval_loss)
+    scaler = engine.accelerator.scaler
+
+    return {
+        "step": run.step,
+        "tokens": run.tokens,
+        "skipped": run.skipped,
+        "compiled": run.compiled,
+        "eval_loss": eval_loss if is_current else None,
+        "best": run.patience.state if run.patience.allowed else None,
+        "identity": run.identity,
+        "identity_sha256": digest(run.identity),
+        "processes": engine.world_size,
+        "threads": torch.get_num_threads(),
+        "mixed_precision": engine.accelerator.mixed_precision,
+        "loss_scaler": scaler.state_dict() if scaler is not None else None,
+        "versions": versions(),
+    }
+
+
+def load_best(run: Run, engine: Engine) -> None:
+    """Load the weights that early stopping has found the best, if they are not the last ones."""
+    best_step = run.patience.best_step if run.patience.allowed else 0
+    if best_step in (0, run.step):
+        return
+
+    path = checkpoint.path_of(run.folder.path / "checkpoints", best_step)
+    fault = Team.everyone().main(lambda: checkpoint.find_fault(path))
+    if fault:
+        run.incident(
+            "damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights"
+        )
+        return
+
+    load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
+    reason = f": {run.patience.why}" if run.patience.over else ""
+    say("best", f"model/ has the weights of step {best_step}{reason}")
+
+
+def write_model(run: Run, engine: Engine) -> None:
+    """Write the finished model as a folder that Hugging Face loads."""
+    model = engine.unwrapped
+    files = run.bundle.files
+    target = run.folder.path / "model"
+    check_finite(model, engine)
+
+    def write() -> None:
+        if run.saver.team.group is None:
+            checkpoint.write_model(target, files, DistributedTensors(files.exported(model)))
+            return
+        tensors = engine.gatherable(files.tensors(model))
+        checkpoint.write_model(target, files, tensors, run.saver.team, files.publishing(model))
+
+    _on_writers(run, write)
+
+
+def wait_for_saves(run: Run) -> None:
+    """Wait until no save is under way in the background; raise its error."""
+    _on_writers(run, run.saver.wait)
+
+
+def _on_writers(run: Run, action: Callable[[], None]) -> None:
+    """Run an action on the ranks that write files; an error of one is raised on all."""
+    team = Team.everyone()
+    if run.saver.team.group is None:
+        team.main(action)
+    else:
+        team.each(action)

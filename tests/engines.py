@@ -1,0 +1,50 @@
+"""Engines for tests in one process, and what tests do with them."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from llmtrain.models.trainable import make_trainable
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.training.callbacks import Finish, LoopContext
+from llmtrain.training.run import Run
+from llmtrain.types import Batch, Objective
+
+
+def engine_of(
+    accelerator: Accelerator, model: nn.Module, objective: Objective | None = None
+) -> ReplicatedEngine:
+    """Return an engine that computes with a model on this process.
+
+    Args:
+        accelerator: an Accelerator of one process.
+        model: a model, prepared or not. It becomes trainable in place.
+        objective: what is minimised; the mean nll per target token if it is left out.
+    """
+    return ReplicatedEngine(accelerator, make_trainable(model), objective=objective)
+
+
+def split(batch: Batch, micro_batch: int) -> list[Batch]:
+    """Return the micro-batches of a batch, of ``micro_batch`` rows each."""
+    starts = range(0, len(batch["labels"]), micro_batch)
+    return [_rows_from(batch, start, micro_batch) for start in starts]
+
+
+def _rows_from(batch: Batch, start: int, count: int) -> Batch:
+    return {name: column[start : start + count] for name, column in batch.items()}
+
+
+def finish(run: Run, model: nn.Module) -> None:
+    """End a run as the loop does after its last step."""
+    run.settings.optim.max_steps = run.step
+    unused: Any = None
+    context = LoopContext(
+        run=run,
+        engine=engine_of(run.accelerator, model),
+        optimizer=unused,
+        eval_batches=None,
+        metric=None,
+        timing=unused,
+    )
+    Finish(context).on_train_end()

@@ -1,0 +1,246 @@
+"""Weights that are streamed one part at a time equal those of a model that is built at once."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from llmtrain.errors import UserError
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.export import ModelFiles
+from llmtrain.models.pretrained import load_model
+from llmtrain.models.weight_loading import (
+    load_buffers,
+    model_parts,
+    random_weights,
+    stored_weights,
+)
+from llmtrain.parallel.shards import fill
+from tests.families import FAMILIES
+from tests.models.some_rows import SomeRows
+
+# Each family's configuration takes the sizes that it knows.
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 120,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+DEEPSEEK_SIZES = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+
+
+def config_of(family: str, **overrides: Any) -> Any:
+    defaults = AutoConfig.for_model(family)
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    sizes = {}
+    for key, value in (SIZES | overrides).items():
+        if key in known:
+            sizes[defaults.attribute_map.get(key, key)] = value
+    return AutoConfig.for_model(family, **sizes)
+
+
+def real_model(family: str, **overrides: Any) -> Any:
+    torch.manual_seed(0)
+    config = config_of(family, **overrides)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def meta_model(family: str, **overrides: Any) -> Any:
+    config = config_of(family, **overrides)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    return model
+
+
+def cloned(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def parameters_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def are_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_on_meta_yields_the_weights_of_a_real_model(family: str, tmp_path: Path) -> None:
+    real = real_model(family)
+    fill(dict(real.named_parameters()), random_weights(real, seed=5))
+    real.save_pretrained(tmp_path, max_shard_size="60KB")
+    expected = parameters_of(real)
+    meta = meta_model(family)
+
+    assert are_equal(cloned(random_weights(meta, seed=5)), expected)
+    assert not are_equal(cloned(random_weights(meta, seed=6)), expected)
+    assert are_equal(cloned(stored_weights(meta, tmp_path, torch.float32)), expected)
+
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert len(model_parts(meta)) <= 6
+    assert are_equal(dict(meta.named_buffers()), dict(real.named_buffers()))
+
+
+# Stored tensors of the last two are split or joined along their first dimension, which FSDP shards.
+@pytest.mark.parametrize("family", [*FAMILIES, "hrm_text", "kimi_linear"])
+def test_stored_weights_equal_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    real_model(family).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    streamed = cloned(stored_weights(meta_model(family), tmp_path, torch.float32))
+    assert are_equal(streamed, parameters_of(loaded))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_are_distributed_like_those_of_transformers(family: str) -> None:
+    expected = parameters_of(real_model(family))
+    for name, tensor in random_weights(meta_model(family), seed=5):
+        if tensor.numel() > 2000:
+            std = float(expected[name].std())
+            assert float(tensor.std()) == pytest.approx(std, rel=0.1), name
+            assert std == 0 or not torch.equal(tensor, expected[name]), name
+
+
+def test_a_part_has_the_same_random_weights_as_in_the_full_model() -> None:
+    model = meta_model("llama")
+    block = model.model.layers[1]
+    all_weights = cloned(random_weights(model, seed=5))
+    block_weights = cloned(random_weights(model, seed=5, modules=[block]))
+    assert block_weights
+    assert are_equal(block_weights, {name: all_weights[name] for name in block_weights})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_are_published_one_by_one_as_they_are_all_at_once(family: str) -> None:
+    model = real_model(family)
+    files: Any = ModelFiles({"model_type": family}, None)
+    publish = files.publishing(model)
+    published: dict[str, Tensor] = {}
+    for name, tensor in files.tensors(model).items():
+        published |= publish(name, tensor)
+    assert are_equal(published, files.exported(model))
+
+
+def test_buffers_that_are_stored_with_a_model_are_loaded(tmp_path: Path) -> None:
+    real = real_model("deepseek_v3", **DEEPSEEK_SIZES)
+    biases = {name: buffer for name, buffer in real.named_buffers() if "bias" in name}
+    assert biases
+    for buffer in biases.values():
+        buffer.copy_(torch.arange(4.0))
+    real.save_pretrained(tmp_path)
+
+    meta = meta_model("deepseek_v3", **DEEPSEEK_SIZES)
+    load_buffers(meta, tmp_path)
+    buffers = dict(meta.named_buffers())
+    assert are_equal({name: buffers[name] for name in biases}, biases)
+
+    stored = load_file(tmp_path / "model.safetensors")
+    replace_tensors(tmp_path, {name: None for name in stored if "e_score_correction" in name})
+    with pytest.raises(UserError, match=r"e_score_correction_bias is missing"):
+        load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), tmp_path)
+
+
+def replace_tensors(folder: Path, replacements: Mapping[str, Tensor | None]) -> None:
+    """Replace tensors of a checkpoint; ``None`` removes one."""
+    tensors = load_file(folder / "model.safetensors") | dict(replacements)
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("replacements", "message"),
+    [
+        ({"model.norm.weight": None}, r"model\.norm\.weight is missing \(1 in all\)"),
+        (
+            {"model.norm.weight": torch.ones(3)},
+            r"model\.norm\.weight has the shape \[3\], but the model needs \[64\]",
+        ),
+        (
+            {"lm_head.weight": torch.ones(120, 64)},
+            r"lm_head\.weight differs from model\.embed_tokens\.weight",
+        ),
+    ],
+    ids=["missing", "shape", "tied"],
+)
+def test_a_folder_that_does_not_fit_the_model_is_refused(
+    replacements: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    real_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    replace_tensors(tmp_path, replacements)
+    meta = meta_model("llama", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=message):
+        list(stored_weights(meta, tmp_path, torch.float32))
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+def test_embeddings_do_not_change_with_the_file_they_were_loaded_from(tmp_path: Path) -> None:
+    real_model("llama").save_pretrained(tmp_path)
+    vocabulary = {f"word{number}": number for number in range(120)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
+    rows = SomeRows(tokenizer, new_tokens=[119])  # it has a row in the embedding already
+    config = ModelConfig(model_name_or_path=str(tmp_path), block_size=32)
+    model = load_model(config, lora=None, rows=rows, seed=0, precision="no").model
+    embedding = model.get_input_embeddings().weight.detach()
+    before = embedding.clone()
+
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(embedding, before)
+
+
+def test_an_index_leads_to_files_of_its_own_folder_only(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    real_model("llama").save_pretrained(folder, max_shard_size="60KB")
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    elsewhere = {name: f"../{file}" for name, file in weight_map.items()}
+    index.write_text(json.dumps({"weight_map": elsewhere}))
+    assert len([*stored_weights(meta_model("llama"), folder, torch.float32)]) > 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not an index of weights"),
+        ('{"weight_map": {"a": "gone"}}', "gone: No such file"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        list(stored_weights(meta_model("llama"), tmp_path, torch.float32))
