@@ -123,6 +123,9 @@ class Objective:
     """
 
     reference_size: int = 0  # numbers that `reference` returns for each row; 0: there is none
+    # What `reference` depends on besides the initial weights and the rows: the hash of a teacher's
+    # weights, say. What is kept on disk for one is not used for another.
+    reference_source: str = ""
     uses_prepass_in_eval: bool = False  # whether the eval loss needs `prepass`, too
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:

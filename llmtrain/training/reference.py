@@ -52,6 +52,7 @@ def with_reference(
             "config": bundle.files.config,
             "seed": seed,
             "rows": rows.facts.data_sha256,
+            "objective": [type(bundle.objective).__name__, bundle.objective.reference_source],
             "how": [
                 accelerator.mixed_precision,
                 accelerator.device.type,

@@ -62,9 +62,12 @@ class Asking:
     def _count(self, *_: object) -> None:
         self.asked += 1
 
-    def reference(self, seed: int = 0, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def reference(
+        self, seed: int = 0, at_most: int | None = None, source: str = ""
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the column of the training rows and of the eval rows; ``asked`` begins at 0."""
         bundle = self.bundle(seed=seed)
+        bundle.objective.reference_source = source
         self.asked = 0
         if at_most is not None:
 
@@ -111,6 +114,14 @@ def test_a_second_start_asks_nobody(asking, rows, capsys) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
     count = len(rows.train)
     assert f"train: {count} of {count} rows found in the cache" in capsys.readouterr().out
+
+
+def test_another_teacher_is_asked_anew(asking) -> None:
+    asking.reference(source="one teacher")
+    asking.reference(source="another teacher")
+    assert asking.asked > 0
+    asking.reference(source="one teacher")
+    assert asking.asked == 0
 
 
 def _padded(rows: Tokenized) -> list[tuple[Any, int]]:
