@@ -1,5 +1,6 @@
-"""Steps, slots and windows: the layout decides who computes a row, never which rows a step holds."""
+"""Steps, slots and batches: the layout decides who computes a row, never which rows a step holds."""
 
+from collections.abc import Iterable
 from itertools import chain, pairwise
 
 import datasets
@@ -21,6 +22,7 @@ from llmtrain.data.loader import (
     slots_of,
     train_loader,
 )
+from llmtrain.types import Batch, LocalBatch
 
 SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
 BLOCK = 4
@@ -131,26 +133,36 @@ def of_process(loader: DataLoader, processes: int, rank: int) -> DataLoader:
     return DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
 
 
+def shares_of_steps(loader: DataLoader, processes: int) -> list[tuple[LocalBatch, ...]]:
+    """Return the batches of all processes for each step."""
+    loaders = [of_process(loader, processes, rank) for rank in range(processes)]
+    return list(zip(*loaders, strict=True))
+
+
+def micro_batches_of(shares: Iterable[LocalBatch]) -> list[Batch]:
+    """Return the micro-batches of all processes, in the order of the ranks."""
+    return list(chain.from_iterable(share.batches for share in shares))
+
+
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)])
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
     reference = list(train_loader(rows, 8, 8, range(9), seed=5, dropout_seed=6))
     loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6)
-    windows = list(
-        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
-    )
-    assert len(windows) == len(reference) == 9
-    for parts, whole in zip(windows, reference, strict=True):
+    steps = shares_of_steps(loader, processes)
+    assert len(steps) == len(reference) == 9
+    for shares, expected in zip(steps, reference, strict=True):
+        batches = micro_batches_of(shares)
         for name in ("input_ids", "labels", "dropout_keys"):
-            got = torch.cat([batch[name] for window in parts for batch in window.batches])
-            assert torch.equal(got, whole.batches[0][name])
-        assert torch.cat([window.rows for window in parts]).tolist() == whole.rows.tolist()
+            column = torch.cat([batch[name] for batch in batches])
+            assert torch.equal(column, expected.batches[0][name])
+        assert torch.cat([share.rows for share in shares]).tolist() == expected.rows.tolist()
 
 
 def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
     unbroken = list(train_loader(rows, 8, 2, range(10), seed=5, dropout_seed=5))
     resumed = list(train_loader(rows, 8, 2, range(7, 10), seed=5, dropout_seed=5))
-    for window, again in zip(unbroken[7:], resumed, strict=True):
-        for batch, same in zip(window.batches, again.batches, strict=True):
+    for local_batch, again in zip(unbroken[7:], resumed, strict=True):
+        for batch, same in zip(local_batch.batches, again.batches, strict=True):
             assert batch.keys() == same.keys()
             assert all(torch.equal(batch[name], same[name]) for name in batch)
 
@@ -158,18 +170,10 @@ def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
 @pytest.mark.parametrize(("processes", "micro"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
 def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, micro):
     loader = eval_loader(rows, processes, micro)
-    steps = list(
-        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
-    )
-    assert all(
-        batch["labels"].shape[0] <= micro
-        for parts in steps
-        for window in parts
-        for batch in window.batches
-    )
-    labels = torch.cat(
-        [batch["labels"] for parts in steps for window in parts for batch in window.batches]
-    )
+    steps = shares_of_steps(loader, processes)
+    batches = micro_batches_of(chain.from_iterable(steps))
+    assert all(len(batch["labels"]) <= micro for batch in batches)
+    labels = torch.cat([batch["labels"] for batch in batches])
     assert labels[: len(rows)].tolist() == rows["input_ids"][:]
     assert (labels[len(rows) :] == IGNORED).all()
     assert len(labels) - len(rows) < processes * micro
@@ -183,13 +187,9 @@ def test_evaluation_takes_smaller_batches_where_fewer_of_their_rows_are_empty(ro
         (23, [23]),
         (1, [1] * 23),
     ]:
-        assert [len(window.rows) for window in eval_loader(rows, 1, micro)] == sizes
-    assert [len(window.rows) for window in eval_loader(rows, 1, 8, parts=[7, 14, 2])] == [
-        7,
-        7,
-        7,
-        7,
-    ]
+        assert [len(batch.rows) for batch in eval_loader(rows, 1, micro)] == sizes
+    loader = eval_loader(rows, 1, 8, parts=[7, 14, 2])
+    assert [len(batch.rows) for batch in loader] == [7, 7, 7, 7]
 
 
 def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
@@ -231,18 +231,18 @@ def read_of(count: int) -> Read:
 @pytest.mark.parametrize(
     ("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])]
 )
-def test_a_window_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
-    window = Collate(micro, dropout_seed=1)(read_of(count))
-    assert [len(batch["labels"]) for batch in window.batches] == sizes
-    for batch in window.batches:
+def test_a_batch_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
+    local_batch = Collate(micro, dropout_seed=1)(read_of(count))
+    assert [len(batch["labels"]) for batch in local_batch.batches] == sizes
+    for batch in local_batch.batches:
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
         assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
         assert batch["dropout_keys"].shape == (len(batch["labels"]),)
-    together = torch.cat([batch["labels"] for batch in window.batches])
+    together = torch.cat([batch["labels"] for batch in local_batch.batches])
     assert together.tolist() == read_of(count).columns["labels"].tolist()
-    assert window.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
-    assert window.positions == 4 * count  # also those of an empty slot
+    assert local_batch.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
+    assert local_batch.positions == 4 * count  # also those of an empty slot
 
 
 def test_a_place_without_a_token_has_no_label_and_the_input_0():
@@ -261,8 +261,8 @@ def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
     read = Read(
         [Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens}
     )
-    window = Collate(micro, dropout_seed=seed)(read)
-    return torch.cat([batch["dropout_keys"] for batch in window.batches]).tolist()
+    local_batch = Collate(micro, dropout_seed=seed)(read)
+    return torch.cat([batch["dropout_keys"] for batch in local_batch.batches]).tolist()
 
 
 def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
@@ -297,13 +297,13 @@ def test_a_fingerprint_is_that_of_the_rows_in_any_order_and_of_no_others() -> No
     assert fingerprint(rows[:0]) == 0
 
 
-def test_a_window_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stays() -> None:
+def test_a_batch_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stays() -> None:
     def prepare(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"odd": batch["input_ids"][:, 0] % 2}
 
-    window = Collate(2, dropout_seed=1, prepare=prepare)(read_of(5))
-    sent = window.to(torch.device("meta"))
-    for batch, same in zip(sent.batches, window.batches, strict=True):
+    local_batch = Collate(2, dropout_seed=1, prepare=prepare)(read_of(5))
+    sent = local_batch.to(torch.device("meta"))
+    for batch, same in zip(sent.batches, local_batch.batches, strict=True):
         assert batch.keys() == same.keys() == {"input_ids", "labels", "dropout_keys", "odd"}
         assert all(
             column.is_meta and column.shape == same[name].shape for name, column in batch.items()

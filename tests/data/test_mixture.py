@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmtrain.data.loader import GlobalBatchSampler, slots_of, train_loader
 from llmtrain.data.order import Mixture
 from llmtrain.errors import UserError
-from tests.data.test_loader import of_process
+from tests.data.test_loader import micro_batches_of, shares_of_steps
 
 WEIGHTS = [
     *([1], [1, 1], [7, 3], [1, 99], [0.999, 0.001], [39, 40]),
@@ -212,28 +212,26 @@ MIXTURE = Mixture([4, 10, 9], [2, 1, 1])
 @pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)])
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
     loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6, mixture=MIXTURE)
-    windows = list(
-        zip(*(of_process(loader, processes, rank) for rank in range(processes)), strict=True)
-    )
-    assert len(windows) == 9
-    for step, parts in enumerate(windows):
-        assert all(len(batch["labels"]) <= micro for window in parts for batch in window.batches)
+    steps = shares_of_steps(loader, processes)
+    assert len(steps) == 9
+    for step, shares in enumerate(steps):
+        batches = micro_batches_of(shares)
+        assert all(len(batch["labels"]) <= micro for batch in batches)
         expected = MIXTURE.rows_at(np.arange(8 * step, 8 * step + 8), 5)
-        assert torch.cat([window.rows for window in parts]).tolist() == expected.tolist()
+        assert torch.cat([share.rows for share in shares]).tolist() == expected.tolist()
         for name in ("input_ids", "labels"):
-            got = torch.cat([batch[name] for window in parts for batch in window.batches])
-            assert got.tolist() == rows[expected]["input_ids"]
-        assert (
-            torch.cat([window.targets for window in parts]).tolist() == [4] * 8
-        )  # no slot is empty
+            column = torch.cat([batch[name] for batch in batches])
+            assert column.tolist() == rows[expected]["input_ids"]
+        targets = torch.cat([share.targets for share in shares])
+        assert targets.tolist() == [4] * 8, "no slot is empty"
 
 
 def test_dropout_keys_do_not_know_that_there_is_a_mixture(rows):
-    plain, mixed = (
-        [batch["dropout_keys"].tolist() for window in loader for batch in window.batches]
-        for loader in (train_loader(rows, 8, 4, range(3), 5, 6, given) for given in (None, MIXTURE))
-    )
-    assert plain == mixed
+    def dropout_keys(mixture: Mixture | None) -> list[list[int]]:
+        loader = train_loader(rows, 8, 4, range(3), seed=5, dropout_seed=6, mixture=mixture)
+        return [batch["dropout_keys"].tolist() for batch in micro_batches_of(loader)]
+
+    assert dropout_keys(None) == dropout_keys(MIXTURE)
 
 
 @pytest.mark.parametrize("start", [0, 1, 7, 9])
@@ -243,9 +241,9 @@ def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows, s
         train_loader(rows, 8, 2, range(start, 10), seed=5, dropout_seed=5, mixture=MIXTURE)
     )
     assert len(resumed) == 10 - start
-    for window, again in zip(unbroken[start:], resumed, strict=True):
-        assert window.rows.tolist() == again.rows.tolist()
-        for batch, same in zip(window.batches, again.batches, strict=True):
+    for local_batch, again in zip(unbroken[start:], resumed, strict=True):
+        assert local_batch.rows.tolist() == again.rows.tolist()
+        for batch, same in zip(local_batch.batches, again.batches, strict=True):
             assert batch.keys() == same.keys()
             assert all(torch.equal(batch[name], same[name]) for name in batch)
 

@@ -85,10 +85,10 @@ def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() ->
     rows = Tokenized.of(
         dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True
     )
-    (window,) = train_loader(rows.train, 2, 2, range(1), None if rows.in_order else 0)
-    assert window.rows.tolist() == [0, 1]
-    assert window.batches[0]["input_ids"].tolist() == [IDS[2], IDS[0]]
-    assert window.batches[0]["labels"].tolist() == [LABELS[2], LABELS[0]]
+    (local_batch,) = train_loader(rows.train, 2, 2, range(1), None if rows.in_order else 0)
+    assert local_batch.rows.tolist() == [0, 1]
+    assert local_batch.batches[0]["input_ids"].tolist() == [IDS[2], IDS[0]]
+    assert local_batch.batches[0]["labels"].tolist() == [LABELS[2], LABELS[0]]
     assert [*rows.train] == [{"input_ids": IDS[i], "labels": LABELS[i]} for i in (2, 0)]
 
 

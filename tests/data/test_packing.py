@@ -243,14 +243,14 @@ def test_two_stores_side_by_side_do_not_mix(tmp_path):
 
 def test_a_batch_has_the_columns_of_its_rows(tmp_path):
     rows = rows_of(tmp_path)
-    (window,) = train_loader(rows, global_batch_size=8, micro_batch=8, steps=range(1), seed=0)
-    (batch,) = window.batches
-    assert sorted(window.rows.tolist()) == [-1, -1, *range(6)]
-    for place, row in enumerate(window.rows.tolist()):
+    (local_batch,) = train_loader(rows, global_batch_size=8, micro_batch=8, steps=range(1), seed=0)
+    (batch,) = local_batch.batches
+    assert sorted(local_batch.rows.tolist()) == [-1, -1, *range(6)]
+    for place, row in enumerate(local_batch.rows.tolist()):
         for name in ("input_ids", "labels", "position_ids"):
             expected = (
                 rows[max(row, 0)][name] if row >= 0 or name != "labels" else [IGNORED] * WIDTH
             )
             assert batch[name][place].tolist() == expected
         labels = rows[row]["labels"] if row >= 0 else []
-        assert window.targets[place] == sum(label != IGNORED for label in labels)
+        assert local_batch.targets[place] == sum(label != IGNORED for label in labels)
