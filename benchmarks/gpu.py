@@ -332,13 +332,13 @@ def waits(call: Call) -> Figures:
     """Times that the host waits for the device in an update, as torch sees them."""
     counts: list[int] = []
 
-    def counted(windows: Iterator[Any]) -> Iterator[Any]:
-        for window in windows:
+    def counted(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
                 if not call.cpu:
                     torch.cuda.set_sync_debug_mode("warn")
-                yield window
+                yield batch
                 if not call.cpu:
                     torch.cuda.set_sync_debug_mode("default")
             counts.append(sum("synchronizing CUDA" in str(one.message) for one in seen))
@@ -485,13 +485,13 @@ def profile(call: Call) -> Figures:
     """The share of three updates in which the device idles, and its 25 longest kernels."""
     found: Figures = {}
 
-    def profiled(windows: Iterator[Any]) -> Iterator[Any]:
+    def profiled(batches: Iterator[Any]) -> Iterator[Any]:
         recording = None
-        for number, window in enumerate(windows):
+        for number, batch in enumerate(batches):
             if number == 10:
                 recording = torch.profiler.profile().__enter__()
                 began = time.perf_counter()
-            yield window
+            yield batch
             if number == 12 and recording is not None:
                 if not call.cpu:
                     torch.cuda.synchronize()
