@@ -46,15 +46,15 @@ def main(argv: list[str] | None = None) -> object:
         )
     rows = tokenized(s)
     accelerator = lt.start(s)
-    built = lt.place(
+    bundle = lt.place(
         accelerator, build, s, rows
     )  # spread over the processes where the accelerate config asks for it
-    optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
     with lt.open_run(
-        accelerator, s, rows, built
+        accelerator, s, rows, bundle
     ) as run:  # the folder, and which checkpoint it goes on from
         batches, held_out = lt.loaders(run)
-        lt.train(run, *accelerator.prepare(built.model, optimizer, batches, held_out))
+        lt.train(run, *accelerator.prepare(bundle.model, optimizer, batches, held_out))
     return run
 
 

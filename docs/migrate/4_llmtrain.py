@@ -38,10 +38,10 @@ def main(argv=None):
     accelerator = lt.start(s)
     with accelerator.main_process_first():
         base_model()
-    built = lt.place(accelerator, build, s, own)
-    optimizer = lt.make_optimizer(accelerator, built.model, s.optim)
-    with lt.open_run(accelerator, s, own, built) as run:
-        lt.train(run, *accelerator.prepare(built.model, optimizer, *lt.loaders(run)))
+    bundle = lt.place(accelerator, build, s, own)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
+    with lt.open_run(accelerator, s, own, bundle) as run:
+        lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
     return run
 
 
