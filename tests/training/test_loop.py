@@ -1,14 +1,22 @@
-"""The loop leaves nothing behind: a model can be trained again in the same process."""
+"""The loop calls what it is given, and leaves nothing behind: a model can be trained again."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from torch import nn
 
 import llmtrain as lt
+from llmtrain.data.rows import Tokenized
+from llmtrain.errors import UserError
 from llmtrain.training import loop
+from llmtrain.training.loop import check_wrapping
+from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
+from tests.launching import read_json
 
 SETTINGS = lt.Settings(
     model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
@@ -22,6 +30,44 @@ class CrashError(Exception):
     """Stands for a crash."""
 
 
+@pytest.fixture
+def rows(text_file: Path) -> Tokenized:
+    return lt.tokenize(dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]), 16)
+
+
+@pytest.fixture
+def model(rows: Tokenized) -> Any:
+    return lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
+
+
+@pytest.fixture
+def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
+    """Train the model in a folder of the test's own, with callbacks."""
+
+    def train(name: str, callbacks: Sequence[Callback] = ()) -> None:
+        run_config = dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name))
+        settings = dataclasses.replace(SETTINGS, run=run_config)
+        accelerator = lt.start(settings)
+        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.facts.dataset))
+        optimizer = lt.make_optimizer(accelerator, model, settings.optim)
+        with lt.open_run(accelerator, settings, rows, bundle) as run:
+            batches, _ = lt.loaders(run)
+            prepared = accelerator.prepare(model, optimizer, batches)
+            lt.train(run, *prepared, callbacks=callbacks)
+
+    return train
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the next steps fail."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CrashError("out of luck")
+
+    return lambda: monkeypatch.setattr(loop, "_count_if_skipped", fail)
+
+
 def hooks_of(model: nn.Module) -> int:
     """Return how many hooks there are on a model's modules and parameters."""
     modules = sum(
@@ -33,34 +79,79 @@ def hooks_of(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["to its end", "until it fails"])
 def test_training_leaves_no_hooks_on_the_model(
-    crashes: bool, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    crashes: bool, train: Callable, model: nn.Module, crash: Callable
 ) -> None:
-    data = dataclasses.replace(SETTINGS.data, dataset=[str(text_file)])
-    rows = lt.tokenize(data, 16)
-    model: Any = lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
     before = hooks_of(model)
-
-    def crash(*arguments: Any, **named: Any) -> None:
-        raise CrashError("out of luck")
-
-    def train_once(name: str) -> None:
-        settings = dataclasses.replace(
-            SETTINGS,
-            data=data,
-            run=dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name)),
-        )
-        accelerator = lt.start(settings)
-        built = lt.ModelBundle(model, model.files(rows.tokenizer, rows.facts.dataset))
-        optimizer = lt.make_optimizer(accelerator, model, settings.optim)
-        with lt.open_run(accelerator, settings, rows, built) as run:
-            batches, _ = lt.loaders(run)
-            lt.train(run, *accelerator.prepare(model, optimizer, batches))
-
+    if crashes:
+        crash()
     for name in ("first", "second"):
-        if crashes:
-            monkeypatch.setattr(loop, "_count_if_skipped", crash)
-            with pytest.raises(CrashError):
-                train_once(name)
-        else:
-            train_once(name)
+        with pytest.raises(CrashError) if crashes else contextlib.nullcontext():
+            train(name)
         assert hooks_of(model) == before
+
+
+class Recorder(Callback):
+    """Records the calls of the loop, and stops it after a step."""
+
+    def __init__(self, last_step: int = 3) -> None:
+        self.last_step = last_step
+        self.steps = 0
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        self.calls.append("open")
+        try:
+            yield
+        finally:
+            self.calls.append("close")
+
+    def on_train_begin(self) -> None:
+        self.calls.append("train begins")
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        assert len(batch.rows) == 2
+        self.calls.append("step begins")
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.steps = info.step
+        assert result.target_tokens == int(batch.targets.sum())
+        assert info.should_stop == result.should_stop
+        assert info.is_last == (info.step == 3)
+        self.calls.append(f"step {info.step} ends")
+
+    def wants_to_stop(self) -> bool:
+        return self.steps + 1 == self.last_step
+
+    def on_train_end(self) -> None:
+        self.calls.append("train ends")
+
+
+def test_a_callback_of_the_users_own_is_called_around_every_step(train: Callable) -> None:
+    recorder = Recorder()
+    train("run", [recorder])
+    steps = [call for step in (1, 2, 3) for call in ("step begins", f"step {step} ends")]
+    assert recorder.calls == ["open", "train begins", *steps, "train ends", "close"]
+
+
+def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:
+    recorder = Recorder(last_step=2)
+    train("run", [recorder])
+    assert recorder.calls[-3:] == ["step 2 ends", "train ends", "close"]
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["step"]) == ("preempted", 2)
+
+
+def test_the_context_of_a_callback_is_closed_after_an_error(
+    train: Callable, crash: Callable
+) -> None:
+    recorder = Recorder()
+    crash()
+    with pytest.raises(CrashError):
+        train("run", [recorder])
+    assert recorder.calls == ["open", "train begins", "step begins", "close"]
+
+
+def test_an_accelerator_of_the_users_own_is_refused() -> None:
+    with pytest.raises(UserError, match=r"needs the Accelerator that llmtrain\.start\(\) makes"):
+        check_wrapping(Accelerator(cpu=True), nn.Linear(2, 2))

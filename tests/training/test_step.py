@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.engine import unwrap
+from llmtrain.parallel.engine import Engine, unwrap
 from llmtrain.training.loop import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch, StepInfo, count_targets
+from llmtrain.types import Batch, LossSums, Objective, StepInfo, StepTotals, count_targets
 from tests.engines import engine_of, split
 
 VOCABULARY = 40
@@ -119,6 +120,50 @@ def test_the_result_of_a_step(accelerator: Accelerator, model: GPT) -> None:
     assert result.target_tokens == result.denominator == expected_count
     assert result.should_stop
     assert not train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0).should_stop
+
+
+class ScaledRows(Objective):
+    """The mean nll per row that has targets, times a number that the prepass finds."""
+
+    def loss(self, model: GPT, batch: Batch, extra: Batch) -> LossSums:
+        nll = model.nll(**batch)
+        rows = (batch["labels"][:, 1:] != -100).any(1).sum()
+        return LossSums(nll * extra["factor"], metrics={"nll": nll.detach(), "rows": rows})
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return (batch["labels"][:, 1:] != -100).any(1).sum()
+
+    def prepass(
+        self, engine: Engine, batches: Sequence[Batch], totals: StepTotals
+    ) -> dict[str, torch.Tensor]:
+        rows = engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches)
+        assert rows == totals.denominator
+        return {"factor": 2.0 * rows}
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+def test_an_objective_has_its_own_denominator_metrics_and_prepass(
+    accelerator: Accelerator, model: GPT, micro: int
+) -> None:
+    batch = ragged_batch()
+    bare = copy.deepcopy(model)
+    nll = bare(**batch)
+    (2 * nll).backward()  # the number of rows cancels out
+    expected_norm = torch.nn.utils.get_total_norm([p.grad for p in bare.parameters()])
+
+    optimizer = make_optimizer(accelerator, model, OptimConfig())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    engine = engine_of(accelerator, model, ScaledRows())
+    result = train_step(engine, optimizer, split(batch, micro), max_grad_norm=1.0)
+
+    rows = 6  # of eight: two have no target after the shift
+    assert result.denominator == rows
+    assert result.target_tokens == int(count_targets(batch["labels"]))
+    assert int(result.extra["factor"]) == 2 * rows
+    assert int(result.sums.metrics["rows"]) == rows
+    assert float(result.sums.metrics["nll"]) == pytest.approx(float(nll.detach()), rel=1e-6)
+    assert float(result.sums.loss) == pytest.approx(2 * rows * float(nll.detach()), rel=1e-6)
+    assert result.grad_norm == pytest.approx(float(expected_norm), rel=1e-12)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
