@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.bitwise
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,9 +18,11 @@ from llmtrain.launching.process import launch
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
 
-PAIRS, UNCOUNTED = 16, 3
+PAIRS = 16
+UNCOUNTED = 3
 
 
 def main() -> None:
@@ -30,25 +33,31 @@ def main() -> None:
     ids = torch.randint(2048, (8, 129), device=accelerator.device)
     batches = [{"input_ids": ids, "labels": ids}] * (4 // accelerator.num_processes)
 
-    def seconds(action: Callable[[], object]) -> float:
-        accelerator.wait_for_everyone()
-        began = time.perf_counter()
-        action()
-        accelerator.wait_for_everyone()
-        return time.perf_counter() - began
+    def step(engine: Engine) -> None:
+        train_step(engine, optimizer, batches, max_grad_norm=1.0)
 
-    plain_engine = ReplicatedEngine(accelerator, model)
-    bitwise_engine = BitwiseEngine(accelerator, model)
-    plain, bitwise, check = [], [], []
+    actions: dict[str, Callable[[], None]] = {
+        "plain": partial(step, ReplicatedEngine(accelerator, model)),
+        "bitwise": partial(step, BitwiseEngine(accelerator, model)),
+        "check": partial(check_replicas, accelerator, model),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(UNCOUNTED + PAIRS):
-        plain.append(seconds(lambda: train_step(plain_engine, optimizer, batches, 1.0)))
-        bitwise.append(seconds(lambda: train_step(bitwise_engine, optimizer, batches, 1.0)))
-        check.append(seconds(lambda: check_replicas(accelerator, model)))
-    one, other, once = (statistics.median(times[UNCOUNTED:]) for times in (plain, bitwise, check))
-    say("step", f"{one * 1e3:.1f} ms; --bitwise {other * 1e3:.1f} ms, {other / one:.3f}x")
+        for name, action in actions.items():
+            accelerator.wait_for_everyone()
+            began = time.perf_counter()
+            action()
+            accelerator.wait_for_everyone()
+            seconds[name].append(time.perf_counter() - began)
+
+    plain, bitwise, check = (
+        1e3 * statistics.median(times[UNCOUNTED:]) for times in seconds.values()
+    )
+    say("step", f"{plain:.1f} ms; --bitwise {bitwise:.1f} ms, {bitwise / plain:.3f}x")
     say(
         "check",
-        f"replicas {once * 1e3:.2f} ms: {once / one:.2%} of a step, {once / one / 100:.4%} at every 100",
+        f"replicas {check:.2f} ms: {check / plain:.2%} of a step, "
+        f"{check / plain / 100:.4%} at every 100",
     )
 
 

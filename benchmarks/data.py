@@ -75,11 +75,12 @@ def loading(folder: Path) -> list[Row]:
         return 100 * tokens / (time.perf_counter() - began)
 
     ids = torch.randint(2048, (ROWS, 129))
+    batches = [{"input_ids": ids, "labels": ids}]
 
     def step() -> float:
         began = time.perf_counter()
         for _ in range(10):
-            train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+            train_step(engine, optimizer, batches, max_grad_norm=1.0)
         return 10 * tokens / (time.perf_counter() - began)
 
     found = in_turn({"cold": partial(load, True), "warm": partial(load, False), "step": step})

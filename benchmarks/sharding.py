@@ -52,20 +52,20 @@ def main() -> None:
 
     with torch.device("meta"):
         model = GPT(CONFIG, VOCABULARY)
-    built = ModelBundle(model, WeightsOnly(), model.first_weights(0))
-    measure("making and filling the model", lambda: place(accelerator, built))
+    bundle = ModelBundle(model, WeightsOnly(), model.first_weights(0))
+    measure("making and filling the model", lambda: place(accelerator, bundle))
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(VOCABULARY, (1, 33))
     engine = engine_for(
         accelerator,
         model,
-        objective=built.objective,
+        objective=bundle.objective,
         config=ParallelConfig(),
         bitwise=False,
         accumulation=1,
     )
-    train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], 1.0)
+    train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], max_grad_norm=1.0)
     here, everywhere = held_bytes(model)
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     say(
