@@ -50,7 +50,8 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
 
     They are taken on the way: what a disk gives back later is compared with what was meant, not with what it held.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for chunk in chunks:
             whole = memoryview(chunk).cast("B")

@@ -1,7 +1,8 @@
 """Everything offline, nothing written outside temporary folders, no process left behind."""
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """Fail if the tests of a file leave a process group, which the next file would belong to."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    assert dist is None or not dist.is_initialized()
 
 
 @pytest.fixture

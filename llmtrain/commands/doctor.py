@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
         launcher = Launcher.to_come(
             [f"--{name}={value}" for name, value in _said(arguments, "config_file").items()]
         )
-    output_dir, status = Path(arguments.output_dir), 1
+    output_dir = Path(arguments.output_dir)
+    status = 1
     rank, world, local = (int(os.environ.get(name, one)) for name, one in _RANKS.items())
     mine = here.findings(output_dir, launcher)
     if world == 1:

@@ -292,7 +292,9 @@ def _corpora(
 
 def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
     """Hash the content of rows of one's own, and count their targets."""
-    digest, targets, size = hashlib.sha256(), 0, 0
+    digest = hashlib.sha256()
+    targets = 0
+    size = 0
     known = max(tokenizer.get_vocab().values()) + 1
     for name in rows.column_names:
         digest.update(name.encode())

@@ -212,7 +212,8 @@ class TokenStore:
         return len(rows)
 
     def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
-        stored, ends = np.memmap(self._path, np.int32, "r"), np.cumsum(self.lengths)
+        stored = np.memmap(self._path, np.int32, "r")
+        ends = np.cumsum(self.lengths)
         shape, longest = (len(rows), width), width // 2 if self.seconds else width
         ids, labels, positions, answers = (
             np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1)

@@ -111,7 +111,8 @@ def _encoded(
     A long document is split into segments for the tokenizer's threads where that changes no token: the tokenizers
     trained here begin a new word wherever white space follows something else.
     """
-    end, bos = [tokenizer.eos_token_id], tokenizer.bos_token_id
+    end = [tokenizer.eos_token_id]
+    bos = tokenizer.bos_token_id
     begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
     backend = tokenizer.backend_tokenizer  # after the call above, which has settings of its own
     backend.no_truncation()

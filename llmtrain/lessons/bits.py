@@ -35,8 +35,9 @@ def main() -> None:
         expected=False,
     )
     claim("they differ by less than 1e-6 of the gradient", apart < 1e-6)
-    whole, share = (tree_sum((slot.clone() for slot in some), len(some)) for some in (slots, mine))
-    same = torch.equal(whole, all_reduce_by_doubling(share))
+    whole = tree_sum((slot.clone() for slot in slots), len(slots))
+    share = tree_sum((slot.clone() for slot in mine), len(mine))
+    same = torch.equal(whole, all_reduce_by_doubling(share, rank, PROCESSES))
     claim("added as a tree, by one process and by 4: the same bits", same)
 
 

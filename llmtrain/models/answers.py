@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.models.documents import Documents
-from llmtrain.models.loss import inputs_of, targets_of, trained_positions
+from llmtrain.models.loss import inputs_of, target_positions_of, targets_of
 from llmtrain.types import IGNORED, Batch
 
 
@@ -88,7 +88,7 @@ class AnswerRows:
         unfolded = self.unfold_columns(batch)
         prepared = Batch()
         if not self.are_scored:
-            target_positions = trained_positions(unfolded["labels"], on_gpu)
+            target_positions = target_positions_of(unfolded["labels"], on_gpu)
             is_every_position = len(target_positions) >= targets_of(unfolded["labels"]).numel()
             if not is_every_position:
                 prepared["target_positions"] = target_positions

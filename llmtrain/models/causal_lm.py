@@ -18,8 +18,8 @@ from llmtrain.models.loss import (
     linear_logits,
     linear_nll,
     summed_nll,
+    target_positions_of,
     targets_of,
-    trained_positions,
 )
 from llmtrain.models.trainable import TrainableModel, put_in_front
 from llmtrain.types import Batch
@@ -211,7 +211,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if "position_ids" in batch:
             prepared["documents"] = Documents.of(inputs_of(batch["position_ids"]), for_gpu)
 
-        target_positions = trained_positions(batch["labels"], for_gpu)
+        target_positions = target_positions_of(batch["labels"], for_gpu)
         # For a GPU they are padded to one of few sizes. If these are no fewer than all targets, all
         # targets are computed, and no positions are needed.
         if len(target_positions) < targets_of(batch["labels"]).numel():
@@ -279,7 +279,15 @@ class LossHead(nn.Module):
         weight, bias = linear_parts(self)
         assert weight is not None
         if targets is not None:
-            return linear_nll(hidden, weight, targets, bias, softcap, target_positions, per_target)
+            return linear_nll(
+                hidden,
+                weight,
+                targets,
+                bias=bias,
+                softcap=softcap,
+                target_positions=target_positions,
+                per_target=per_target,
+            )
 
         if flat_positions is not None:
             hidden = hidden.flatten(0, -2).index_select(0, flat_positions)

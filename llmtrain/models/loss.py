@@ -26,7 +26,7 @@ def inputs_of(input_ids: Tensor) -> Tensor:
     return input_ids[:, :-1]
 
 
-def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
+def target_positions_of(labels: Tensor, padded: bool = False) -> Tensor:
     """Return the indices of the targets that are not ignored, for :func:`linear_nll`.
 
     The labels must be on the host. On a device, reading the number of targets would mean waiting.
@@ -47,7 +47,7 @@ def trained_positions(labels: Tensor, padded: bool = False) -> Tensor:
     return F.pad(positions, (0, padding), value=-1)
 
 
-def summed_nll(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
+def summed_nll(logits: Tensor, targets: Tensor, per_target: bool = False) -> Tensor:
     """Return the negative log-likelihood in nats, summed over the targets that are not ignored.
 
     It is computed in float32 (or wider). It is a sum, because means do not add up over micro-batches
@@ -56,7 +56,7 @@ def summed_nll(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
     Args:
         logits: [B, T, V].
         targets: [B, T], already shifted.
-        each: return the value of each target, [B * T], instead of the sum.
+        per_target: return the value of each target, [B * T], instead of the sum.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -64,7 +64,7 @@ def summed_nll(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
         logits.flatten(0, 1),
         targets.flatten(),
         ignore_index=IGNORED,
-        reduction="none" if each else "sum",
+        reduction="none" if per_target else "sum",
     )
 
 
@@ -74,8 +74,8 @@ def linear_nll(
     targets: Tensor,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    positions: Tensor | None = None,
-    each: bool = False,
+    target_positions: Tensor | None = None,
+    per_target: bool = False,
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)`` in bounded memory.
 
@@ -94,9 +94,9 @@ def linear_nll(
         bias: [V].
         softcap: replace logits by softcap * tanh(logits / softcap), as in Gemma 2. It is computed
             in float32, in whatever dtype the products are.
-        positions: indices of :func:`trained_positions`. Only these positions meet the head. The
+        target_positions: indices of :func:`target_positions_of`. Only these positions meet the head. The
             default is all.
-        each: return the value of each target, [B * T] or [N] for ``positions``, instead of the sum.
+        per_target: return the value of each target, [B * T] or [N] for ``target_positions``, instead of the sum.
 
     Raises:
         IndexError: The number of targets is not the number of positions. (A target outside the
@@ -114,10 +114,11 @@ def linear_nll(
     hidden = hidden.flatten(0, -2)
     targets = targets.flatten()
 
-    if positions is not None:
-        indices = positions.clamp(min=0)
+    if target_positions is not None:
+        indices = target_positions.clamp(min=0)
         hidden = hidden.index_select(0, indices)
-        targets = targets[indices].where(positions >= 0, IGNORED)
+        is_padding = target_positions < 0
+        targets = targets[indices].where(~is_padding, IGNORED)
 
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -133,7 +134,7 @@ def linear_nll(
             targets,
             bias=bias,
             softcap=softcap,
-            each=each,
+            per_target=per_target,
         )
 
     target_weights = nll_kernels.target_weights(targets, vocabulary)
@@ -151,7 +152,7 @@ def linear_nll(
         softcap=softcap,
         mesh=mesh,
     )
-    return nll if each else nll.sum()
+    return nll if per_target else nll.sum()
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

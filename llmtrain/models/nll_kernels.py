@@ -83,7 +83,7 @@ def in_place_nll(
     *,
     bias: Tensor | None,
     softcap: float | None,
-    each: bool,
+    per_target: bool,
 ) -> Tensor:
     """Return the nll of targets in nats, computed from all logits at once.
 
@@ -93,7 +93,7 @@ def in_place_nll(
         targets: [N].
         bias: [V].
         softcap: of the logits.
-        each: return the nll of each target, [N], instead of the sum.
+        per_target: return the nll of each target, [N], instead of the sum.
     """
     nll: Tensor = _InPlaceNLL.apply(  # type: ignore[no-untyped-call]
         hidden,
@@ -101,7 +101,7 @@ def in_place_nll(
         bias,
         targets,
         softcap,
-        each,
+        per_target,
         torch.is_grad_enabled(),  # it is off inside an autograd function
     )
     return nll
@@ -118,7 +118,7 @@ class _InPlaceNLL(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         softcap: float | None,
-        each: bool,
+        per_target: bool,
         is_grad_enabled: bool,
     ) -> Tensor:
         dtype = hidden.dtype
@@ -139,13 +139,13 @@ class _InPlaceNLL(torch.autograd.Function):
         nlls = []
         for logit_tile, target_tile in zip(logit_tiles, target_tiles, strict=True):
             nll = kernel(logit_tile, target_tile, softcap, needs_grad)
-            nlls.append(nll if each else nll.sum())
+            nlls.append(nll if per_target else nll.sum())
 
         if needs_grad:
             ctx.save_for_backward(hidden, cast_weight, logits)  # by now, logits are their gradient
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return torch.cat(nlls) if each else torch.stack(nlls).sum()
+        return torch.cat(nlls) if per_target else torch.stack(nlls).sum()
 
     @staticmethod
     @once_differentiable
@@ -154,6 +154,8 @@ class _InPlaceNLL(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
         if incoming.ndim:  # one for each target
+            # The saved gradient is overwritten, because a copy would take as much memory again.
+            # Autograd notices: a second backward pass raises an error.
             grad = grad.mul_(incoming[:, None].to(grad.dtype))
             incoming = incoming.new_ones(())
 

@@ -25,6 +25,7 @@ class TrainableModel(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
+        *,
         compute: Compute[Any] | None = None,
         **columns: Any,
     ) -> Any:

@@ -37,37 +37,62 @@ def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
 def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     """Compare the weights of all ranks that should hold the same. All ranks call this.
 
-    Where each rank holds another shard there is nothing to compare; under tensor parallelism neighbours hold the same
-    of what is not sharded. Raises :class:`UserError`, on every rank alike, with the first tensor that differs and the
-    ranks that hold it.
+    If every rank holds another shard, there is nothing to compare. Under tensor parallelism,
+    neighbouring ranks hold the same of what is not sharded.
+
+    Raises:
+        UserError: on every rank, with the first parameter that differs and the ranks that hold it.
     """
     sharding = sharding_of(accelerator)
-    holders, neighbours = sharding.processes // sharding.replicas, sharding.tensor
-    if sharding.processes == holders and neighbours == 1:
+    ranks_of_replica = sharding.processes // sharding.replicas
+    every_rank_differs = sharding.replicas == 1 and sharding.tensor == 1
+    if every_rank_differs:
         return
-    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    everyone = accelerator.gather(
-        fingerprint(plain)[None].to(accelerator.device)
-    )  # weights may live on the host
-    sharded = torch.tensor(
-        ["tp" in shards_over(parameter) for parameter in plain.parameters()], device=everyone.device
+
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    local_fingerprint = fingerprint(unwrapped)[None].to(accelerator.device)
+    fingerprints = accelerator.gather(local_fingerprint)  # [ranks, parameters]
+    model_ranks = _model_ranks(
+        unwrapped,
+        ranks=len(fingerprints),
+        ranks_of_replica=ranks_of_replica,
+        tensor_parallel_size=sharding.tensor,
+        device=fingerprints.device,
     )
-    place = (torch.arange(len(everyone), device=everyone.device) % holders)[
-        :, None
-    ]  # in the replica
-    like = torch.where(
-        sharded, place, place - place % neighbours
-    )  # [ranks, parameters]: who should hold the same
-    different = everyone != everyone.gather(0, like)
-    if different.any():
-        first = int(different.any(dim=0).nonzero()[0])
-        name = [name for name, _ in plain.named_parameters()][first]
-        ranks = different[:, first].nonzero().flatten()
-        named, own = (
-            ", ".join(map(str, found))
-            for found in (ranks.tolist(), sorted({*like[ranks, first].tolist()}))
-        )
-        raise UserError(
-            f"replicas drifted: {name} of rank {named} differs from rank {own}'s; the run is stopped. "
-            "The newest checkpoint is from before: checkpoints are compared first."
-        )
+    differs = fingerprints != fingerprints.gather(0, model_ranks)
+    if not differs.any():
+        return
+
+    parameter = int(differs.any(dim=0).nonzero()[0])
+    name = [name for name, _ in unwrapped.named_parameters()][parameter]
+    drifted_ranks = differs[:, parameter].nonzero().flatten()
+    expected_ranks = torch.unique(model_ranks[drifted_ranks, parameter])
+    raise UserError(
+        f"replicas drifted: {name} of rank {_listed(drifted_ranks)} differs from rank "
+        f"{_listed(expected_ranks)}'s; the run is stopped. "
+        "The newest checkpoint is from before: checkpoints are compared first."
+    )
+
+
+def _model_ranks(
+    model: nn.Module,
+    ranks: int,
+    ranks_of_replica: int,
+    tensor_parallel_size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the first rank that should hold the same as each rank, int64 [ranks, parameters].
+
+    That is the rank with the same place in the first replica. For a parameter that tensor parallelism
+    does not shard, it is the first of the neighbours there.
+    """
+    place_in_replica = torch.arange(ranks, device=device)[:, None] % ranks_of_replica
+    first_neighbour = place_in_replica - place_in_replica % tensor_parallel_size
+    is_sharded = torch.tensor(
+        ["tp" in shards_over(parameter) for parameter in model.parameters()], device=device
+    )
+    return torch.where(is_sharded, place_in_replica, first_neighbour)
+
+
+def _listed(ranks: torch.Tensor) -> str:
+    return ", ".join(map(str, ranks.tolist()))

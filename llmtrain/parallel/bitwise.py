@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
@@ -32,12 +31,21 @@ def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     return half.add_(tree_sum(terms, count // 2))
 
 
-def all_reduce_by_doubling(mine: torch.Tensor) -> torch.Tensor:
-    """Return the sum over 2**k ranks, added in place as a tree of neighbours; the same bits on each."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for height in range(ranks.bit_length() - 1):
-        mine.add_(swap_with(dist.get_rank() ^ (1 << height), mine))
-    return mine
+def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Return the sum over all ranks, with the same bits on each of them.
+
+    Subtrees of neighbouring ranks are added first, then their sums, and so on.
+
+    Args:
+        local_sum: the sum of this rank. It is overwritten.
+        rank: the number of this process.
+        world_size: the number of processes, a power of two.
+    """
+    total = local_sum
+    for height in range(world_size.bit_length() - 1):
+        neighbour = rank ^ (1 << height)
+        total.add_(swap_with(neighbour, total))
+    return total
 
 
 class BitwiseEngine(ReplicatedEngine):
@@ -63,7 +71,7 @@ class BitwiseEngine(ReplicatedEngine):
         local_sum = tree_sum(gradients, len(batches))
 
         self.set_phase("exchange")
-        total = all_reduce_by_doubling(local_sum)
+        total = all_reduce_by_doubling(local_sum, self.rank, self.world_size)
         *gradients_of_parameters, loss_sum = total.split_with_sizes(
             [*(p.numel() for p in self.parameters), 1]
         )

@@ -56,17 +56,52 @@ class Kept(NamedTuple):
 
 
 def kept(model: nn.Module, objective: Objective, batch: MicroBatch) -> Kept:
-    """Count what a micro-batch keeps in a model whose parameters are on the meta device."""
+    """Count what a micro-batch keeps in a model whose parameters are on the meta device.
+
+    A model of many blocks is computed with a few of them. All others keep as much as these.
+
+    Args:
+        model: the model, which stays as it is.
+        objective: what is minimised.
+        batch: the shape of the micro-batch.
+    """
     blocks = list_of_blocks(model)
-    count = len(blocks) if blocks is not None else 1
-    model = _of_depth(model, min(count, _BLOCKS))
+    block_count = len(blocks) if blocks is not None else 1
+    shallow_model = _of_depth(model, min(block_count, _BLOCKS))
     if batch.mesh is not None:
-        parallelize(model, batch.mesh)
+        parallelize(shallow_model, batch.mesh)
+
+    live = _count_live_bytes(shallow_model, objective, batch)
+    after_block = live.after_block or [live.most["activations"]]
+    computed_blocks = len(after_block)
+
+    # The second half of the blocks: what is made once, before the first block, is not counted.
+    block = 0.0
+    half = len(live.after_block) // 2
+    if half:
+        block = (after_block[-1] - after_block[half - 1]) / (computed_blocks - half)
+
+    activations = live.most["activations"] + block * (block_count - computed_blocks)
+    peak = (activations, live.most["logits"])
+    if sum(peak) < live.at_end:
+        peak = (live.at_end, 0)
+    return Kept(
+        before=after_block[-1] - block * computed_blocks,
+        block=block,
+        peak=peak,
+        at_end=live.at_end,
+        blocks=block_count,
+    )
+
+
+def _count_live_bytes(model: nn.Module, objective: Objective, batch: MicroBatch) -> "_Live":
+    """Make a forward and a backward pass without memory, and count the bytes that are alive."""
     with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
         _make_fake(model, batch.gathered)
         model.train()
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
-        labels, live = ids.clone(), _Live(model)
+        labels = ids.clone()
+        live = _Live(model)
         with live:
             with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
                 sums = model(
@@ -75,11 +110,7 @@ def kept(model: nn.Module, objective: Objective, batch: MicroBatch) -> Kept:
                     compute=lambda model, batch: objective.loss(model, batch, extra={}),
                 )
             sums.loss.backward()
-    after, half = live.after_block or [live.most["activations"]], len(live.after_block) // 2
-    block = (after[-1] - after[half - 1]) / (len(after) - half) if half else 0.0
-    peak = live.most["activations"] + block * (count - len(after)), live.most["logits"]
-    peak = peak if sum(peak) >= live.at_end else (live.at_end, 0)
-    return Kept(after[-1] - block * len(after), block, peak, live.at_end, count)
+    return live
 
 
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.models import nll_kernels
-from llmtrain.models.loss import linear_nll, summed_nll, trained_positions
+from llmtrain.models.loss import linear_nll, summed_nll, target_positions_of
 from llmtrain.models.shapes import padded_size
 from llmtrain.types import IGNORED
 
@@ -206,8 +206,8 @@ def test_what_is_ignored_never_meets_the_head() -> None:
     expected = outcome(whole_logits, some)
     with torch.no_grad():
         some.hidden[ignored] = torch.nan
-    positions = trained_positions(F.pad(some.targets, (1, 0)))
-    found = outcome(lambda *arguments: linear_nll(*arguments, positions=positions), some)
+    positions = target_positions_of(F.pad(some.targets, (1, 0)))
+    found = outcome(lambda *arguments: linear_nll(*arguments, target_positions=positions), some)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert float(found[1][ignored].abs().max()) == 0
 
@@ -382,12 +382,12 @@ def test_positions_that_are_not_trained_need_not_meet_the_head(
 ) -> None:
     some = case(bias=True)
     labels = F.pad(some.targets, (1, 0))
-    positions = trained_positions(labels, padded)
+    positions = target_positions_of(labels, padded)
     trained = int((some.targets != IGNORED).sum())
     assert len(positions) == (padded_size(trained) if padded else trained) < some.targets.numel()
 
     def there(*arguments: Any) -> torch.Tensor:
-        return linear_nll(*arguments, positions=positions)
+        return linear_nll(*arguments, target_positions=positions)
 
     for found, expected in zip(
         outcome(there, some, softcap), outcome(linear_nll, some, softcap), strict=True

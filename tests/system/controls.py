@@ -118,7 +118,7 @@ def mean_of_means(
     extra: Batch | None = None,
 ) -> LossSums:
     """Average the mean losses of the micro-batches, instead of dividing by the global count."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), device=engine.device)
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         with contextlib.nullcontext() if is_last else engine.no_sync():

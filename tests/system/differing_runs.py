@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from llmtrain.data import loader, text
 from llmtrain.models import gpt as model
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import loop, optim, start
-from llmtrain.types import Batch, LossSums, count_targets
 from tests.system import controls
 
 HONEST_CLIP = Engine.clip_grad_norm
@@ -31,22 +30,6 @@ HONEST_CLIP = Engine.clip_grad_norm
 
 def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
     return HONEST_CLIP(engine, 1e9)
-
-
-def mean_of_means(
-    engine: Engine,
-    batches: Sequence[Batch],
-    denominator: torch.Tensor,
-    extra: Batch | None = None,
-) -> LossSums:
-    """Average the mean losses of the micro-batches, and reduce each."""
-    total = torch.zeros(())
-    for batch in batches:
-        loss = engine.loss(batch, extra).loss
-        mean = loss / count_targets(batch["labels"]).clamp(min=1)
-        engine.accelerator.backward(mean / len(batches))
-        total += loss.detach()
-    return LossSums(total, metrics={})
 
 
 def with_both_ends(
@@ -76,7 +59,7 @@ def with_masked_labels(*arguments: Any, **settings: Any) -> Any:
 
 PLANT: dict[str, tuple[Any, str, Any]] = {
     "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
-    "a mean of means": (Engine, "forward_backward", mean_of_means),
+    "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
     "a token twice": (text, "_encoded", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),

@@ -23,7 +23,7 @@ from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT
-from llmtrain.models.loss import linear_nll, trained_positions
+from llmtrain.models.loss import linear_nll, target_positions_of
 from llmtrain.observe import replicas
 from llmtrain.parallel import distributed_tensors, shards
 from llmtrain.parallel.ddp import ReplicatedEngine
@@ -76,7 +76,7 @@ def made_on_the_host() -> LocalBatch:
     prepared = [
         {
             "documents": Documents.of(p[:, :-1], True),
-            "target_positions": trained_positions(own, True),
+            "target_positions": target_positions_of(own, True),
         }
         for p, own in found
     ]
@@ -117,7 +117,9 @@ def losses(sent: LocalBatch) -> None:
     batch = sent.batches[0]
     for positions in (None, batch["target_positions"]):
         assert (
-            linear_nll(hidden, weight, batch["labels"][:, 1:], positions=positions).device.type
+            linear_nll(
+                hidden, weight, batch["labels"][:, 1:], target_positions=positions
+            ).device.type
             == "cuda"
         )
 

@@ -1,14 +1,16 @@
 """What a plan predicts is what a run then holds; and a plan holds nothing."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
+from llmtrain.plan.memory import fake_mesh
 from llmtrain.plan.subject import subject_of
 from tests.launching import (
     FINETUNE,
@@ -60,6 +62,15 @@ from tests.memory import resident
 main(sys.argv[1:])
 print("resident", resident("VmHWM"))
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_fake_processes_left() -> Iterator[None]:
+    """End the process group of plans, whose other processes do not exist."""
+    yield
+    fake_mesh.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
