@@ -89,9 +89,10 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
         pytest.param(
             "provenance.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form
         ),
-        (
+        pytest.param(
             "argv += ['--per_device_train_batch_size', '4']",
             "flags: per_device_train_batch_size 4 there, 2 here",
+            marks=long_form,
         ),
     ],
 )

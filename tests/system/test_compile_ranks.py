@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import accelerate, read_json
+from tests.launching import accelerate, long_form, read_json
 
 SCRIPT = "tests/system/compile_ranks.py"
 FAILURES = {
@@ -15,7 +15,7 @@ FAILURES = {
 CASES = [f"{case}, {wanted}" for case in ("works", *FAILURES) for wanted in ("always", "auto")]
 
 
-@pytest.fixture(scope="module", params=["no", "bf16"])
+@pytest.fixture(scope="module", params=[pytest.param("no", marks=long_form), "bf16"])
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

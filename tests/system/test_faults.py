@@ -299,10 +299,10 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
         str(late),
         *TINY,
         "--max_steps",
-        "120",
+        "40",
         "--save_steps",
+        "5",
     ]
-    command += ["5"]
     process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
         wait_for_readings(process, folder, 12)
@@ -313,7 +313,7 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
     first, second = read_json(folder / "run.json")["starts"]
     assert first["step"] == 0 < second["step"]
     assert (first["restart"], second["restart"]) == (0, 1)
-    assert sorted(series(folder, "train/loss")) == list(range(1, 121))
+    assert sorted(series(folder, "train/loss")) == list(range(1, 41))
 
 
 POISONED = """

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.launching.accelerator import cpu_has_bfloat16
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -25,7 +26,8 @@ from tests.wandb_file import read_history
 def plain_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe on one process, the run that others are compared with."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    run([*PYTHON, GPT, *TINY, "--dataset", str(text_file), "--output_dir", str(folder)]).assert_ok()
+    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
+    run_forked([*PYTHON, GPT, *flags]).assert_ok()
     return folder
 
 
@@ -95,7 +97,7 @@ def test_losses_differ_where_the_run_differs(
 ) -> None:
     """The comparison above can fail: another seed is another run."""
     folder = tmp_path / "run"
-    run(
+    run_forked(
         [
             *PYTHON,
             GPT,
@@ -150,7 +152,8 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", ["cpu", "single_gpu", pytest.param("multi_gpu", marks=long_form)]
+    "config",
+    ["single_gpu", *(pytest.param(name, marks=long_form) for name in ("cpu", "multi_gpu"))],
 )
 def test_every_shipped_config_starts_the_recipe(
     config: str, text_file: Path, tmp_path: Path

@@ -119,13 +119,13 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
     words = [GPT, "--n_layer", "48", "--n_head", "20", "--n_embd", "1600", "--block_size", "1024"]
     words += [
         "--global_batch_size",
-        "512",
+        "64",
         "--per_device_train_batch_size",
-        "8",
+        "4",
         "--tokenizer",
         "byte",
     ]
-    words += ["--processes", "64", "--device", "h100-80gb", "--link", "400Gbit", "--json"]
+    words += ["--processes", "16", "--device", "h100-80gb", "--link", "400Gbit", "--json"]
     ended = run([*PYTHON, "-c", SPEAKS, "plan", *words]).assert_ok()
     found, _, resident = ended.out.rpartition("resident")
     ways = {way["name"]: way for way in json.loads(found)["ways"]}
@@ -140,7 +140,19 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
 
 
 def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", GPT, *TINY, "--processes", "2", "--device", "h100-80gb"])
+    main(
+        [
+            "plan",
+            GPT,
+            *TINY,
+            "--global_batch_size",
+            "2",
+            "--processes",
+            "2",
+            "--device",
+            "h100-80gb",
+        ]
+    )
     out = capsys.readouterr().out
     for heading in ("GiB a process", "seconds", "efficiency at"):
         assert heading in out

@@ -13,6 +13,7 @@ from tests.launching import (
     SMALL_LLAMA,
     TINY,
     accelerate,
+    long_form,
     torchrun,
     write_chats,
 )
@@ -76,7 +77,10 @@ def test_an_update_waits_once(run: str, tmp_path: Path, text_file: Path) -> None
         assert next(iter(update["waits"])).startswith("tolist in step.py")
 
 
-@pytest.mark.parametrize("run", COMPILED)
+@pytest.mark.parametrize(
+    "run",
+    ["gpt", pytest.param("gpt, sharded", marks=long_form), "packed, sharded"],
+)
 def test_nothing_is_compiled_after_the_first_update(
     run: str, tmp_path: Path, text_file: Path
 ) -> None:
