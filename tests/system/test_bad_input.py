@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, run, write_text
+from tests.launching import GPT, PYTHON, TINY, accelerate, long_form, run, torchrun, write_text
 
 
 def assert_one_line(err: str, says: str) -> None:
@@ -77,7 +77,7 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
         "    import time; time.sleep(60)\n"
         "if __name__ == '__main__': launch(main)\n"
     )
-    ended = run([*accelerate("cpu_ddp"), str(script)])
+    ended = run([*torchrun(2), str(script)])
     assert ended.status != 0
     assert ended.err.count("error: rank 1: the disk of this machine is missing") == 1
 

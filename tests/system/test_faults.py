@@ -53,7 +53,7 @@ def errors(ended: Ended) -> list[str]:
 def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[Ended, float]:
     """Send a signal to rank 1 of a two-rank run; how it ended, and seconds until `status.json` said why."""
     command = [
-        *accelerate("cpu_ddp"),
+        *torchrun(2),
         GPT,
         *ENDLESS,
         "--dataset",
@@ -125,7 +125,7 @@ def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
             str(text_file),
         ]
         command = [
-            *accelerate("cpu_ddp"),
+            *torchrun(2),
             str(tmp_path / "stopped.py"),
             *flags,
             "--output_dir",

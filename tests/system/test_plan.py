@@ -119,9 +119,9 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
     words = [GPT, "--n_layer", "48", "--n_head", "20", "--n_embd", "1600", "--block_size", "1024"]
     words += [
         "--global_batch_size",
-        "64",
+        "16",
         "--per_device_train_batch_size",
-        "4",
+        "1",
         "--tokenizer",
         "byte",
     ]
