@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 from llmtrain.data import builtin
-from llmtrain.data.template import set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 
 CHARACTERS = 1_115_394  # as many as tinyshakespeare has

@@ -28,7 +28,7 @@ IMPORTED = [
     "llmtrain.training.summary",
 ]
 IMPORTED += [
-    "llmtrain.data.rows",
+    "llmtrain.data.prepare",
     "llmtrain.models.gpt",
     "llmtrain.models.pretrained",
     "llmtrain.record.publish",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.rows import tokenize
+from llmtrain.data.prepare import tokenize
 from llmtrain.secrets import redacted
 from llmtrain.training import run as running
 from llmtrain.training.run import open_run

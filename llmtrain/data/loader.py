@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmtrain.data.order import Mixture, key_of, mix, permute
-from llmtrain.data.table import Rows, as_matrices
+from llmtrain.data.packing import Rows, as_matrices
+from llmtrain.data.shuffle import Mixture, key_of, mix, permute
 from llmtrain.types import IGNORED, Batch, LocalBatch
 
 _POSITIONS_AT_ONCE = 4096

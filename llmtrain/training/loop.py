@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.data.order import key_of
+from llmtrain.data.shuffle import key_of
 from llmtrain.errors import UserError
 from llmtrain.launching.process import freeze_start
 from llmtrain.observe.preview import preview

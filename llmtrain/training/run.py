@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from llmtrain.config import resolved
 from llmtrain.console import say
-from llmtrain.data.rows import Tokenized
+from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError, explained, first_line
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded

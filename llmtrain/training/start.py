@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from llmtrain.console import say
 from llmtrain.data.loader import eval_loader, train_loader
-from llmtrain.data.rows import Tokenized
+from llmtrain.data.prepare import Tokenized
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.trainable import make_trainable

@@ -5,8 +5,8 @@ import itertools
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import Conversation
-from llmtrain.data.turns import Document, Renderer
+from llmtrain.data.formats import Conversation
+from llmtrain.data.render import Document, Renderer
 
 CONTROLS = [
     *[

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.loader import GlobalBatchSampler, slots_of, train_loader
-from llmtrain.data.order import Mixture
+from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from tests.data.test_loader import micro_batches_of, shares_of_steps
 

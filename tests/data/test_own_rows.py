@@ -6,9 +6,9 @@ import pytest
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from tests.data.test_rows import TEXTS, cache, config, write  # noqa: F401 - the cache is a fixture
+from tests.data.test_prepare import TEXTS, cache, config, write  # noqa: F401 - the cache is a fixture
 
 TOKENIZER = tok.as_pretrained(tok.train_tokenizer("byte", TEXTS, lambda: iter(TEXTS)), 8)
 IDS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import table
+from llmtrain.data import packing
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.table import TokenStore, best_fit
+from llmtrain.data.packing import TokenStore, best_fit
 
 RANDOM = [
     (capacity, count, seed)
@@ -173,7 +173,7 @@ def segments(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
 def test_rows_hold_every_document_once_with_its_labels_and_positions(
     tmp_path, monkeypatch, packed, rows_per_batch
 ):
-    monkeypatch.setattr(table, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
+    monkeypatch.setattr(packing, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
     found, padding = {}, 0
     for row in rows_of(tmp_path, packing=packed):
         *whole, last = segments(row)

@@ -14,9 +14,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import Conversation
-from llmtrain.data.template import BadRow
-from llmtrain.data.turns import Renderer
+from llmtrain.data.chat_template import BadRow
+from llmtrain.data.formats import Conversation
+from llmtrain.data.render import Renderer
 from tests.data.chats import TEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "templates.md"

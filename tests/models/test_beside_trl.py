@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.table import Second, TokenRows, TokenStore
+from llmtrain.data.packing import Second, TokenRows, TokenStore
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place

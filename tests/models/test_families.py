@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.template import set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.architecture import configuration_of
 from llmtrain.models.attention import ATTENTION_NAME

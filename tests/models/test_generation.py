@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data.template import set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.template import set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.generation import Sampling, TextModel

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.table import Second, TokenRows, TokenStore
+from llmtrain.data.packing import Second, TokenRows, TokenStore
 from llmtrain.errors import UserError
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig

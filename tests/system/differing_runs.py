@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import gpt
 
-from llmtrain.data import loader, text
+from llmtrain.data import loader, pretraining
 from llmtrain.models import gpt as model
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import loop, optim, start
@@ -33,7 +33,7 @@ def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
 
 
 def with_both_ends(
-    tokenizer: Any, *arguments: Any, encoded: Any = text._encoded
+    tokenizer: Any, *arguments: Any, encoded: Any = pretraining._encoded
 ) -> Iterator[np.ndarray]:
     """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
     for part in encoded(tokenizer, *arguments):
@@ -61,7 +61,7 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
-    "a token twice": (text, "_encoded", with_both_ends),
+    "a token twice": (pretraining, "_encoded", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
     "a schedule one late": (
         loop,

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import llmtrain as lt
-from llmtrain.data.rows import Tokenized
+from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.training import loop
 from llmtrain.training.loop import check_wrapping

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume, tracking
 from llmtrain.training import run as running

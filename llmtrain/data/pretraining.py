@@ -16,8 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from llmtrain.data.config import DataConfig
+from llmtrain.data.packing import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.data.sources import Source, documents
-from llmtrain.data.table import TOKENS_PER_BATCH, Written, hash_place, row_table
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
 from llmtrain.errors import UserError, first_line
 from llmtrain.types import IGNORED

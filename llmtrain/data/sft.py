@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 
 from tqdm import tqdm
 
-from llmtrain.data.chat import Conversation, Judged, conversation_of, recognise
+from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
+from llmtrain.data.formats import Conversation, Judged, conversation_of, recognise
+from llmtrain.data.packing import Counts, TokenStore, Written, hash_place
+from llmtrain.data.render import Document, Rendered, Renderer
 from llmtrain.data.sources import Fields, Source
-from llmtrain.data.table import Counts, TokenStore, Written, hash_place
-from llmtrain.data.template import BadRow
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.data.turns import Document, Rendered, Renderer
 from llmtrain.errors import UserError
 
 # How the log describes overlong conversations, for each value of --overlong.

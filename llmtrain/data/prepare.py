@@ -15,15 +15,15 @@ from llmtrain.config import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
+from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.conversations import Audit, Conversations, format_of
-from llmtrain.data.facts import Facts, facts_of
-from llmtrain.data.order import Mixture, counts_of
-from llmtrain.data.pairs import PairAudit, Pairs, judged_format
+from llmtrain.data.metadata import Facts, facts_of
+from llmtrain.data.packing import COLUMNS, Rows, TokenRows, Written, as_matrices
+from llmtrain.data.preference import PairAudit, Pairs, judged_format
+from llmtrain.data.pretraining import Texts
+from llmtrain.data.sft import Audit, Conversations, format_of
+from llmtrain.data.shuffle import Mixture, counts_of
 from llmtrain.data.sources import MakesRecords, Source, made, open_source
-from llmtrain.data.table import COLUMNS, Rows, TokenRows, Written, as_matrices
-from llmtrain.data.template import ChatTemplate, set_template, template_text
-from llmtrain.data.text import Texts
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 from llmtrain.types import IGNORED

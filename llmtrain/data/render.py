@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat import Conversation, Judged
-from llmtrain.data.sources import Fields
-from llmtrain.data.template import (
+from llmtrain.data.chat_template import (
     OPENED,
     BadRow,
     ChatTemplate,
@@ -20,6 +18,8 @@ from llmtrain.data.template import (
     any_of,
     render,
 )
+from llmtrain.data.formats import Conversation, Judged
+from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair

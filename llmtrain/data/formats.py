@@ -5,8 +5,8 @@ import json
 from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar
 
+from llmtrain.data.chat_template import REASONING, BadRow, Message
 from llmtrain.data.sources import Fields
-from llmtrain.data.template import REASONING, BadRow, Message
 
 # The fields that a record of each format must have. If a record fits two formats, the first one wins.
 _CHAT_FIELDS = {

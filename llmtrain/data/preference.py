@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.data.chat import Judged, judged_of, recognise
+from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.conversations import LEFT, Records
+from llmtrain.data.formats import Judged, judged_of, recognise
+from llmtrain.data.packing import Counts, Second, TokenStore, Written
+from llmtrain.data.render import Document, Renderer
+from llmtrain.data.sft import LEFT, Records
 from llmtrain.data.sources import Fields, Source
-from llmtrain.data.table import Counts, Second, TokenStore, Written
-from llmtrain.data.template import BadRow, Message
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.data.turns import Document, Renderer
 from llmtrain.errors import UserError
 
 
@@ -272,7 +272,7 @@ def judged_format(source: Source, alone: bool) -> str:
         alone: The loss takes single answers with a label, not only pairs.
 
     Returns:
-        ``pairs`` or ``examples``; see :func:`llmtrain.data.chat.recognise`.
+        ``pairs`` or ``examples``; see :func:`llmtrain.data.formats.recognise`.
 
     Raises:
         UserError: If the record is not preference data, or if it has one answer and the loss compares two.

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pytest
 
-from llmtrain.data import rows as tokenizing
+from llmtrain.data import prepare as tokenizing
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.pairs import PairAudit
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.packing import TokenRows
+from llmtrain.data.preference import PairAudit
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sources import Fields
-from llmtrain.data.table import TokenRows
 from llmtrain.types import IGNORED
-from tests.data.test_conversations import END, ENDED, chat, config, printed, write
-from tests.data.test_rows import complaint, left_behind
+from tests.data.test_prepare import complaint, left_behind
+from tests.data.test_sft import END, ENDED, chat, config, printed, write
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
 BLOCK = 64

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmtrain.data import rows as tokenizing
+from llmtrain.data import prepare as tokenizing
+from llmtrain.data import pretraining as plain_text
 from llmtrain.data import sources
-from llmtrain.data import text as plain_text
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from tests.launching import PYTHON, run
 
@@ -401,7 +401,7 @@ FOUND = """
 import sys
 from llmtrain import DataConfig
 from llmtrain.data.loader import train_loader
-from llmtrain.data.rows import tokenize
+from llmtrain.data.prepare import tokenize
 rows = tokenize(DataConfig(dataset=[sys.argv[1]], tokenizer="byte", eval_fraction=0.0), int(sys.argv[2]))
 next(iter(train_loader(rows.train, 2, 2, range(3), seed=0)))
 print({"datasets", "pandas"} & {*sys.modules})

@@ -12,9 +12,9 @@ from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import Conversation
-from llmtrain.data.template import BadRow, ChatTemplate, set_template
-from llmtrain.data.turns import Renderer
+from llmtrain.data.chat_template import BadRow, ChatTemplate, set_template
+from llmtrain.data.formats import Conversation
+from llmtrain.data.render import Renderer
 from tests.data.chats import (
     ASSISTANT,
     CALLING,

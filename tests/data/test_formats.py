@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmtrain.data.chat import FORMATS, conversation_of, recognise
+from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig
-from llmtrain.data.template import BadRow
-from llmtrain.data.turns import Renderer
+from llmtrain.data.formats import FORMATS, conversation_of, recognise
+from llmtrain.data.render import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked
 
 SAME = {

@@ -8,8 +8,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat import Conversation
-from llmtrain.data.template import ChatTemplate, set_template
+from llmtrain.data.chat_template import ChatTemplate, set_template
+from llmtrain.data.formats import Conversation
 from llmtrain.errors import UserError
 from tests.data.chats import (
     CALL,

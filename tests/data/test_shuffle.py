@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data import order
-from llmtrain.data.order import key_of, permute
+from llmtrain.data import shuffle
+from llmtrain.data.shuffle import key_of, permute
 
 # The order of the data is part of every run's identity: these may never change.
 GOLDEN_KEYS = [
@@ -156,7 +156,7 @@ def test_every_row_lands_everywhere_as_often_as_with_randperm(shuffle, n, keys):
 
 @pytest.mark.parametrize("n", [4, 5, 17])
 def test_the_check_of_uniformity_catches_a_network_of_too_few_rounds(monkeypatch, n):
-    monkeypatch.setattr(order, "_ROUNDS", 2)
+    monkeypatch.setattr(shuffle, "_ROUNDS", 2)
     assert max(surprises(ours(n, 480)).values()) > 5
 
 
@@ -181,7 +181,7 @@ def test_the_check_of_neighbours_catches_a_rotation_and_a_network_of_one_round(m
     serial, adjacent = togetherness((np.arange(10_000) + 1234) % 10_000)
     assert serial > 0.04
     assert adjacent > 10
-    monkeypatch.setattr(order, "_ROUNDS", 1)
+    monkeypatch.setattr(shuffle, "_ROUNDS", 1)
     assert togetherness(permute(np.arange(10_000), 10_000, key_of(0, 0)))[0] > 0.04
 
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import rows as tokenizing
-from llmtrain.data.chat import conversation_of
+from llmtrain.data import prepare as tokenizing
 from llmtrain.data.config import ChatConfig, DataConfig
-from llmtrain.data.conversations import Audit, Conversations, _eval_limit, _hash_of, audit_of
+from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.rows import Tokenized, tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.sft import Audit, Conversations, _eval_limit, _hash_of, audit_of
 from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
-from tests.data.test_rows import complaint, left_behind
+from tests.data.test_prepare import complaint, left_behind
 
 BLOCK = 95
 END = "<|im_end|>"

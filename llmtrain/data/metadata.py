@@ -4,9 +4,9 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.conversations import Audit, audit_of
-from llmtrain.data.pairs import PairAudit
-from llmtrain.data.table import Written
+from llmtrain.data.packing import Written
+from llmtrain.data.preference import PairAudit
+from llmtrain.data.sft import Audit, audit_of
 
 
 @dataclass
