@@ -132,7 +132,7 @@ def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_wor
         check_launch()
     launcher([], {}, {})  # a launcher that is hidden from us: behind a wrapper script, or python -u
     with pytest.raises(
-        UserError, match=r"several processes were asked for and accelerate started one"
+        UserError, match=r"several processes were requested, but accelerate started one"
     ):
         check_launch()
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
@@ -144,7 +144,7 @@ def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) ->
     launcher([], {}, {})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        UserError, match="WORLD_SIZE is 2 and no launcher says which rank this is; unset"
+        UserError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR or MASTER_PORT is not set; unset"
     ):
         check_launch()
 

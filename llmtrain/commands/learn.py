@@ -69,10 +69,10 @@ def title(name: str) -> str:
 
 def teach(name: str, printed_to: IO[str] | None = None) -> bool:
     """Run a lesson's processes; returns whether it held."""
-    from llmtrain.launching.children import launcher_of, started
+    from llmtrain.launching.children import launcher_command, started
 
     command = [
-        *launcher_of(int(_said(r"^PROCESSES = (\d+)", name)), None),
+        *launcher_command(int(_said(r"^PROCESSES = (\d+)", name)), None),
         "-m",
         "llmtrain.lessons",
         name,

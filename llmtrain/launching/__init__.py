@@ -1,1 +1,1 @@
-"""The wishes of a person, the Accelerator that gives it, and the one way out of a process."""
+"""How processes are started, set up and ended."""

@@ -13,7 +13,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.launching.launcher import Launcher, asked_sharding, check_launch, sharding_is_asked
+from llmtrain.launching.launcher import (
+    Launcher,
+    check_launch,
+    is_sharding_requested,
+    requested_sharding,
+)
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import is_sharded
@@ -57,11 +62,11 @@ def start_accelerator(
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
     if cpu and not any(name.startswith("MALLOC_") for name in os.environ):
         _keep_freed_memory()
-    sharding = asked_sharding(world, parallel.pipeline_stages)
+    sharding = requested_sharding(world, parallel.pipeline_stages)
     precision = _precision(launcher, cpu, sharding is not None)
     _check_precision(precision, cpu, sharding, bitwise)
     _check_exchange(parallel, sharding, bitwise)
-    if sharding_is_asked() and sharding is None:
+    if is_sharding_requested() and sharding is None:
         say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
 
     _meet_after_restart(_backend(cpu, sharding), timeout)

@@ -1,4 +1,4 @@
-"""Start a recipe in processes of its own, wait for it, and end what it started."""
+"""Start recipes in child processes, wait for them, and end everything that they started."""
 
 import contextlib
 import os
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 
 
-def launcher_of(processes: int, config_file: str | None) -> list[str]:
-    """Return the words before a recipe that start so many processes of it."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def launcher_command(processes: int, config_file: str | None) -> list[str]:
+    """Return the start of a command that runs a recipe in ``processes`` processes.
+
+    Args:
+        processes: the number of processes.
+        config_file: an accelerate config. With one, ``accelerate launch`` starts the processes.
+            Without one, ``torchrun`` starts them, or Python itself a single process.
+    """
     if config_file:
-        words = [
+        launcher = [
             "-m",
             "accelerate.commands.launch",
             "--config_file",
@@ -31,24 +36,52 @@ def launcher_of(processes: int, config_file: str | None) -> list[str]:
             "--num_processes",
             str(processes),
         ]
-    return [sys.executable, *(words if config_file or processes > 1 else [])]
+    elif processes > 1:
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+        ]
+    else:
+        launcher = []
+    return [sys.executable, *launcher]
 
 
 def command_of(
     recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None
 ) -> list[str]:
-    """Return the command that starts so many processes of a recipe, with its flags and then those that are forced."""
-    words = [word for name, value in forced.items() for word in (f"--{name}", str(value))]
-    return [*launcher_of(processes, config_file), *recipe, *words]
+    """Return the command that runs a recipe in ``processes`` processes.
+
+    Args:
+        recipe: the path of the recipe and its flags.
+        forced: further flags by name. They come last, so they override the flags of the recipe.
+        processes: the number of processes.
+        config_file: an accelerate config.
+    """
+    command = [*launcher_command(processes, config_file), *recipe]
+    for name, value in forced.items():
+        command += [f"--{name}", str(value)]
+    return command
 
 
 def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
-    """Wait for a recipe. Raises :class:`UserError` with what it said, where it failed."""
-    with tempfile.NamedTemporaryFile() as said:
-        with started(command, on_cpu, said, **variables) as process:
+    """Run a command and wait until it ends.
+
+    Args:
+        command: the words of the command.
+        on_cpu: use the CPU even if there is a GPU.
+        variables: environment variables to set.
+
+    Raises:
+        UserError: with the command's own message, if it failed.
+    """
+    with tempfile.NamedTemporaryFile() as stderr:
+        with started(command, on_cpu, stderr, **variables) as process:
             process.wait()
         if process.returncode:
-            raise UserError(why_it_failed(Path(said.name)))
+            raise UserError(why_it_failed(Path(stderr.name)))
 
 
 @contextlib.contextmanager
@@ -60,8 +93,14 @@ def started(
     /,
     **variables: str,
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start a command in a session of its own; where the context is left, end it and all that it started."""
-    env = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {}) | variables
+    """Run a command in its own session while the context is open.
+
+    When the context closes, the command and everything that it started is killed.
+    """
+    env = dict(os.environ)
+    if on_cpu:
+        env["ACCELERATE_USE_CPU"] = "true"
+    env |= variables
     process = subprocess.Popen(
         command, env=env, stdout=stdout, stderr=stderr, start_new_session=True
     )
@@ -72,7 +111,10 @@ def started(
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all that it started; a launcher's workers lead groups of their own."""
+    """Kill a process and everything that it started, and wait for its end.
+
+    The children are found one by one, because a launcher puts its workers into groups of their own.
+    """
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,17 +126,25 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def why_it_failed(said: Path) -> str:
-    """Return what a recipe wrote on stderr, in one line where there is one; LLMTRAIN_DEBUG=1 shows all of it first."""
-    text = said.read_text(errors="replace")
+def why_it_failed(stderr: Path) -> str:
+    """Return the error message that a recipe wrote to a file.
+
+    That is its ``error:`` line, or the end of the file if there is none. If LLMTRAIN_DEBUG=1, the
+    content of the file is printed first.
+    """
+    text = stderr.read_text(errors="replace")
     if debugging():
         print(text, file=sys.stderr)
-    lines = re.findall(r"error: (.*)", text)
-    return str(lines[0]) if lines else text[-2000:]
+    messages = re.findall(r"error: (.*)", text)
+    return str(messages[0]) if messages else text[-2000:]
 
 
 def read_config(config_file: str) -> "Facts":
-    """Return what an accelerate config says. Raises :class:`UserError` where the file is none."""
+    """Return the content of an accelerate config.
+
+    Raises:
+        UserError: the file cannot be read, or has no number of processes.
+    """
     import yaml
 
     try:
@@ -102,12 +152,12 @@ def read_config(config_file: str) -> "Facts":
         return config | {"num_processes": int(config["num_processes"])}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise UserError(
-            f"--config_file {config_file} is no accelerate config: {first_line(error)}"
+            f"--config_file {config_file} is not an accelerate config: {first_line(error)}"
         ) from None
 
 
 def gpus() -> int:
-    """Return how many GPUs there are with which several processes can make a group: a Mac's is none of them."""
+    """Return the number of GPUs that can form a process group; the GPU of a Mac cannot."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The wishes that a person told the launcher, and a check that they are what was started."""
+"""What the user asked ``accelerate launch`` or ``torchrun`` for, and whether that is what started."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import yaml
@@ -30,11 +30,20 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Launcher:
-    """The wishes that a person told the launcher, as far as this process can see.
+    """The options that the user passed to the launcher, as far as this process can see them.
 
-    Launchers fill in defaults and pass them on in the environment, where they look like wishes: ``accelerate launch``
-    says precision "no" and 1 thread to whoever said nothing. What was truly said stands on the launcher's command
-    line, in the config file that it read, and in the environment that it was started with.
+    Launchers pass their defaults on in the environment, where they look like the user's options:
+    ``accelerate launch`` sets precision "no" and 1 thread if the user set neither. Only the command
+    line of the launcher, the config file that it read, and the environment that it was started in
+    show what the user chose.
+
+    Attributes:
+        words: the launcher's command line, without the recipe and its flags. Empty if this process
+            has no launcher.
+        config: the content of the accelerate config.
+        environment: the environment that the launcher was started in. Without a launcher, that of
+            this process.
+        config_file: the path of the accelerate config, if there is one.
     """
 
     words: list[str] = field(default_factory=list)
@@ -44,74 +53,118 @@ class Launcher:
 
     @classmethod
     def find(cls) -> "Launcher":
-        """Find it in the parent process, if that is ``accelerate launch`` or ``torchrun``; else in the environment."""
-        own = cls(environment=dict(os.environ))
+        """Return the launcher that started this process.
+
+        The launcher is the parent process, if that is ``accelerate launch`` or ``torchrun``.
+        Otherwise the result holds only the environment of this process.
+        """
+        no_launcher = cls(environment=dict(os.environ))
         try:
             parent = psutil.Process().parent()
-            words = parent.cmdline() if parent is not None else []
-            entry = (
-                words[2] if words[1:2] == ["-m"] else Path(words[1]).name if len(words) > 1 else ""
+            if parent is None:
+                return no_launcher
+            words = parent.cmdline()
+            program = _program_of(words)
+            is_accelerate = program in _ACCELERATE and (
+                program != "accelerate" or "launch" in words
             )
-            is_accelerate = entry in _ACCELERATE and (entry != "accelerate" or "launch" in words)
-            if parent is None or not (is_accelerate or entry in _TORCHRUN):
-                return own
-            for word in reversed(
-                sys.orig_argv
-            ):  # which ends as the launcher's do: with the recipe and its flags
-                if words[-1:] != [word]:
-                    break
-                words.pop()
-            config, path = _accelerate_config(words, parent.cwd()) if is_accelerate else ({}, None)
-            return cls(words, config, parent.environ(), path)
-        except (psutil.Error, OSError):  # another user's process, or one that is gone
-            return own
+            if not is_accelerate and program not in _TORCHRUN:
+                return no_launcher
+
+            words = _without_recipe(words)
+            config: Facts = {}
+            config_file: Path | None = None
+            if is_accelerate:
+                config, config_file = _accelerate_config(words, parent.cwd())
+            return cls(words, config, parent.environ(), config_file)
+        except (psutil.Error, OSError):  # another user's process, or one that has ended
+            return no_launcher
 
     @classmethod
     def to_come(cls, words: list[str]) -> "Launcher":
-        """Return what ``accelerate launch`` would go by, were it started here with these flags."""
-        config, path = _accelerate_config(words, ".")
-        return cls(words, config, dict(os.environ), path)
+        """Return the launcher that ``accelerate launch`` with these flags would be, started here."""
+        config, config_file = _accelerate_config(words, ".")
+        return cls(words, config, dict(os.environ), config_file)
 
     def said(self, flag: str, variable: str = "") -> str | int | bool | None:
-        """Return the value given for an ``accelerate launch`` flag, config key or environment variable, or ``None``.
+        """Return the user's value of an option, or ``None`` if the user did not set it.
 
-        It is ``True`` for a flag that takes no value.
+        A flag on the command line takes precedence over the config file, and that over the
+        environment. Of several equal flags, the last one counts.
+
+        Args:
+            flag: the name of the flag of ``accelerate launch``, and of the key in a config file.
+            variable: the name of the environment variable.
+
+        Returns:
+            The value; ``True`` for a flag that takes no value.
         """
-        for word, following in reversed(
-            [*zip(self.words, [*self.words[1:], "-"], strict=False)]
-        ):  # the last counts
-            name, equals, value = word.partition("=")
-            if name.replace("-", "_") == f"__{flag}":
-                return value if equals else (following if following[:1] != "-" else True)
+        for i in reversed(range(len(self.words))):
+            name, equals, value = self.words[i].partition("=")
+            if name.replace("-", "_") != f"__{flag}":
+                continue
+            if equals:
+                return value
+            is_last = i == len(self.words) - 1
+            if is_last or self.words[i + 1].startswith("-"):
+                return True
+            return self.words[i + 1]
+
         configured: str | int | bool | None = self.config.get(flag)
         return self.environment.get(variable) if configured is None else configured
 
     def wants_cpu(self) -> bool:
-        """Return whether the CPU was asked for, even where there is a GPU."""
-        return "--cpu" in self.words or str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in (
-            "true",
-            "1",
-            "yes",
-        )
+        """Return whether the user chose the CPU, even if there is a GPU."""
+        if "--cpu" in self.words:
+            return True
+        return str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+
+
+def _program_of(words: list[str]) -> str:
+    """Return the name of the script or module that a Python command line runs."""
+    if len(words) > 2 and words[1] == "-m":
+        return words[2]
+    return Path(words[1]).name if len(words) > 1 else ""
+
+
+def _without_recipe(words: list[str]) -> list[str]:
+    """Return a launcher's command line without the recipe and its flags.
+
+    The command line of this process ends with the same words as the launcher's.
+    """
+    remaining = list(words)
+    for word in reversed(sys.orig_argv):
+        if remaining[-1:] != [word]:
+            break
+        remaining.pop()
+    return remaining
 
 
 def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | None]:
-    """Return what the config file of a launcher with these words says, and where it is."""
+    """Return the content and the path of the config that ``accelerate launch`` reads.
+
+    The content is empty if the file cannot be read. The path is ``None`` if accelerate reads none.
+
+    Args:
+        words: the command line of the launcher.
+        folder: the folder that the launcher was started in.
+    """
     from accelerate.commands.config.config_args import default_config_file
 
-    named = Launcher(words).said("config_file")
-    path = Path(folder, str(named or default_config_file))
-    if not named and (
-        "--cpu" in words or not path.is_file()
-    ):  # with --cpu accelerate reads no default
+    named_file = Launcher(words).said("config_file")
+    path = Path(folder, str(named_file or default_config_file))
+    # With --cpu, accelerate does not read its default config.
+    if not named_file and ("--cpu" in words or not path.is_file()):
         return {}, None
+
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        if isinstance(config := yaml.safe_load(path.read_text()), dict):
+        config = yaml.safe_load(path.read_text())
+        if isinstance(config, dict):
             return config, path
     return {}, path
 
 
-# What accelerate can be told to use and this loop does not: variable that its launcher sets -> its name
+# What an accelerate config can enable and llmtrain does not support, by the launcher's variable.
 _UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -119,130 +172,220 @@ _UNSUPPORTED = {
 
 
 def check_launch() -> None:
-    """Stop where what was launched is not what was asked for, before any work is done. Raises :class:`UserError`."""
-    launcher, world, recipe = Launcher.find(), os.environ.get("WORLD_SIZE"), shlex.join(sys.argv)
-    asked_sharding(int(world or 1))
-    for variable, name in _UNSUPPORTED.items():
-        if _is_on(variable):
-            import torch  # not before: what is wrong with a flag is said without it
+    """Check that this process was started as the user asked, before any work is done.
 
-            ignored = (
-                ""
-                if torch.accelerator.is_available()
-                else " (which accelerate silently ignores on a CPU)"
-            )
-            raise UserError(
-                f"the accelerate config asks for {name}{ignored}, which llmtrain does not support yet; use: "
-                f"accelerate launch --config_file {shlex.quote(str(shipped_config('multi_gpu')))} {recipe}"
-            )
-    if world is None and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
-        # accelerate names an address where it was asked for more than one; its command line may be hidden from us
-        asked = int(launcher.said("num_processes") or 1) if launcher.words else None
-        if asked != 1:
-            raise UserError(
-                f"{asked or 'several'} processes were asked for and accelerate started one (it does so for CPU "
-                f"configs); use: accelerate launch --multi_gpu --num_processes {asked or 2} {recipe}"
-            )
-    if int(world or 1) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise UserError(
-            f"WORLD_SIZE is {world} and no launcher says which rank this is; unset WORLD_SIZE, or use: "
-            f"accelerate launch --multi_gpu --num_processes {world} {recipe}"
-        )
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", ""):
-        raise UserError(
-            f"the accelerate config sets gradient_accumulation_steps to {steps}; leave it out: llmtrain derives it "
-            "from --global_batch_size and --per_device_train_batch_size."
-        )
-
-
-# --- how a model is to be sharded
-
-_OWN_UNITS = "; leave it out: blocks are found from the model"
-_ROWS = (
-    ": rows are not sharded over processes here (torch does so on GPUs alone); leave it out, and use "
-    "--gradient_checkpointing for long rows"
-)
-# What an accelerate config may say of sharding: variable that the launcher sets -> values that are fine, why not others
-_LIMITS = {
-    "FSDP_VERSION": ("2", ", which is not supported; set fsdp_version: 2 in its fsdp_config"),
-    "FSDP_AUTO_WRAP_POLICY": ("|TRANSFORMER_BASED_WRAP", _OWN_UNITS),
-    **dict.fromkeys(("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"), ("", _OWN_UNITS)),
-    "FSDP_RESHARD_AFTER_FORWARD": (
-        "true|false",
-        ", which is a value of FSDP 1; write true or false",
-    ),
-    # it would not draw the same dropout again
-    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "; leave it out, and use --gradient_checkpointing"),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ", which is not supported; leave it out"),
-    **dict.fromkeys(("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"), ("1", _ROWS)),
-}
-
-
-def asked_sharding(processes: int, stages: int = 1) -> "Sharding | None":
-    """Return how a model is to be sharded, as the accelerate config asks and its launcher passes on.
-
-    It is ``None`` where the config does not ask, or where there is one process. Raises :class:`UserError` for what this
-    package does not do.
+    Raises:
+        UserError: it was not, or the accelerate config asks for something unsupported.
     """
-    fsdp, asked = _is_on("ACCELERATE_USE_FSDP"), sharding_is_asked()
-    if not asked and stages == 1:
-        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            raise _refused(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
-        return None
-    from llmtrain.parallel.mesh import Sharding
+    launcher = Launcher.find()
+    world_size = os.environ.get("WORLD_SIZE")
+    recipe = shlex.join(sys.argv)
 
-    if stages > 1:
-        if asked:
-            raise UserError("--pipeline_stages is for a DDP config; this one shards the model.")
-        if processes % stages:
-            raise UserError(
-                f"--pipeline_stages {stages} needs as many processes, or a multiple; {processes} started. Use: "
-                f"accelerate launch --multi_gpu --num_processes {stages}"
-            )
-        return Sharding(processes // stages, 1, stages=stages)
-    said = {"FSDP_VERSION": "1"} | os.environ
-    for name, (fine, why) in _LIMITS.items():
-        unused = name.startswith("FSDP") and not fsdp  # whose defaults are always there
-        if not unused and name in said and not re.fullmatch(fine, said[name], re.IGNORECASE):
-            key = (
-                name.lower()
-                .removeprefix("parallelism_config_")
-                .replace("transformer_cls", "transformer_layer_cls")
-            )
-            raise _refused(f"has {key} {said[name]}{why}")
-    if processes == 1:  # a test of sharding on one device asks by this variable
-        return (
-            Sharding(1, 1, fsdp and _is_on("FSDP_OFFLOAD_PARAMS"))
-            if _is_on("LLMTRAIN_SHARD_ALONE")
-            else None
+    requested_sharding(int(world_size or 1))
+    _check_unsupported(recipe)
+    if world_size is None:
+        _check_started_several(launcher, recipe)
+    if int(world_size or 1) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, but RANK, MASTER_ADDR or MASTER_PORT is not set; "
+            "unset WORLD_SIZE, or use: "
+            f"accelerate launch --multi_gpu --num_processes {world_size} {recipe}"
         )
-    replicas, shards, tensor = _size("DP_REPLICATE"), _size("DP_SHARD"), _size("TP")
-    if replicas == shards == 1 and processes % tensor == 0:
-        replicas, shards = (1, processes // tensor) if fsdp else (processes // tensor, 1)
-    if replicas * shards * tensor != processes:
-        matrices = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
-        raise _refused(
-            f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
-            f"(parallelism_config_dp_shard_size){matrices}, and {processes} processes were started"
+    accumulation_steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation_steps not in ("1", ""):
+        raise UserError(
+            f"the accelerate config sets gradient_accumulation_steps to {accumulation_steps}; "
+            "leave it out: llmtrain derives it from --global_batch_size and "
+            "--per_device_train_batch_size."
         )
-    offload = fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
-    if offload and tensor > 1:
-        raise _refused(
-            "offloads parameters beside tensor parallelism, which is not supported; leave one out"
-        )
-    return Sharding(replicas, shards, offload, tensor) if shards * tensor > 1 else None
 
 
-def sharding_is_asked() -> bool:
-    """Return whether the accelerate config asks for FSDP or tensor parallelism."""
-    return _is_on("ACCELERATE_USE_FSDP") or (
-        _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1
+def _check_unsupported(recipe: str) -> None:
+    for variable, name in _UNSUPPORTED.items():
+        if not _is_on(variable):
+            continue
+        import torch  # not earlier: mistakes in flags are reported without loading torch
+
+        ignored = ""
+        if not torch.accelerator.is_available():
+            ignored = " (which accelerate silently ignores on a CPU)"
+        config_file = shlex.quote(str(shipped_config("multi_gpu")))
+        raise UserError(
+            f"the accelerate config enables {name}{ignored}, which llmtrain does not support yet; "
+            f"use: accelerate launch --config_file {config_file} {recipe}"
+        )
+
+
+def _check_started_several(launcher: Launcher, recipe: str) -> None:
+    """Check that accelerate did not start a single process although the user wanted several."""
+    # Accelerate sets an address if the user wanted several processes.
+    if not {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        return
+    # The launcher's command line may be hidden, behind a wrapper script for example.
+    processes = None
+    if launcher.words:
+        processes = int(launcher.said("num_processes") or 1)
+    if processes == 1:
+        return
+    raise UserError(
+        f"{processes or 'several'} processes were requested, but accelerate started one (as it "
+        "does for CPU configs); use: "
+        f"accelerate launch --multi_gpu --num_processes {processes or 2} {recipe}"
     )
 
 
-def _refused(why: str) -> UserError:
-    return UserError(f"the accelerate config {why}.")
+# --- how the accelerate config shards a model
+
+
+class _Supported(NamedTuple):
+    """The values that one setting of an accelerate config may have."""
+
+    values: str  # a regular expression
+    otherwise: str  # the end of the message for any other value
+
+
+_OWN_BLOCKS = "; leave it out: llmtrain finds the blocks in the model"
+_ROW_SHARDING = (
+    ": rows are not sharded over processes (torch can do so only on GPUs); leave it out, and use "
+    "--gradient_checkpointing for long rows"
+)
+# The settings that an accelerate config may have on sharding, by the variable that its launcher sets.
+_SUPPORTED = {
+    "FSDP_VERSION": _Supported(
+        values="2",
+        otherwise=", which is not supported; set fsdp_version: 2 in its fsdp_config",
+    ),
+    "FSDP_AUTO_WRAP_POLICY": _Supported(
+        values="|TRANSFORMER_BASED_WRAP",
+        otherwise=_OWN_BLOCKS,
+    ),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": _Supported(values="", otherwise=_OWN_BLOCKS),
+    "FSDP_IGNORED_MODULES": _Supported(values="", otherwise=_OWN_BLOCKS),
+    "FSDP_RESHARD_AFTER_FORWARD": _Supported(
+        values="true|false",
+        otherwise=", which is a value of FSDP 1; write true or false",
+    ),
+    # Accelerate's checkpointing would not repeat the same dropout.
+    "FSDP_ACTIVATION_CHECKPOINTING": _Supported(
+        values="false",
+        otherwise="; leave it out, and use --gradient_checkpointing",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _Supported(
+        values="false",
+        otherwise=", which is not supported; leave it out",
+    ),
+    "PARALLELISM_CONFIG_CP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
+    "PARALLELISM_CONFIG_SP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
+}
+
+
+def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
+    """Return how to shard the model, as the launcher passes it on from the accelerate config.
+
+    Args:
+        processes: the number of processes of the run.
+        stages: the number of pipeline stages, which is a flag of the recipe.
+
+    Returns:
+        ``None`` if every process holds the full model.
+
+    Raises:
+        UserError: the sharding is not supported, or does not fit the number of processes.
+    """
+    uses_fsdp = _is_on("ACCELERATE_USE_FSDP")
+    is_requested = is_sharding_requested()
+    if not is_requested and stages == 1:
+        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+            raise _config_error(
+                f"has a parallelism config without FSDP; see {shipped_config('hsdp')}"
+            )
+        return None
+    if stages > 1:
+        return _pipeline(processes, stages, is_requested)
+
+    from llmtrain.parallel.mesh import Sharding
+
+    _check_supported(uses_fsdp)
+    if processes == 1:
+        # A test of sharding on a single device sets this variable.
+        if not _is_on("LLMTRAIN_SHARD_ALONE"):
+            return None
+        offload = uses_fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
+        return Sharding(replicas=1, shards=1, cpu_offload=offload)
+
+    replicas = _size("DP_REPLICATE")
+    shards = _size("DP_SHARD")
+    tensor = _size("TP")
+    # By default FSDP shards over all processes, and tensor parallelism alone makes replicas.
+    if replicas == shards == 1 and processes % tensor == 0:
+        if uses_fsdp:
+            shards = processes // tensor
+        else:
+            replicas = processes // tensor
+
+    if replicas * shards * tensor != processes:
+        tensor_part = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
+        raise _config_error(
+            f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
+            f"(parallelism_config_dp_shard_size){tensor_part}, but {processes} processes were "
+            "started"
+        )
+    offload = uses_fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
+    if offload and tensor > 1:
+        raise _config_error(
+            "combines offloaded parameters with tensor parallelism, which is not supported; "
+            "leave one of them out"
+        )
+    if shards * tensor == 1:
+        return None
+    return Sharding(replicas=replicas, shards=shards, cpu_offload=offload, tensor=tensor)
+
+
+def _pipeline(processes: int, stages: int, config_shards: bool) -> "Sharding":
+    """Return the layout of a pipeline."""
+    from llmtrain.parallel.mesh import Sharding
+
+    if config_shards:
+        raise UserError(
+            "--pipeline_stages needs a DDP config, and the accelerate config shards the model; "
+            "leave one of them out."
+        )
+    if processes % stages:
+        raise UserError(
+            f"--pipeline_stages {stages} needs a multiple of {stages} processes, and {processes} "
+            f"started; use: accelerate launch --multi_gpu --num_processes {stages}"
+        )
+    return Sharding(replicas=processes // stages, shards=1, stages=stages)
+
+
+def _check_supported(uses_fsdp: bool) -> None:
+    """Raise :class:`UserError` if a setting has a value that llmtrain does not support."""
+    settings = {"FSDP_VERSION": "1"} | os.environ
+    for variable, supported in _SUPPORTED.items():
+        # The launcher always sets the defaults of FSDP, even if FSDP is not used.
+        is_unused = variable.startswith("FSDP") and not uses_fsdp
+        if is_unused or variable not in settings:
+            continue
+        value = settings[variable]
+        if not re.fullmatch(supported.values, value, re.IGNORECASE):
+            raise _config_error(f"has {_config_key(variable)} {value}{supported.otherwise}")
+
+
+def _config_key(variable: str) -> str:
+    """Return the key of an accelerate config that sets an environment variable."""
+    key = variable.lower().removeprefix("parallelism_config_")
+    return key.replace("transformer_cls", "transformer_layer_cls")
+
+
+def is_sharding_requested() -> bool:
+    """Return whether the accelerate config asks for FSDP or tensor parallelism."""
+    if _is_on("ACCELERATE_USE_FSDP"):
+        return True
+    return _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1
+
+
+def _config_error(problem: str) -> UserError:
+    return UserError(f"the accelerate config {problem}.")
 
 
 def _is_on(variable: str) -> bool:

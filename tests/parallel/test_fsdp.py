@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.launching.launcher import asked_sharding
+from llmtrain.launching.launcher import requested_sharding
 from llmtrain.parallel.fsdp_settings import sharding_settings
 from llmtrain.parallel.mesh import Sharding
 
@@ -16,7 +16,7 @@ def asked(monkeypatch: pytest.MonkeyPatch):
     def ask(processes: int, **environment: str) -> Sharding | None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return asked_sharding(processes)
+        return requested_sharding(processes)
 
     return ask
 
@@ -40,7 +40,7 @@ def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
     assert asked(2) == Sharding(replicas=1, shards=1, tensor=2)
     assert asked(6) == Sharding(replicas=3, shards=1, tensor=2)
     with pytest.raises(
-        UserError, match=r"2 .parallelism_config_tp_size., and 3 processes were started"
+        UserError, match=r"2 .parallelism_config_tp_size., but 3 processes were started"
     ):
         asked(3)
     assert asked(4, **FSDP2) == Sharding(replicas=1, shards=2, tensor=2)
@@ -85,7 +85,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() 
         ),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2: rows are not sharded over processes"),
-        (sizes(2, 3), r"2 replicas .* of 3 processes .*, and 4 processes were started"),
+        (sizes(2, 3), r"2 replicas .* of 3 processes .*, but 4 processes were started"),
     ],
 )
 def test_what_is_not_supported_is_one_line(environment, why, asked) -> None:

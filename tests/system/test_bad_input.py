@@ -132,7 +132,7 @@ def test_fewer_processes_than_asked_for_stops_with_the_command_that_works(
     ]
     ended = run([*command, "--dataset", str(text_file)])
     assert ended.status != 0
-    assert "2 processes were asked for and accelerate started one" in ended.err
+    assert "2 processes were requested, but accelerate started one" in ended.err
     assert f"accelerate launch --multi_gpu --num_processes 2 {GPT}" in ended.err
     assert not out.exists()
 

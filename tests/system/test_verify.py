@@ -243,7 +243,7 @@ def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
     for words, says in (
         (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),
         (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
-        (["--config_file", "README.md", GPT], "README.md is no accelerate config"),
+        (["--config_file", "README.md", GPT], "README.md is not an accelerate config"),
         (["--layouts", "2x2x2", GPT], "name two layouts or more"),
         (
             ["--config_file", "accelerate_configs/cpu.yaml", GPT],

@@ -99,7 +99,7 @@ def test_where_the_wizards_file_leads_into_a_trap_the_guard_prints_what_works(
     )
     assert ended.status != 0
     (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-    assert "2 processes were asked for and accelerate started one" in line
+    assert "2 processes were requested, but accelerate started one" in line
     works = line.partition("use: ")[2].split()
     assert works[:2] == ["accelerate", "launch"]
     run([str(BIN / "accelerate"), *works[1:]]).assert_ok()
