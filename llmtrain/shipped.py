@@ -1,15 +1,22 @@
-"""Paths of the recipes and accelerate configs of this package."""
+"""Paths of the recipes and accelerate configs that come with this package."""
 
 from pathlib import Path
 
 
 def shipped(folder: str) -> Path:
-    """Return where ``recipes`` or ``accelerate_configs`` are: inside the package, or beside it in a checkout."""
+    """Return the path of ``recipes`` or ``accelerate_configs``.
+
+    An installed package contains them. In a checkout, they are next to the package.
+    """
     package = Path(__file__).parent
-    return package / folder if (package / folder).is_dir() else package.parent / folder
+    installed = package / folder
+    return installed if installed.is_dir() else package.parent / folder
 
 
 def shipped_config(name: str) -> Path:
-    """Return an accelerate config as a person names it from here: relative in a checkout, else where it is."""
-    there = Path("accelerate_configs") / f"{name}.yaml"
-    return there if there.is_file() else shipped("accelerate_configs") / there.name
+    """Return the path of an accelerate config, to show in a message.
+
+    It is relative if the current folder is a checkout.
+    """
+    relative = Path("accelerate_configs") / f"{name}.yaml"
+    return relative if relative.is_file() else shipped("accelerate_configs") / relative.name

@@ -108,7 +108,7 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
-    monkeypatch.setattr(start, "_SHARED", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
+    monkeypatch.setattr(start, "_SHARED_THREADS", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
     assert start._share_threads(Launcher([], {}, {})) == 2
     for bitwise, threads in (
         (True, 1),
@@ -171,7 +171,7 @@ def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if (kind, devices) == ("cuda", 1):
         with pytest.raises(
-            UserError, match=r"2 processes were started on a machine with 1 GPU; start one a GPU"
+            UserError, match=r"2 processes were started on a machine with 1 GPU; start one per GPU"
         ):
             start.use_cpu(Launcher())
     else:
@@ -185,11 +185,9 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 
 
 def test_what_sharding_does_not_do_is_refused() -> None:
-    with pytest.raises(UserError, match="fp16 is not supported for a model that is sharded"):
+    with pytest.raises(UserError, match="fp16 is not supported for sharded models"):
         start._check_precision("fp16", False, Sharding(1, 2), False)
-    with pytest.raises(
-        UserError, match="--bitwise adds gradients in an order that FSDP does not know"
-    ):
+    with pytest.raises(UserError, match="--bitwise is not supported if processes share a model"):
         start._check_precision("no", True, Sharding(1, 2), True)
 
 

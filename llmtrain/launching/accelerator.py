@@ -1,4 +1,4 @@
-"""From the environment to the Accelerator of a run: device, precision, threads, sharding, and the process group."""
+"""Make the Accelerator of a run: device, precision, threads, sharding and the process group."""
 
 import ctypes
 import os
@@ -30,23 +30,25 @@ from llmtrain.shipped import shipped_config
 def start_accelerator(
     parallel: ParallelConfig | None = None, bitwise: bool = False
 ) -> TrainingAccelerator:
-    """Join the process group and make the Accelerator of this run, sharded if its config says so.
+    """Join the process group and make the Accelerator of this run.
 
-    Without a GPU the processes communicate over gloo. The launcher chooses the precision. If the
-    user gave it none, a GPU computes in bfloat16, or in float16 if it has no bfloat16.
+    The accelerate config says whether models are sharded. Without a GPU the processes communicate
+    over gloo. The launcher's options set the precision. By default a GPU computes in bfloat16, or in
+    float16 if it does not support bfloat16.
 
-    A collective fails that a process does not join within ``ddp_timeout`` seconds and one minute,
-    in which the heartbeat says which one is missing.
+    If a process does not join a collective within ``ddp_timeout`` seconds and one minute, the
+    collective fails. In that minute the heartbeat reports which process is missing.
 
     Args:
-        bitwise: a CPU process has one thread on every layout, unless the user chose a number,
-            because sums over more threads round differently.
+        parallel: how ranks exchange gradients.
+        bitwise: use one thread for each CPU process unless the user set a number, because sums over
+            more threads round differently.
 
     Raises:
-        UserError: what was launched cannot be run.
+        UserError: the processes were not started as the user asked, or the run is not supported.
     """
     if "WORLD_SIZE" not in os.environ:
-        # An earlier run of this process, as in a notebook, is over.
+        # In a notebook, this process may have made an earlier run. Its state is no longer needed.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
@@ -55,43 +57,58 @@ def start_accelerator(
     launcher = Launcher.find()
     world = _world_size()
     cpu = use_cpu(launcher)
-    # The heartbeat has a minute more, to say who is missing.
+    # The heartbeat has another minute to report which process is missing.
     timeout = timedelta(seconds=parallel.ddp_timeout + 60)
 
     _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
     threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
-    if cpu and not any(name.startswith("MALLOC_") for name in os.environ):
+    has_malloc_options = any(name.startswith("MALLOC_") for name in os.environ)
+    if cpu and not has_malloc_options:
         _keep_freed_memory()
+
     sharding = requested_sharding(world, parallel.pipeline_stages)
-    precision = _precision(launcher, cpu, sharding is not None)
-    _check_precision(precision, cpu, sharding, bitwise)
+    precision = _precision(launcher, cpu, sharded=sharding is not None)
+    _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
     _check_exchange(parallel, sharding, bitwise)
     if is_sharding_requested() and sharding is None:
-        say("sharded", "nothing, nor is anything offloaded: no two processes share a model")
+        say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
     _meet_after_restart(_backend(cpu, sharding), timeout)
-    accelerator = _make_accelerator(cpu, precision, timeout, sharding, bitwise)
-    # Accelerate reads this when it wraps a model, and does not take it as an argument.
+    accelerator = _make_accelerator(
+        cpu=cpu,
+        precision=precision,
+        timeout=timeout,
+        sharding=sharding,
+        bitwise=bitwise,
+    )
+    # Accelerate reads this attribute when it wraps a model. It is not an argument of its constructor.
     accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
-    if accelerator.num_processes != world:
-        raise UserError(
-            f"the launcher started {world} processes and this one is in a group of "
-            f"{accelerator.num_processes}; each would train alone. "
-            "Start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
-        )
+    _check_group_size(accelerator)
     if sharding is not None:
         sharding.set_mesh(accelerator)
     if is_sharded(accelerator) != (sharding is not None):
         raise UserError(
-            f"accelerate {accelerate_version} does not shard as it was asked to; "
-            "use 1.15, or a DDP config."
+            f"accelerate {accelerate_version} did not shard as its config says; "
+            "install accelerate 1.15, or use a DDP config."
         )
     say("device", _device_line(accelerator, launcher, threads, bitwise))
     return accelerator
 
 
 def _world_size() -> int:
+    """Return how many processes the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_group_size(accelerator: Accelerator) -> None:
+    """Raise :class:`UserError` if the process group lacks processes that the launcher started."""
+    world = _world_size()
+    if accelerator.num_processes != world:
+        raise UserError(
+            f"the launcher started {world} processes, but this one is in a group of "
+            f"{accelerator.num_processes}, so each would train alone; "
+            "start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
 
 
 def _backend(cpu: bool, sharding: Sharding | None) -> str:
@@ -104,19 +121,19 @@ def _backend(cpu: bool, sharding: Sharding | None) -> str:
 
 
 def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bitwise: bool) -> str:
-    """Return the line of the start-up log that says on which devices, and in which precision."""
+    """Return the line of the start-up log with the devices and the precision."""
     world = int(accelerator.num_processes)
     is_cuda = accelerator.device.type == "cuda"
-    device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
     is_cpu = accelerator.device.type == "cpu"
+    device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
 
-    asked_for_gpus = (
+    gpus_requested = (
         launcher.config.get("distributed_type") in ("MULTI_GPU", "FSDP")
         or "--multi_gpu" in launcher.words
     )
-    over = ""
-    if is_cpu and world > 1 and asked_for_gpus and not launcher.said("use_cpu"):
-        over = " over gloo (no GPU here)"
+    backend = ""
+    if is_cpu and world > 1 and gpus_requested and not launcher.said("use_cpu"):
+        backend = " over gloo (no GPU here)"
 
     float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
     mixed_precision = accelerator.mixed_precision
@@ -127,7 +144,7 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
     elif precision != float32 and not launcher.said(*_PRECISION_NAMES):
         remark = " (default)"
     return (
-        f"{counted(world, 'process')} on {device}{over}, {counted(threads, 'thread')} each, "
+        f"{counted(world, 'process')} on {device}{backend}, {counted(threads, 'thread')} each, "
         f"{precision}{remark}"
     )
 
@@ -135,17 +152,17 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
 def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
     """Set the precision of float32 products and the determinism of operations for this run.
 
-    Both are set whichever way the run wants them, because an earlier run of this process may have
-    wanted the other.
+    Both are always set, because an earlier run of this process may have set them differently.
     """
     uses_tf32 = on_gpu and not bitwise
     torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
 
-    is_deterministic = on_gpu and bitwise  # a CPU repeats itself anyway
+    is_deterministic = on_gpu and bitwise  # operations on a CPU are deterministic anyway
+    # The call imports a compiler, which takes a second or more.
     if torch.are_deterministic_algorithms_enabled() != is_deterministic:
-        torch.use_deterministic_algorithms(is_deterministic)  # imports a compiler: a second or more
+        torch.use_deterministic_algorithms(is_deterministic)
     if is_deterministic:
-        # Without a fixed workspace cuBLAS may choose another algorithm each time.
+        # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -159,22 +176,22 @@ def use_cpu(launcher: Launcher) -> bool:
     if device is None or launcher.wants_cpu():
         return True
     if device.type == "mps" and _world_size() > 1:
-        return True  # the GPUs of Macs form no group
+        return True  # the GPUs of Macs cannot form a process group
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.accelerator.device_count()
     if processes > gpus:
         raise UserError(
             f"{processes} processes were started on a machine with {counted(gpus, 'GPU')}; "
-            f"start one a GPU (--num_processes), or use {shipped_config('cpu_ddp')}."
+            f"start one per GPU (--num_processes), or use {shipped_config('cpu_ddp')}."
         )
     return False
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products in bfloat16.
+    """Return whether this CPU has instructions for matrix products in bfloat16.
 
-    Without them such products take up to a hundred times as long.
+    Without them, such products take up to a hundred times as long.
     """
     is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return is_supported is not None and bool(is_supported())
@@ -188,18 +205,21 @@ def counted(n: int, word: str) -> str:
     return f"{n} {word}{ending}"
 
 
-# Where an earlier run of this process wrote the number of threads, if the user chose none.
-_SHARED = "LLMTRAIN_SHARED_THREADS"
+# A run writes its number of threads to this variable if the user set none. A later run of the same
+# process then does not mistake OMP_NUM_THREADS for the user's number.
+_SHARED_THREADS = "LLMTRAIN_SHARED_THREADS"
 
 
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
-    """Set the threads of a CPU process: the user's number, or its share of this machine's cores.
+    """Set the number of threads of a CPU process, and return it.
 
-    Sums over more threads round differently, so the number is set, and recorded.
+    It is the user's number. If there is none, the processes of this machine share its cores, or each
+    has one thread if the run is ``bitwise``. Sums over more threads round differently, so the number
+    is always set, and recorded.
     """
     users_number = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
-    if users_number == os.environ.get(_SHARED):
-        users_number = None  # an earlier run of this process wrote it
+    if users_number == os.environ.get(_SHARED_THREADS):
+        users_number = None  # written by an earlier run of this process
 
     if users_number:
         threads = int(users_number)
@@ -212,7 +232,7 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not users_number:
-        os.environ[_SHARED] = str(threads)
+        os.environ[_SHARED_THREADS] = str(threads)
     return threads
 
 
@@ -222,7 +242,7 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-# Options of mallopt, as malloc.h of the GNU C library has them.
+# Options of mallopt, from malloc.h of the GNU C library.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
@@ -235,19 +255,19 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    mallopt(_MMAP_THRESHOLD, 1 << 30)  # up to 1 GiB nothing is mapped on its own
-    mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # nothing is given back
+    mallopt(_MMAP_THRESHOLD, 1 << 30)  # blocks of up to 1 GiB come from the heap
+    mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
 
 
-# The names of the precision as a flag, or in a config file, and in the environment.
+# The names of the precision: as a flag or in a config file, and in the environment.
 _PRECISION_NAMES = ("mixed_precision", "ACCELERATE_MIXED_PRECISION")
 
 
 def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
-    """Return the mixed precision that the user chose, or the default of this device."""
+    """Return the mixed precision that the user set, or the default of this device."""
     users_precision = launcher.said(*_PRECISION_NAMES)
     if users_precision is False:
-        return "no"  # as YAML reads a bare `no`
+        return "no"  # YAML reads a bare `no` as False
     if users_precision is not None:
         return str(users_precision).lower()
 
@@ -261,8 +281,8 @@ def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
 def _meet_after_restart(backend: str, timeout: timedelta) -> None:
     """Join the process group under new keys if the launcher has restarted its processes.
 
-    With a static rendezvous, accelerate's default, the store still has the addresses of the
-    processes that died, and the first one to start would try to reach those.
+    With a static rendezvous, which is accelerate's default, the store still has the addresses of the
+    processes that died. The first process to start would try to reach those.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -287,20 +307,20 @@ def _meet_after_restart(backend: str, timeout: timedelta) -> None:
 
 
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
-    """Raise :class:`UserError` if this run cannot compute in a precision, or not ``bitwise``."""
+    """Raise :class:`UserError` if this run cannot use a precision, or cannot be ``bitwise``."""
     if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"mixed precision '{precision}' is not supported; use no, bf16 or fp16.")
+        raise UserError(f"--mixed_precision {precision} is not supported; use no, bf16 or fp16.")
     if cpu and precision == "fp16":
         # Accelerate would accept it, and compute in float32.
-        raise UserError("mixed precision fp16 needs a GPU; on a CPU use no or bf16.")
+        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16.")
     if sharding is not None and precision == "fp16":
         raise UserError(
-            "mixed precision fp16 is not supported for a model that is sharded; use bf16 or no."
+            "--mixed_precision fp16 is not supported for sharded models; use bf16 or no."
         )
     if sharding is not None and bitwise:
         raise UserError(
-            "--bitwise adds gradients in an order that FSDP does not know; "
-            "use a DDP config, or leave it out."
+            "--bitwise is not supported if processes share a model; "
+            "leave --bitwise out, or use a DDP config without --pipeline_stages."
         )
 
 
@@ -310,10 +330,11 @@ def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise
         return
     hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
     if bitwise:
-        raise UserError(f"{hook} is approximate, and --bitwise is exact; leave one of them out.")
+        raise UserError(f"{hook} is approximate, but --bitwise is exact; leave one of them out.")
     if sharding is not None:
         raise UserError(
-            f"{hook} is for DDP, and the accelerate config shards the model; leave one of them out."
+            f"{hook} is not supported if processes share a model; "
+            "leave --ddp_comm_hook out, or use a DDP config without --pipeline_stages."
         )
 
 
@@ -321,27 +342,30 @@ def _make_accelerator(
     cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None, bitwise: bool
 ) -> TrainingAccelerator:
     if sharding is None:
-        # A process alone has no other to share with, whatever its config says.
+        # Accelerate would shard if the config says so, even for a single process.
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ.pop(name, None)
     elif cpu:
         let_cpus_shard(timeout=timeout)
 
-    loading = DataLoaderConfiguration(
+    data_loading = DataLoaderConfiguration(
         split_batches=True,
         even_batches=False,
         dispatch_batches=False,
         use_seedable_sampler=False,
         non_blocking=not cpu,
     )
+    sharding_arguments: dict[str, object] = {}
+    if sharding is not None:
+        sharding_arguments = sharding_settings(sharding, cpu, precision)
     return TrainingAccelerator(
         sharding=sharding,
         bitwise=bitwise,
         cpu=cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,
-        dataloader_config=loading,
+        dataloader_config=data_loading,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-        rng_types=[],  # the order of the data is a function of the seed, not of a generator
-        **({} if sharding is None else sharding_settings(sharding, cpu, precision)),
+        rng_types=[],  # the order of the data follows from the seed alone, not from a generator
+        **sharding_arguments,
     )

@@ -1,4 +1,4 @@
-"""The whole life of a process that runs a recipe, and the one way out of it."""
+"""Run a recipe as a process: from its start to the exit status."""
 
 import contextlib
 import ctypes
@@ -16,94 +16,124 @@ from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
 from llmtrain.launching.launcher import Launcher, check_launch
 
-# For rank 0, which may fail alike, to say what went wrong: the launcher then ends the others before they say it.
+# Rank 0 may fail for the same reason. Within this time it prints the error, and the launcher ends the
+# other ranks before they print it again.
 _GRACE_SECONDS = 5.0
 
-_COLLECTING = gc.get_threshold()  # of Python, for its search for garbage
-_SELDOM = 100_000
+# When Python searches for garbage: its own thresholds, and the one that applies during the start.
+_USUAL_THRESHOLDS = gc.get_threshold()
+_START_THRESHOLD = 100_000
 
 
 def launch(main: Callable[[], object]) -> NoReturn:
-    """Run a recipe's ``main`` as this process's whole life, and ``show()`` what it returns: the one way out.
+    """Run a recipe's ``main``, ``show()`` its result, and exit.
 
-    A finished process meets the others, leaves the group and ends without running destructors: gloo's threads
-    sometimes abort a process that is already done. :class:`UserError`, and what else a person can mend, becomes one
-    line on stderr and status 2, said once over all ranks; with LLMTRAIN_DEBUG=1 its traceback stands above it.
+    If the recipe succeeds, the process waits for the other ranks, leaves the process group, and exits
+    without running destructors, because gloo's threads sometimes abort a process that has finished.
+
+    An error that the user can fix, such as :class:`UserError`, becomes one line on stderr and exit
+    status 2. All ranks together print it once. With LLMTRAIN_DEBUG=1, its traceback is printed above
+    the line.
     """
-    status = 0
-    gc.set_threshold(
-        _SELDOM
-    )  # a start makes what stays, and to look for garbage in it takes a fifth of the time
-    if Launcher.find().words:  # under a launcher, not where a shell may end before the run does
-        _die_with_launcher()
-    elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
-        os._exit(
-            1
-        )  # the launcher died while this process was being loaded: nobody is there to meet
+    # What the start creates stays. Searching it for garbage takes a fifth of the start.
+    gc.set_threshold(_START_THRESHOLD)
+    _stop_with_launcher()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that cannot show a sign must not end a run
+            # A terminal that cannot show a character must not end a run.
+            stream.reconfigure(errors="replace")
+
+    status = 0
     try:
         check_launch()
-        result = main()
+        result = main()  # kept until the process exits, so that no destructor runs
         leave_group()
         if hasattr(result, "show") and rank() == 0:
             result.show()
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as error:  # --help
-        if isinstance(error.code, str):
-            complain(error.code)
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        line = explained(error)
-        if line is None or debugging():
-            traceback.print_exc()
-        if line is not None and not isinstance(error, ToldElsewhereError):
-            time.sleep(_GRACE_SECONDS if rank() else 0)
-            complain(line)
-        status = 1 if line is None else 2
+        status = _report(error)
+
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()
     os._exit(status)
 
 
-def _die_with_launcher() -> None:
-    """Linux: stop this process when its launcher is killed, which otherwise leaves its workers training alone."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
+def _report(error: BaseException) -> int:
+    """Print an error that is being handled, and return the exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):  # --help ends like this
+        if isinstance(error.code, int):
+            return error.code
+        if isinstance(error.code, str):
+            complain(error.code)
+        return 0 if error.code is None else 1
+
+    line = explained(error)
+    if line is None or debugging():
+        traceback.print_exc()
+    if line is None:
+        return 1
+    if not isinstance(error, ToldElsewhereError):
+        if rank() != 0:
+            time.sleep(_GRACE_SECONDS)
+        complain(line)
+    return 2
+
+
+def _stop_with_launcher() -> None:
+    """Stop this process when its launcher ends, or at once if it has already ended."""
+    # Without a launcher, the parent may be a shell, which may end before the run does.
+    if Launcher.find().words:
+        _signal_when_parent_dies()
+    elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
+        # The launcher died while this process was loading. No other rank is left to meet.
+        os._exit(1)
+
+
+def _signal_when_parent_dies() -> None:
+    """Make Linux send SIGTERM to this process when its launcher dies.
+
+    Otherwise the workers of a launcher that was killed would go on training.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+    if os.getppid() != parent:  # the launcher died before the call
+        os._exit(1)
 
 
 def freeze_start() -> None:
-    """Let Python collect garbage as usual again, but no longer in what the start has made.
+    """Let Python collect garbage as usual again, except in what exists now.
 
-    Going through all of that would hold steps up.
+    Searching all of that would delay steps.
     """
-    if gc.get_threshold()[0] == _SELDOM:  # in a notebook, what was made so far is somebody else's
+    # In a notebook `launch` does not run, and other code owns what exists.
+    if gc.get_threshold()[0] == _START_THRESHOLD:
         gc.freeze()
-        gc.set_threshold(*_COLLECTING)
+        gc.set_threshold(*_USUAL_THRESHOLDS)
 
 
-_LEFT: list[object] = []  # groups, kept to the end of the process
+# Process groups that this process has left. They are kept until it exits.
+_LEFT_GROUPS: list[object] = []
 
 
 def leave_group() -> None:
-    """Meet the other processes for the last time: nobody waits for what one of them does after it.
+    """Wait for all ranks, and leave the process group, if this process is in one.
 
-    The group is left, not freed: DDP's reducer holds it too, and were that the last to let go, with the interpreter's
-    lock in its hand, it would wait for a thread of gloo's that may wait for this lock.
+    Afterwards no rank waits for another.
+
+    The group is not freed, because DDP's reducer holds it too. If the reducer freed it, it would hold
+    the interpreter's lock and wait for a thread of gloo, which may wait for the same lock.
     """
-    torch = sys.modules.get("torch")  # which --help and an error in a flag do without
-    if torch is not None and torch.distributed.is_initialized():  # else it was left before
-        from accelerate import PartialState
+    torch = sys.modules.get("torch")  # not loaded for --help or a mistake in a flag
+    if torch is None or not torch.distributed.is_initialized():
+        return
+    from accelerate import PartialState
 
-        state = PartialState()
-        state.wait_for_everyone()
-        _LEFT.append(torch.distributed.group.WORLD)
-        state.destroy_process_group()
+    state = PartialState()
+    state.wait_for_everyone()
+    _LEFT_GROUPS.append(torch.distributed.group.WORLD)
+    state.destroy_process_group()
