@@ -1,7 +1,7 @@
-"""Recipe defaults < YAML file < command line, into the dataclasses that own the settings. Knows no field.
+"""Settings as dataclasses: a recipe's defaults, overridden by a YAML file and the command line.
 
-A YAML file is written-down argv: every key becomes a flag and goes through the same parser, so there is one set of
-names, one coercion and one kind of error for both.
+A key in a YAML file becomes the flag of the same name, and passes through the same parser. So both
+have the same names, the same conversions and the same errors. This module knows no particular flag.
 """
 
 import argparse
@@ -27,29 +27,45 @@ S = TypeVar("S")
 
 
 class Config:
-    """The base of every dataclass of settings. Each of its fields is a flag."""
+    """The base class of every dataclass of settings. Each of its fields is a flag.
 
-    _argument_group_name: ClassVar[str] = ""  # in --help; HF's parser asks for it by this name
-    acts: ClassVar[str] = "nowhere"  # where in an update its flags act, unless one says otherwise
-    origins: Mapping[
-        str, str
-    ] = {}  # sources of the flags that a person has set: the command line or a file
+    Attributes:
+        acts: the parts of a run that its flags change, unless a flag names others. The command
+            ``llmtrain diff`` groups settings by it.
+        origins: where each flag that the user set comes from: ``command line``, or the path of a
+            YAML file.
+    """
+
+    _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
+    acts: ClassVar[str] = "nowhere"
+    origins: Mapping[str, str] = {}
 
     def given(self, name: str) -> bool:
-        """Return whether a person has set this flag, on the command line or in a file."""
+        """Return whether the user set this flag, on the command line or in a file."""
         return name in self.origins
 
     def default(self, name: str, value: Any, why: str) -> None:
-        """Set a flag that nobody has set, and say so."""
+        """Set a flag to ``value`` and log it, unless the user set the flag.
+
+        Args:
+            name: the name of the flag.
+            value: a number.
+            why: the remark behind the value in the log.
+        """
         if not self.given(name):
             setattr(self, name, value)
-            say("default", f"--{name} {value:g}, of {why}")
+            say("default", f"--{name} {value:g} ({why})")
 
 
 def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:
     """Return a dataclass field that is a command-line flag.
 
-    ``acts`` names where in an update it acts, for ``llmtrain diff``. A ``hidden`` one is shown by --help_all alone.
+    Args:
+        default: the default value.
+        help: the text in ``--help``.
+        acts: the parts of a run that the flag changes, separated by spaces. By default, those of
+            the dataclass.
+        hidden: show the flag only in ``--help_all``.
     """
     metadata = {"help": help.replace("%", "%%"), "acts": acts, "hidden": hidden}
     if isinstance(default, list):
@@ -58,104 +74,136 @@ def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = Fal
 
 
 def require_at_least(config: Config, minimum: float, *names: str) -> None:
-    """Raise :class:`UserError` unless every named number is finite and at least ``minimum``."""
+    """Raise :class:`UserError` unless every named flag is finite and at least ``minimum``."""
     for name in names:
         value = getattr(config, name)
-        if not minimum <= value < math.inf:  # so that NaN is refused, too
+        is_valid = minimum <= value < math.inf  # False for NaN
+        if not is_valid:
             raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
 def configs_of(settings: Any) -> dict[str, Config]:
-    """Return the configs that a dataclass of settings holds, by the names of its fields."""
+    """Return the configs in a dataclass of settings, by the names of its fields."""
     return {name: value for name, value in vars(settings).items() if isinstance(value, Config)}
 
 
 def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a config by the names of their flags."""
-    return {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]  # all are dataclasses
+    fields = dataclasses.fields(config)  # type: ignore[arg-type]  # all configs are dataclasses
+    return {field.name: field for field in fields}
 
 
 def parse(defaults: S, argv: list[str] | None = None, description: str | None = None) -> S:
-    """Parse the command line into a copy of ``defaults``, a dataclass of configs.
+    """Parse the command line into a copy of ``defaults``.
 
-    ``--config FILE.yaml`` reads flags from a file; the command line wins over it. An unknown key, an unknown flag or
-    an abbreviation is a :class:`UserError` with the nearest name. Each config keeps where its values came from.
+    ``--config FILE.yaml`` reads flags from a file. Flags on the command line take precedence. Each
+    config of the result records in ``origins`` where its values come from.
+
+    Args:
+        defaults: a dataclass of configs, the defaults of a recipe.
+        argv: the words of the command line; by default, those of this process.
+        description: the text at the top of ``--help``.
+
+    Raises:
+        UserError: a value is wrong, or a flag or key is unknown or abbreviated. The message then
+            has the nearest name.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     configs = configs_of(defaults)
     parser = _Parser(configs.values(), description, show_hidden="--help_all" in argv)
-    layers = [("command line", parser.given(argv))]
-    config_file = layers[0][1].pop("config", None)
+
+    values = parser.explicit_values(argv)
+    config_file = values.pop("config", None)
+    origins = dict.fromkeys(values, "command line")
     if config_file is not None:
-        layers.insert(
-            0, (config_file, parser.given(_argv_from_yaml(config_file, parser), source=config_file))
-        )
+        file_argv = _argv_from_yaml(config_file, parser)
+        file_values = parser.explicit_values(file_argv, source=config_file)
+        values = file_values | values
+        origins = dict.fromkeys(file_values, config_file) | origins
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
         names = flags_of(default).keys()
-        changes = {
-            name: value for _, given in layers for name, value in given.items() if name in names
-        }
-        origins = {name: source for source, given in layers for name in given if name in names}
+        changes = {name: value for name, value in values.items() if name in names}
+        own_origins = {name: origin for name, origin in origins.items() if name in names}
         try:
-            parsed[part] = dataclasses.replace(copy.deepcopy(default), **changes)  # type: ignore[type-var]
-        except UserError as error:  # a value out of range: say which file it stands in
-            files = [
-                f" ({origins[name]})"
-                for name in origins
-                if f"--{name} " in str(error) and config_file
-            ]
-            raise UserError(f"{error}{files[0] if files else ''}") from None
-        parsed[part].origins = origins
+            copied = copy.deepcopy(default)
+            config = dataclasses.replace(copied, **changes)  # type: ignore[type-var]
+        except UserError as error:  # a value is out of range
+            source = _source_of_error(str(error), own_origins) if config_file else ""
+            raise UserError(f"{error}{source}") from None
+        config.origins = own_origins
+        parsed[part] = config
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
 
 
+def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
+    """Return where the flag that a message names was set, such as `` (my.yaml)``."""
+    for name, origin in origins.items():
+        if f"--{name} " in message:
+            return f" ({origin})"
+    return ""
+
+
 def resolved(settings: Any) -> dict[str, dict[str, Any]]:
-    """Return every setting with its value and where it came from, for ``run.json``."""
-    return {
-        name: {"value": getattr(config, name), "from": config.origins.get(name, "recipe")}
-        for config in configs_of(settings).values()
-        for name in flags_of(config)
-    }
+    """Return the value and the origin of every setting, for ``run.json``.
+
+    The origin is ``recipe`` if the user did not set the flag.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for config in configs_of(settings).values():
+        for name in flags_of(config):
+            entries[name] = {
+                "value": getattr(config, name),
+                "from": config.origins.get(name, "recipe"),
+            }
+    return entries
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows one name a flag (HF's parser also accepts dashes), and the default where there is one."""
+    """Shows one name for each flag, although HF's parser also accepts dashes, and its default."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(
-            prog, max_help_position=38, width=min(120, shutil.get_terminal_size((110, 24)).columns)
-        )
+        columns = shutil.get_terminal_size((110, 24)).columns
+        super().__init__(prog, max_help_position=38, width=min(120, columns))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.option_strings[0] == "-h":
             return super()._format_action_invocation(action)
+
         name = action.option_strings[0]
-        if action.nargs == 0 or isinstance(action.const, bool):
+        is_switch = action.nargs == 0 or isinstance(action.const, bool)
+        if is_switch:
             return name
-        known: dict[Any, str] = {int: "N", float: "X"}
-        word = known.get(action.type) or name.lstrip("-").rpartition("_")[2].upper()
-        return f"{name} {self._metavar_formatter(action, word)(1)[0]}" + (
-            " ..." if action.nargs == "+" else ""
-        )
+        placeholders: dict[Any, str] = {int: "N", float: "X"}
+        last_word = name.lstrip("-").rpartition("_")[2]
+        placeholder = placeholders.get(action.type) or last_word.upper()
+        value = self._metavar_formatter(action, placeholder)(1)[0]
+        ellipsis = " ..." if action.nargs == "+" else ""
+        return f"{name} {value}{ellipsis}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        silent = action.default in (None, False, [], argparse.SUPPRESS) or action.nargs == 0
-        default = (
-            " ".join(map(str, action.default))
-            if isinstance(action.default, list)
-            else "%(default)s"
-        )
-        return text if silent else f"{text} (default: {default})"
+        has_no_default = action.default in (None, False, [], argparse.SUPPRESS)
+        if has_no_default or action.nargs == 0:
+            return text
+        if isinstance(action.default, list):
+            default = " ".join(map(str, action.default))
+        else:
+            default = "%(default)s"
+        return f"{text} (default: {default})"
 
 
 class _Parser(HfArgumentParser):
+    """A parser of the flags of several configs, whose errors are :class:`UserError`."""
+
+    # Begins every error message. If the flags are from a file, it names the file.
+    _error_prefix = ""
+
     def __init__(
         self, defaults: Iterable[Config], description: str | None, show_hidden: bool
     ) -> None:
-        configs = [*defaults]
+        configs = list(defaults)
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
             description=description,
@@ -164,95 +212,104 @@ class _Parser(HfArgumentParser):
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument(
-            "--config", metavar="FILE", help="YAML file of flags; the command line wins over it"
+            "--config",
+            metavar="FILE",
+            help="YAML file with flags; flags on the command line take precedence",
         )
-        self.add_argument("--help_all", action="help", help="show the flags that commands use, too")
-        self.set_defaults(
-            **{name: getattr(config, name) for config in configs for name in flags_of(config)}
+        self.add_argument(
+            "--help_all",
+            action="help",
+            help="show this help with further flags, which are rarely needed",
         )
-        hidden = {
-            name
-            for one in configs
-            for name, field in flags_of(one).items()
-            if field.metadata["hidden"]
-        }
+
+        values = {}
+        hidden = set()
+        for config in configs:
+            for name, field in flags_of(config).items():
+                values[name] = getattr(config, name)
+                if field.metadata["hidden"]:
+                    hidden.add(name)
+        self.set_defaults(**values)
+
         for action in self._actions:
-            is_on = action.default is True and not action.option_strings[0].startswith("--no_")
-            if is_on or (
-                action.dest in hidden and not show_hidden
-            ):  # of a switch that is on, --no_... is shown
+            is_hidden = action.dest in hidden and not show_hidden
+            # If a switch is on by default, only its --no_... flag is shown.
+            is_no_flag = action.option_strings[0].startswith("--no_")
+            is_switch_on = action.default is True and not is_no_flag
+            if is_hidden or is_switch_on:
                 action.help = argparse.SUPPRESS
 
     @staticmethod
     def _parse_dataclass_field(
         parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]"
     ) -> None:
-        plain = copy.copy(field)
-        plain.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]  # argparse takes no other
-        HfArgumentParser._parse_dataclass_field(parser, plain)
+        # HF passes the metadata on to argparse, which accepts only its own arguments.
+        plain_field = copy.copy(field)
+        plain_field.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]
+        HfArgumentParser._parse_dataclass_field(parser, plain_field)
 
     @property
     def flags(self) -> list[str]:
-        return sorted(
-            {
-                option
-                for action in self._actions
-                for option in action.option_strings
-                if option[:2] == "--"
-            }
-        )
+        """All flags, such as ``--max_steps``, in alphabetical order."""
+        flags: set[str] = set()
+        for action in self._actions:
+            flags.update(option for option in action.option_strings if option.startswith("--"))
+        return sorted(flags)
 
-    def given(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
-        """Return what ``argv`` says, and nothing else: a name that it does not set is absent."""
-        self.place = f"{source}: " if source else ""
-        blank = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
-        namespace, unknown = self.parse_known_args(argv, blank)
+    def explicit_values(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
+        """Return the values of the flags in ``argv``, and of no others.
+
+        Args:
+            argv: the words of a command line.
+            source: the file that they are from, for error messages.
+        """
+        self._error_prefix = f"{source}: " if source else ""
+        unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
+        namespace, unknown = self.parse_known_args(argv, unset)
         if unknown:
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
-                self.error(f"'{word}' is not a flag and follows none")
+                self.error(f"'{word}' is neither a flag nor the value of one")
             self.error(f"unknown flag {word}{did_you_mean(word, self.flags)}")
         return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(
-            r"(--\w+)/--[\w-]+", r"\1", message.removeprefix("argument ")
-        )  # one name of two
-        raise UserError(f"{self.place}{message}; --help lists the flags.")
-
-    place = ""  # before an error: the file that says it
+        """Raise :class:`UserError`; argparse calls this."""
+        message = message.removeprefix("argument ")
+        # A flag has two names, such as --max_steps/--max-steps. Show the first.
+        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
+        raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " - did you mean X?", or nothing where no name is near."""
+    """Return " - did you mean X?" with the nearest known name, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" - did you mean {near[0]}?" if near else ""
 
 
 def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
-    """Return the flags that a YAML file writes down.
+    """Return the flags in a YAML file as the words of a command line.
 
-    Every scalar is read as the text in the file: YAML's own types would turn ``on`` into a boolean
-    and ``12:30`` into a number.
+    Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
+    boolean and ``12:30`` into a number.
     """
     tree = _read_yaml(path)
     if tree is None or _is_null(tree):
         return []
     if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"--config {path} must be `flag: value` lines.")
+        raise UserError(f"--config {path} must consist of `flag: value` lines.")
 
     special = ("--config", "--help_all", "--help")
     names = [option.removeprefix("--") for option in parser.flags if option not in special]
-    parser.place = f"{path}: "
     argv: list[str] = []
-    seen = set()
+    keys = set()
     for key_node, value_node in tree.value:
         key = str(key_node.value)
         if key not in names:
             raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
-        if key in seen:
-            raise UserError(f"{path}: '{key}' stands there twice.")
-        seen.add(key)
+        if key in keys:
+            raise UserError(f"{path}: '{key}' is set twice; remove one of the lines.")
+        keys.add(key)
         if not _is_null(value_node):  # null keeps the recipe's default
             argv += _flag_words(path, key, value_node)
     return argv
@@ -261,7 +318,8 @@ def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
 def _read_yaml(path: str) -> yaml.Node | None:
     """Return the syntax tree of a YAML file, or ``None`` if the file is empty."""
     try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123 - the user's spelling stays in the error
+        # Errors show the path as the user wrote it, which `Path` would change.
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
             return yaml.compose(file.read(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}.") from None
@@ -270,11 +328,11 @@ def _read_yaml(path: str) -> yaml.Node | None:
 
 
 def _flag_words(path: str, key: str, node: yaml.Node) -> list[str]:
-    """Return the words of a command line for one key of a YAML file and its value."""
+    """Return a key of a YAML file and its value as the words of a command line."""
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if not all(isinstance(node, yaml.ScalarNode) for node in nodes):
+    if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
         raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
-    words = [str(node.value) for node in nodes]
+    words = [str(item.value) for item in nodes]
     if not words:
         raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
 

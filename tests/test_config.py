@@ -227,8 +227,8 @@ def test_names_may_be_written_with_dashes(tmp_path):
     ("text", "said"),
     [
         ("size:\n  width: 3\n", "'size' must be a value or a list, not nested"),
-        ("- size\n- 3\n", "toy.yaml must be"),
-        ("just words", "toy.yaml must be"),
+        ("- size\n- 3\n", "toy.yaml must consist of"),
+        ("just words", "toy.yaml must consist of"),
         ("size: [", "toy.yaml is not YAML"),
         ("size: 3\n---\nsize: 4\n", "toy.yaml is not YAML"),
         ("size: !!python/object/apply:os.getcwd []", "toy.yaml: --size"),

@@ -33,8 +33,8 @@ def start_accelerator(
     """Join the process group and make the Accelerator of this run.
 
     The accelerate config says whether models are sharded. Without a GPU the processes communicate
-    over gloo. The launcher's options set the precision. By default a GPU computes in bfloat16, or in
-    float16 if it does not support bfloat16.
+    over gloo. The launcher's options set the precision. By default a GPU computes in bfloat16, or
+    in float16 if it does not support bfloat16.
 
     If a process does not join a collective within ``ddp_timeout`` seconds and one minute, the
     collective fails. In that minute the heartbeat reports which process is missing.
@@ -81,7 +81,7 @@ def start_accelerator(
         sharding=sharding,
         bitwise=bitwise,
     )
-    # Accelerate reads this attribute when it wraps a model. It is not an argument of its constructor.
+    # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
     _check_group_size(accelerator)
     if sharding is not None:
@@ -213,9 +213,9 @@ _SHARED_THREADS = "LLMTRAIN_SHARED_THREADS"
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     """Set the number of threads of a CPU process, and return it.
 
-    It is the user's number. If there is none, the processes of this machine share its cores, or each
-    has one thread if the run is ``bitwise``. Sums over more threads round differently, so the number
-    is always set, and recorded.
+    It is the user's number. If there is none, the processes of this machine share its cores, or
+    each has one thread if the run is ``bitwise``. Sums over more threads round differently, so the
+    number is always set, and recorded.
     """
     users_number = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
     if users_number == os.environ.get(_SHARED_THREADS):
@@ -281,8 +281,8 @@ def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
 def _meet_after_restart(backend: str, timeout: timedelta) -> None:
     """Join the process group under new keys if the launcher has restarted its processes.
 
-    With a static rendezvous, which is accelerate's default, the store still has the addresses of the
-    processes that died. The first process to start would try to reach those.
+    With a static rendezvous, which is accelerate's default, the store still has the addresses of
+    the processes that died. The first process to start would try to reach those.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""What the user asked ``accelerate launch`` or ``torchrun`` for, and whether that is what started."""
+"""The options that the user passed to the launcher, and a check that they took effect."""
 
 import contextlib
 import os
@@ -82,7 +82,7 @@ class Launcher:
 
     @classmethod
     def to_come(cls, words: list[str]) -> "Launcher":
-        """Return the launcher that ``accelerate launch`` with these flags would be, started here."""
+        """Return the launcher that ``accelerate launch`` with these flags would be."""
         config, config_file = _accelerate_config(words, ".")
         return cls(words, config, dict(os.environ), config_file)
 
@@ -249,7 +249,7 @@ _ROW_SHARDING = (
     ": rows are not sharded over processes (torch can do so only on GPUs); leave it out, and use "
     "--gradient_checkpointing for long rows"
 )
-# The settings that an accelerate config may have on sharding, by the variable that its launcher sets.
+# The values that an accelerate config may have for sharding, by the launcher's variable.
 _SUPPORTED = {
     "FSDP_VERSION": _Supported(
         values="2",

@@ -16,8 +16,8 @@ from llmtrain.console import complain, debugging, rank
 from llmtrain.errors import ToldElsewhereError, explained
 from llmtrain.launching.launcher import Launcher, check_launch
 
-# Rank 0 may fail for the same reason. Within this time it prints the error, and the launcher ends the
-# other ranks before they print it again.
+# The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
+# prints the error first, and the launcher ends the others.
 _GRACE_SECONDS = 5.0
 
 # When Python searches for garbage: its own thresholds, and the one that applies during the start.
@@ -28,12 +28,13 @@ _START_THRESHOLD = 100_000
 def launch(main: Callable[[], object]) -> NoReturn:
     """Run a recipe's ``main``, ``show()`` its result, and exit.
 
-    If the recipe succeeds, the process waits for the other ranks, leaves the process group, and exits
-    without running destructors, because gloo's threads sometimes abort a process that has finished.
+    If the recipe succeeds, the process waits for the other ranks, leaves the process group, and
+    exits without running destructors, because gloo's threads sometimes abort a process that has
+    finished.
 
     An error that the user can fix, such as :class:`UserError`, becomes one line on stderr and exit
-    status 2. All ranks together print it once. With LLMTRAIN_DEBUG=1, its traceback is printed above
-    the line.
+    status 2. All ranks together print it once. With LLMTRAIN_DEBUG=1, its traceback is printed
+    above the line.
     """
     # What the start creates stays. Searching it for garbage takes a fifth of the start.
     gc.set_threshold(_START_THRESHOLD)
@@ -125,8 +126,9 @@ def leave_group() -> None:
 
     Afterwards no rank waits for another.
 
-    The group is not freed, because DDP's reducer holds it too. If the reducer freed it, it would hold
-    the interpreter's lock and wait for a thread of gloo, which may wait for the same lock.
+    The group is kept in memory, because DDP's reducer refers to it too. If the reducer was the last
+    to free it, it would hold the interpreter's lock and wait for a thread of gloo, which may wait
+    for the same lock.
     """
     torch = sys.modules.get("torch")  # not loaded for --help or a mistake in a flag
     if torch is None or not torch.distributed.is_initialized():
