@@ -1,4 +1,4 @@
-"""llmtrain COMMAND: inspect, compare, repeat and use what a recipe has made."""
+"""Inspect, compare, repeat and use the runs that a recipe has made."""
 
 import argparse
 import importlib
@@ -13,41 +13,30 @@ from llmtrain._version import __version__
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, explained
 
-COMMANDS = [
-    module.name for module in pkgutil.iter_modules(commands.__path__) if module.name[0] != "_"
-]
-_EPILOG = "Training is started with a recipe: accelerate launch recipes/gpt.py --help"
+_MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+COMMANDS = [name for name in _MODULES if not name.startswith("_")]
+_EPILOG = "To train, start a recipe: accelerate launch recipes/gpt.py --help"
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UserError`."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; a :class:`UserError`, or what else a person can mend, is one line on stderr and status 2.
+    """Run a command.
 
-    With LLMTRAIN_DEBUG=1 its traceback stands above it.
+    An error that the user can fix, such as :class:`UserError`, becomes one line on stderr and exit
+    status 2. With LLMTRAIN_DEBUG=1, its traceback is printed above the line.
+
+    Args:
+        argv: the words of the command line; by default, those of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
-        parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
-        added = parser.add_subparsers(
-            title="commands", metavar="COMMAND", required=True, parser_class=_Parser
-        )
-        for name in COMMANDS:
-            module = importlib.import_module(f"llmtrain.commands.{name}")
-            text = module.__doc__ or name
-            command = added.add_parser(
-                name, help=text.splitlines()[0], description=text, allow_abbrev=False
-            )
-            module.add_arguments(command)
-            command.add_argument(
-                "--json", action="store_true", help="print what it finds as JSON, for a program"
-            )
-            command.set_defaults(run=module.run)
-        arguments = parser.parse_args(argv)
+        arguments = _parser().parse_args(argv)
         arguments.run(arguments)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -62,3 +51,25 @@ def main(argv: list[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. Their modules import nothing heavy until they run."""
+    parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    for name in COMMANDS:
+        module = importlib.import_module(f"llmtrain.commands.{name}")
+        description = module.__doc__ or name
+        command = subparsers.add_parser(
+            name,
+            help=description.splitlines()[0],
+            description=description,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        command.set_defaults(run=module.run)
+    return parser

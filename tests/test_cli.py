@@ -45,7 +45,7 @@ def test_help_names_every_command_and_its_defaults(capsys: pytest.CaptureFixture
     assert all(name in out for name in COMMANDS)
     _, out, _ = ended(capsys, "generate", "--help")
     assert "--max_new_tokens N" in out
-    assert "(200)" in out
+    assert "(default: 200)" in out
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_a_recipe_and_its_config_are_copied_and_nothing_is_overwritten(
     (tmp_path / "mine" / "gpt.py").write_text("mine")
     status, _, err = ended(capsys, "init", str(tmp_path / "mine"))
     assert (status, err.count("\n")) == (2, 1)
-    assert "exists already" in err
+    assert "already exists" in err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["gpt.py"]
     assert (tmp_path / "mine" / "gpt.py").read_text() == "mine"
 
@@ -113,7 +113,7 @@ def test_a_config_is_copied_beside_what_is_there(tmp_path: Path, capsys) -> None
     (mine / "gpt.py").write_text("mine")
     status, out, err = ended(capsys, "init", str(mine), "--config", "fsdp2")
     assert (status, err) == (0, "")
-    assert f"{mine}/gpt.py (was there, and is kept)\nconfig    {mine}/fsdp2.yaml\n" in out
+    assert f"{mine}/gpt.py (already existed, and was kept)\nconfig    {mine}/fsdp2.yaml\n" in out
     assert (mine / "gpt.py").read_text() == "mine"
     assert "fsdp_version: 2" in (mine / "fsdp2.yaml").read_text()
     found = json.loads(
@@ -161,7 +161,7 @@ def test_what_is_not_shipped_is_answered_with_what_is(
 ) -> None:
     status, _, err = ended(capsys, "init", str(tmp_path / "mine"), *words)
     assert (status, err.count("\n")) == (2, 1)
-    assert ": there are " in err
+    assert " does not exist; use one of " in err
     assert not (tmp_path / "mine").exists()
 
 

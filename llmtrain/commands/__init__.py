@@ -1,5 +1,6 @@
-"""The commands of ``llmtrain``. Each module has ``add_arguments(parser)`` and ``run(arguments)``.
+"""The commands of ``llmtrain``, one module each.
 
-Its docstring is what ``--help`` says. It imports nothing heavy until it runs, so that help comes at once. A module
-whose name begins with an underscore helps several commands.
+A module has ``add_arguments(parser)`` and ``run(arguments)``, and its docstring is the description
+in ``--help``. It imports nothing heavy until it runs, so that ``--help`` is fast. Modules that
+several commands use begin with an underscore.
 """

@@ -1,4 +1,4 @@
-"""The options of commands that write text."""
+"""The arguments of commands that generate text."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -8,38 +8,54 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, how a token is drawn, and when the text ends."""
-    add = parser.add_argument
-    add("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder or a hub name")
-    add(
+    """Add the model, how tokens are sampled, and when the text ends."""
+    parser.add_argument(
+        "model",
+        metavar="RUN_OR_MODEL",
+        help="folder of a run or of a model, or a hub name",
+    )
+    parser.add_argument(
         "--max_new_tokens",
         type=int,
         default=200,
         metavar="N",
-        help="stop after N tokens (%(default)s)",
+        help="stop after N tokens (default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest token (%(default)s)",
+        help="divide the logits by T; 0: take the likeliest token (default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--top_k",
         type=int,
         default=50,
         metavar="K",
-        help="draw from the K likeliest; 0: from all (%(default)s)",
+        help="sample from the K likeliest tokens; 0: from all tokens (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="S", help="same seed, same text (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="the same seed gives the same text (default: %(default)s)",
+    )
 
 
-def loaded(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
-    """Return what was asked for. Raises :class:`UserError` for a value that is out of range, or where is no model."""
+def load(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
+    """Load the model that the arguments name, and return it with the sampling settings.
+
+    Raises:
+        UserError: a value is out of range, or there is no model.
+    """
     from llmtrain.models.generation import Sampling, TextModel, model_folder
 
     sampling = Sampling(
-        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
     )
     return TextModel(model_folder(arguments.model)), sampling

@@ -1,46 +1,65 @@
-"""Talk with a model that was fine-tuned on conversations.
+"""Chat with a model that was fine-tuned on conversations.
 
-It answers line by line, and remembers what was said until an empty line or the end of the input. With --json each
-answer is a line.
+Each line of the input is a message to the model, which remembers the conversation. An empty line
+or the end of the input ends the chat. With --json, each answer is one line of JSON.
 """
 
 import argparse
 import json
 import sys
 
-from llmtrain.commands._sampling import add_model_arguments, loaded
+from llmtrain.commands._sampling import add_model_arguments, load
 from llmtrain.console import note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--system", metavar="TEXT", help="what the model is told before the conversation"
+        "--system", metavar="TEXT", help="system message at the start of the conversation"
     )
-    without = "ask for answers without reasoning, where the chat template can"
-    parser.add_argument("--no_thinking", action="store_true", help=without)
+    parser.add_argument(
+        "--no_thinking",
+        action="store_true",
+        help="ask for answers without reasoning, if the chat template supports it",
+    )
     add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    model, sampling = loaded(arguments)
+    model, sampling = load(arguments)
     model.check_chats()
-    told = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(told)
-    while line := _next_line(len(messages) > len(told), silently=arguments.json):
+    system_messages = []
+    if arguments.system:
+        system_messages.append({"role": "system", "content": arguments.system})
+
+    messages = list(system_messages)
+    while True:
+        is_first = len(messages) == len(system_messages)
+        line = _next_line(is_first, shows_prompt=not arguments.json)
+        if not line:
+            break
+
         messages.append({"role": "user", "content": line})
-        room = sampling.max_new_tokens
         dropped, prompt = model.fitting_prompt(
-            messages, len(told), room, thinking=not arguments.no_thinking
+            messages,
+            len(system_messages),
+            sampling.max_new_tokens,
+            thinking=not arguments.no_thinking,
         )
         if dropped:
-            note(f"the first {dropped} messages no longer fit into what the model can look at")
-            del messages[len(told) : len(told) + dropped]
+            note(
+                f"the first {dropped} messages were dropped, because the conversation is longer "
+                "than the model's context"
+            )
+            start = len(system_messages)
+            del messages[start : start + dropped]
         if len(prompt) >= model.context:
             note(
-                f"these are {len(prompt):,} tokens, and the model can look at {model.context:,}: ask for less"
+                f"this message has {len(prompt):,} tokens, and the model's context is "
+                f"{model.context:,}; send a shorter one"
             )
             messages.pop()
             continue
+
         answer = ""
         for piece in model.stream(prompt, sampling):
             if not arguments.json:
@@ -50,8 +69,13 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(messages[-1]) if arguments.json else "", flush=True)
 
 
-def _next_line(again: bool, silently: bool) -> str:
-    """Return what the person says; nothing where there is no more. A pipe is read silently."""
-    if sys.stdin.isatty() and not silently:
-        print("\n> " if again else "> ", end="", flush=True)
+def _next_line(is_first: bool, shows_prompt: bool) -> str:
+    """Return the next line of the input, without its end; nothing if there is no more.
+
+    Args:
+        is_first: whether the conversation has no messages yet.
+        shows_prompt: print a prompt if the input is a terminal.
+    """
+    if sys.stdin.isatty() and shows_prompt:
+        print("> " if is_first else "\n> ", end="", flush=True)
     return sys.stdin.readline().rstrip("\n")

@@ -1,4 +1,7 @@
-"""Score a model on tasks of lm-evaluation-harness; under `accelerate launch -m llmtrain eval ...` on all ranks."""
+"""Score a model on tasks of lm-evaluation-harness, on one process or on several.
+
+For several processes: accelerate launch -m llmtrain eval RUN_OR_MODEL --tasks TASK.
+"""
 
 import argparse
 import contextlib
@@ -7,63 +10,75 @@ import hashlib
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from llmtrain.types import Facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="a run's folder, which keeps the scores, a model's folder or a hub name",
+        help="folder of a run, which then keeps the scores, or of a model, or a hub name",
     )
-    add(
+    parser.add_argument(
         "--tasks",
         nargs="+",
         required=True,
         metavar="TASK",
         help="names of tasks or groups, such as hellaswag",
     )
-    add("--include_path", metavar="FOLDER", help="tasks of your own, in the harness's YAML")
-    add(
+    parser.add_argument(
+        "--include_path",
+        metavar="FOLDER",
+        help="folder with further tasks, in the harness's YAML format",
+    )
+    parser.add_argument(
         "--num_fewshot",
         type=int,
         metavar="N",
-        help="solved examples in each prompt (default: the task's)",
+        help="number of solved examples in each prompt (default: the task's own)",
     )
-    add("--limit", type=int, metavar="N", help="only the first N questions of a task, for a try")
-    add(
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="only the first N questions of each task, for a quick test",
+    )
+    parser.add_argument(
         "--batch_size",
         type=int,
         default=8,
         metavar="N",
-        help="questions at a time on each rank (%(default)s)",
+        help="questions per batch on each process (default: %(default)s)",
     )
-    add("--apply_chat_template", action="store_true", help="ask each question as a chat does")
+    parser.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="format each question with the model's chat template",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.launching.process import launch
 
-    launch(functools.partial(_score, arguments))
+    launch(functools.partial(_evaluate, arguments))
 
 
-def _score(arguments: argparse.Namespace) -> None:
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """Score the model; rank 0 stores and prints the scores."""
     from accelerate.utils import broadcast_object_list
 
-    from llmtrain.data.cache import cache_folder, file_digest
     from llmtrain.errors import UserError
-    from llmtrain.files import append_json_line, json_text
+    from llmtrain.files import append_json_line
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.models.generation import model_folder
-    from llmtrain.record.history import History, is_run
+    from llmtrain.record.history import is_run
 
-    for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value} must be at least {least}.")
-    include_path = arguments.include_path
-    if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include_path {include_path} is no folder.")
+    _check(arguments)
     try:
         from llmtrain.models.harness import forget, scores
     except ImportError:
@@ -76,50 +91,94 @@ def _score(arguments: argparse.Namespace) -> None:
         "limit": arguments.limit,
         "apply_chat_template": arguments.apply_chat_template,
     }
-    with contextlib.redirect_stdout(sys.stderr):  # the banner and progress bars
+    # The start-up log and progress bars go to stderr, so that stdout has only the scores.
+    with contextlib.redirect_stdout(sys.stderr):
         accelerator = start_accelerator()
-        # The run may save another model meanwhile, so all ranks take the one that the first has found.
+        # If the run is still training, it may save a newer model now. So all ranks take the model
+        # that the first rank has found.
         [source] = broadcast_object_list([model_folder(arguments.model)])
-        run_folder = Path(arguments.model)
-        saved = Path(source).parent.name.partition("step-")[2]
-        step = int(saved) if saved.isdecimal() else History.found(run_folder).step
-
-        files = sorted(path for path in Path(source).glob("*") if path.is_file())
-        key = [
-            source,
-            arguments.tasks,
-            include_path,
-            options,
-            accelerator.num_processes,
-            accelerator.mixed_precision,
-            *(file_digest(path).hex() for path in files),
-        ]
-        digest = hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
-        answers = cache_folder() / "answers" / digest
+        step = _step_of(source, arguments.model)
+        answers = _answers_path(source, arguments, options, accelerator)
         results = scores(
             accelerator,
             source,
             arguments.tasks,
-            include_path,
+            arguments.include_path,
             arguments.batch_size,
             answers,
             **options,
         )
 
     common = {"step": step, "time": time.time(), "model": source, **options}
-    lines = [{**common, **result} for result in results]
+    entries = [{**common, **result} for result in results]
+    run_folder = Path(arguments.model)
     if is_run(run_folder):
-        for line in lines:
-            append_json_line(run_folder / "scores.jsonl", line)
+        for entry in entries:
+            append_json_line(run_folder / "scores.jsonl", entry)
     forget(accelerator, answers)
-    if not lines:  # only the main process has any
-        return
+    if entries:  # only rank 0 has any
+        _print(entries, as_json=arguments.json)
 
-    if arguments.json:
-        print(json_text(lines))
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise :class:`UserError` if an argument is out of range."""
+    from llmtrain.errors import UserError
+
+    for name, minimum in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name} {value} must be at least {minimum}.")
+    include_path = arguments.include_path
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include_path {include_path} is not a folder.")
+
+
+def _step_of(source: str, model: str) -> int:
+    """Return the step that a model was saved at.
+
+    Args:
+        source: the folder of the model, which may be in a checkpoint ``step-N``.
+        model: the argument of the command, which may be the folder of a run.
+    """
+    from llmtrain.record.history import History
+
+    checkpoint_step = Path(source).parent.name.partition("step-")[2]
+    if checkpoint_step.isdecimal():
+        return int(checkpoint_step)
+    return History.found(Path(model)).step
+
+
+def _answers_path(
+    source: str, arguments: argparse.Namespace, options: "Facts", accelerator: "Accelerator"
+) -> Path:
+    """Return where ranks keep their answers, so that an interrupted evaluation can go on.
+
+    Its name depends on everything that the answers depend on, among it the content of the model.
+    """
+    from llmtrain.data.cache import cache_folder, file_digest
+    from llmtrain.files import json_text
+
+    files = sorted(path for path in Path(source).glob("*") if path.is_file())
+    key = [
+        source,
+        arguments.tasks,
+        arguments.include_path,
+        options,
+        accelerator.num_processes,
+        accelerator.mixed_precision,
+        *(file_digest(path).hex() for path in files),
+    ]
+    digest = hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
+    return cache_folder() / "answers" / digest
+
+
+def _print(entries: "list[Facts]", as_json: bool) -> None:
+    from llmtrain.files import json_text
+
+    if as_json:
+        print(json_text(entries))
         return
-    for line in lines:
-        error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-        print(
-            f"{line['task']:24} {line['metric']:12} {line['value']:.4f}{error}  of {line['questions']:,} questions"
-        )
+    for entry in entries:
+        error = "" if entry["stderr"] is None else f" ± {entry['stderr']:.4f}"
+        score = f"{entry['task']:24} {entry['metric']:12} {entry['value']:.4f}{error}"
+        print(f"{score}  of {entry['questions']:,} questions")

@@ -1,23 +1,30 @@
-"""Write the model of a run to a folder of its own; with --merge, an adapter and its base as one model."""
+"""Write the model of a run to its own folder, or merge a LoRA adapter into its base model."""
 
 import argparse
 import json
 import shutil
 from pathlib import Path
 
-_ROUNDING = 1e-4  # of the largest logit, in float32
+# Logits may differ by this share of the largest logit, in float32.
+_TOLERANCE = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's")
+    parser.add_argument("model", metavar="RUN", help="folder of a run or of a model")
     parser.add_argument(
-        "--merge", action="store_true", help="add a LoRA adapter to its base's weights, in float32"
+        "--merge",
+        action="store_true",
+        help="add a LoRA adapter to the weights of its base model, in float32",
     )
     parser.add_argument(
-        "--check", action="store_true", help="load it with transformers, and compare its logits"
+        "--check",
+        action="store_true",
+        help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
-        "--to", metavar="FOLDER", help="where to (default: RUN/merged or RUN/export)"
+        "--to",
+        metavar="FOLDER",
+        help="folder to write to (default: RUN/merged with --merge, otherwise RUN/export)",
     )
 
 
@@ -29,14 +36,15 @@ def run(arguments: argparse.Namespace) -> None:
 
     model = Path(arguments.model)
     if not model.is_dir():
-        raise UserError(f"{model} is no folder.")
+        raise UserError(f"{model} is not a folder; name the folder of a run or of a model.")
     source = Path(model_folder(arguments.model))
-    target = Path(arguments.to or model / ("merged" if arguments.merge else "export"))
+    default_target = model / ("merged" if arguments.merge else "export")
+    target = Path(arguments.to or default_target)
     if target.exists():
-        raise UserError(f"{target} exists; name another folder with --to.")
+        raise UserError(f"{target} already exists; name another folder with --to.")
     if arguments.merge and not is_adapter(source):
         raise UserError(
-            f"{source} is a whole model, no adapter: there is nothing to merge; leave --merge out."
+            f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
 
     result: dict[str, str | float] = {"model": str(target)}
@@ -48,12 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
             shutil.copytree(source, working, dirs_exist_ok=True)
 
         if arguments.check:
-            apart, size = logits_apart(str(source), str(working))
-            is_same = apart <= _ROUNDING * size  # False for NaN
+            difference, largest = logits_apart(str(source), str(working))
+            is_same = difference <= _TOLERANCE * largest  # False for NaN
             if not is_same:
                 raise UserError(
-                    f"{source}: its export has other logits, by {apart:.2g} of {size:.2g}; nothing is kept."
+                    f"{source}: the logits of its export differ by {difference:.2g} (the largest "
+                    f"is {largest:.2g}), so it was removed; leave --check out to keep it."
                 )
-            result |= {"logits_differ_by": apart, "largest_logit": size}
-            message += f"; its logits differ by {apart:.2g} of {size:.2g}"
+            result |= {"logits_differ_by": difference, "largest_logit": largest}
+            message += f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     print(json.dumps(result) if arguments.json else message)

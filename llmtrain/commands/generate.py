@@ -1,9 +1,9 @@
-"""Write text with a trained model, streaming."""
+"""Generate text with a trained model, and print it as it is generated."""
 
 import argparse
 import json
 
-from llmtrain.commands._sampling import add_model_arguments, loaded
+from llmtrain.commands._sampling import add_model_arguments, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,18 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    model, sampling = loaded(arguments)
+    model, sampling = load(arguments)
+    pieces = model.stream(arguments.prompt, sampling)
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "prompt": arguments.prompt,
-                    "text": "".join(model.stream(arguments.prompt, sampling)),
-                }
-            )
-        )
+        print(json.dumps({"prompt": arguments.prompt, "text": "".join(pieces)}))
         return
+
     print(arguments.prompt, end="", flush=True)
-    for piece in model.stream(arguments.prompt, sampling):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -1,6 +1,7 @@
-"""Copy a recipe, and an accelerate config that fits this machine, into a folder of your own to start from.
+"""Copy a recipe, and an accelerate config that fits this machine, into a folder.
 
-Nothing is overwritten; with --config, what is there already is kept, and the rest is copied beside it.
+Start your own recipe from these copies. Nothing is overwritten. With --config, files that already
+exist are kept, and the others are added.
 """
 
 import argparse
@@ -13,18 +14,25 @@ from typing import Literal
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped
 
-_ONE_A_GPU = ("multi_gpu.yaml", "fsdp2.yaml")  # whose processes are as many as this machine's GPUs
+# Configs that start one process for each GPU of this machine.
+_PER_GPU_CONFIGS = ("multi_gpu.yaml", "fsdp2.yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="where they go; made where it does not exist")
     parser.add_argument(
-        "--recipe", default="gpt", metavar="NAME", help="gpt (the default), finetune or preference"
+        "folder", metavar="DIR", help="folder to copy to; it is created if it does not exist"
+    )
+    parser.add_argument(
+        "--recipe",
+        default="gpt",
+        metavar="NAME",
+        help="gpt, finetune or preference (default: %(default)s)",
     )
     parser.add_argument(
         "--config",
         metavar="NAME",
-        help="such as fsdp2, multi_node.slurm (default: by the GPUs here)",
+        help="accelerate config, such as fsdp2 or multi_node.slurm "
+        "(default: chosen by the GPUs of this machine)",
     )
 
 
@@ -36,22 +44,24 @@ def run(arguments: argparse.Namespace) -> None:
     sources = [_shipped_file("recipe", arguments.recipe), config.with_suffix(".yaml")]
     is_batch_job = config.suffix == ".slurm"
     if is_batch_job:
-        sources.append(config)  # it starts with the YAML file of the same name
+        sources.append(config)  # the batch script uses the YAML file of the same name
 
     folder = Path(arguments.folder)
     targets = [folder / source.name for source in sources]
-    kept = [target for target in targets if target.exists()]
-    if kept and not arguments.config:
+    existing = [target for target in targets if target.exists()]
+    if existing and not arguments.config:
         raise UserError(
-            f"{kept[0]} exists already; name another folder, or with --config what to copy beside it."
+            f"{existing[0]} already exists; name another folder, or add a config to this one with "
+            "--config NAME."
         )
 
     recipe, config_file = targets[:2]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):
-            if target not in kept:
-                target.write_text(_fitted(source, gpus, recipe, config_file))
+            if target not in existing:
+                text = _fitted(source, gpus, recipe=recipe, config_file=config_file)
+                target.write_text(text)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder} could not be written: {error.strerror}."
@@ -65,41 +75,48 @@ def run(arguments: argparse.Namespace) -> None:
             "recipe": str(recipe),
             "config": str(config_file),
             "start": command,
-            "kept": [str(target) for target in kept],
+            "kept": [str(target) for target in existing],
         }
         print(json.dumps(content))
         return
-    for name, target in zip(("recipe", "config", "batch"), targets, strict=False):
-        remark = " (was there, and is kept)" if target in kept else ""
-        print(f"{name:<9} {target}{remark}")
+    for label, target in zip(("recipe", "config", "batch"), targets, strict=False):
+        remark = " (already existed, and was kept)" if target in existing else ""
+        print(f"{label:<9} {target}{remark}")
     print(f"start     {shlex.join(command)}")
 
 
 def _fitting_config(gpus: int) -> str:
-    """Return the name of the config for a machine with so many GPUs."""
+    """Return the name of the config for a machine with this number of GPUs."""
     if gpus == 0:
         return "cpu"
     return "single_gpu" if gpus == 1 else "multi_gpu"
 
 
 def _fitted(source: Path, gpus: int, recipe: Path, config_file: Path) -> str:
-    """Return a file's text, with this machine's GPUs, and with the places of what is copied beside it."""
+    """Return the text of a file, changed for this machine and for the paths of the copies."""
     text = source.read_text()
-    if source.name in _ONE_A_GPU and gpus > 1:
+    if source.name in _PER_GPU_CONFIGS and gpus > 1:
         text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", text)
     if source.suffix == ".slurm":
-        places = {"RECIPE": shlex.quote(str(recipe)), "CONFIG": shlex.quote(str(config_file))}
+        paths = {"RECIPE": shlex.quote(str(recipe)), "CONFIG": shlex.quote(str(config_file))}
         text = re.sub(
-            r"(?m)^(RECIPE|CONFIG)=.*$", lambda line: f"{line[1]}={places[line[1]]}", text
+            r"(?m)^(RECIPE|CONFIG)=.*$",
+            lambda match: f"{match[1]}={paths[match[1]]}",
+            text,
         )
     return text
 
 
 def _shipped_file(kind: Literal["recipe", "config"], name: str) -> Path:
-    """Return a file of this package by its name, with or without its ending."""
-    folder, ending = ("recipes", ".py") if kind == "recipe" else ("accelerate_configs", ".yaml")
-    paths = {path.name.removesuffix(ending): path for path in shipped(folder).glob("[!_.]*.*")}
-    stem = name.removesuffix(ending)
+    """Return the path of a shipped recipe or config by its name, with or without its suffix."""
+    if kind == "recipe":
+        folder = "recipes"
+        suffix = ".py"
+    else:
+        folder = "accelerate_configs"
+        suffix = ".yaml"
+    paths = {path.name.removesuffix(suffix): path for path in shipped(folder).glob("[!_.]*.*")}
+    stem = name.removesuffix(suffix)
     if stem not in paths:
-        raise UserError(f"--{kind} {name}: there are {', '.join(sorted(paths))}.")
+        raise UserError(f"--{kind} {name} does not exist; use one of {', '.join(sorted(paths))}.")
     return paths[stem]

@@ -1,6 +1,6 @@
-"""Show distributed training on this machine, a lesson at a time; without a name, list the lessons.
+"""Show distributed training on this machine in lessons; without a name, list them.
 
-Each lesson runs real processes, prints what it sees and asserts what it claims.
+Each lesson runs real processes, prints what it measures, and asserts what it claims.
 """
 
 import argparse
@@ -16,12 +16,14 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
-_MINUTES = 2  # in which a lesson ends, or is ended
+_TIMEOUT_MINUTES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lesson", nargs="?", choices=LESSONS, metavar="LESSON", help="one of them")
-    parser.add_argument("--all", action="store_true", help="all of them, one after the other")
+    parser.add_argument(
+        "lesson", nargs="?", choices=LESSONS, metavar="LESSON", help="name of the lesson to run"
+    )
+    parser.add_argument("--all", action="store_true", help="run all lessons, one after the other")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -29,24 +31,26 @@ def run(arguments: argparse.Namespace) -> None:
         _list(arguments.json)
         return
 
-    lessons = [*LESSONS] if arguments.all else [arguments.lesson]
+    lessons = list(LESSONS) if arguments.all else [arguments.lesson]
     failed = []
-    began = time.monotonic()
+    start = time.monotonic()
     for name in lessons:
         if arguments.all and not arguments.json:
             print(f"===== {name}: {title(name)}", flush=True)
-        if not teach(name, sys.stderr if arguments.json else None):
+        # With --json, stdout has only the results.
+        has_passed = teach(name, stdout=sys.stderr if arguments.json else None)
+        if not has_passed:
             failed.append(name)
 
     if arguments.json:
         print(json_text({name: name not in failed for name in lessons}, indent=1))
     elif arguments.all:
-        held = len(lessons) - len(failed)
-        seconds = time.monotonic() - began
-        print(f"===== {held} of {len(lessons)} lessons hold, in {seconds:.0f} s")
+        passed = len(lessons) - len(failed)
+        seconds = time.monotonic() - start
+        print(f"===== {passed} of {len(lessons)} lessons passed in {seconds:.0f} s")
     if failed:
         raise UserError(
-            f"on this machine something else happened than the lesson says: {', '.join(failed)}."
+            f"these lessons failed on this machine: {', '.join(failed)}; see the output above."
         )
 
 
@@ -57,40 +61,50 @@ def _list(as_json: bool) -> None:
         return
     for name in LESSONS:
         print(f"  {name:<14}{title(name)}")
-    print(
-        "\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md reads them in order."
-    )
+    print("\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md has them in order.")
 
 
 def title(name: str) -> str:
-    """Return the first line of a lesson."""
-    return _said(r'^"""(.*?)(?:""")?$', name)
+    """Return the first line of a lesson's docstring."""
+    return _search_source(name, r'^"""(.*?)(?:""")?$')
 
 
-def teach(name: str, printed_to: IO[str] | None = None) -> bool:
-    """Run a lesson's processes; returns whether it held."""
+def teach(name: str, stdout: IO[str] | None = None) -> bool:
+    """Run a lesson's processes, and return whether it passed.
+
+    Args:
+        name: the name of the lesson.
+        stdout: where its output goes; by default, to the output of this process.
+    """
     from llmtrain.launching.children import launcher_command, started
 
-    command = [
-        *launcher_command(int(_said(r"^PROCESSES = (\d+)", name)), None),
-        "-m",
-        "llmtrain.lessons",
-        name,
-    ]
+    processes = int(_search_source(name, r"^PROCESSES = (\d+)"))
+    command = [*launcher_command(processes, None), "-m", "llmtrain.lessons", name]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     with started(
-        command, True, None, printed_to, OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1"
+        command,
+        True,  # on the CPU
+        None,  # stderr of this process
+        stdout,
+        OMP_NUM_THREADS=threads,
+        HF_HUB_OFFLINE="1",
     ) as process:
         try:
-            process.wait(timeout=60 * _MINUTES)
+            process.wait(timeout=60 * _TIMEOUT_MINUTES)
         except subprocess.TimeoutExpired:
-            print(f"{name} did not end within {_MINUTES} minutes", file=sys.stderr)
+            print(
+                f"{name} did not end within {_TIMEOUT_MINUTES} minutes, and was stopped.",
+                file=sys.stderr,
+            )
     return process.returncode == 0
 
 
-def _said(pattern: str, name: str) -> str:
-    """Return a part of a lesson's text; it is not imported, so that the list comes at once."""
-    lesson = Path(__file__).parent.parent / "lessons" / f"{name}.py"
-    found = re.search(pattern, lesson.read_text(), re.MULTILINE)
-    assert found is not None, f"{lesson} has no line like {pattern}"
-    return found[1]
+def _search_source(name: str, pattern: str) -> str:
+    """Return what the group of a pattern matches in a lesson's source.
+
+    The lesson is not imported, because that would load torch.
+    """
+    path = Path(__file__).parent.parent / "lessons" / f"{name}.py"
+    match = re.search(pattern, path.read_text(), re.MULTILINE)
+    assert match is not None, f"{path} has no line that matches {pattern}"
+    return match[1]
