@@ -1,1 +1,4 @@
-"""Recipes: a whole job on a page each. Those of an installed package are ``llmtrain.recipes``."""
+"""Recipes, each a complete training job on one page.
+
+An installed package has them in ``llmtrain.recipes``.
+"""

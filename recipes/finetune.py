@@ -1,6 +1,8 @@
-"""Fine-tune a causal LM of Hugging Face's on conversations, or go on training it on text.
+"""Fine-tune a causal language model of Hugging Face on conversations, or train it further on text.
 
-accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16
+With --lora_r 16, a LoRA adapter is trained instead of the model.
+
+accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl
 """
 
 from __future__ import annotations
@@ -26,35 +28,55 @@ DEFAULTS = lt.Settings(
 )
 
 
-def tokenized(s: Settings) -> lt.Tokenized:
-    s.model.fit_block_size()
-    s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
-    return lt.tokenize(s.data, s.model.block_size, s.chat, s.model.trust_remote_code)
+def tokenized(settings: Settings) -> lt.Tokenized:
+    """Tokenize the data set with the model's tokenizer, and pack it into rows on disk."""
+    model = settings.model
+    model.fit_block_size()
+    if not settings.data.tokenizer:
+        settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
+    return lt.tokenize(
+        settings.data,
+        model.block_size,
+        chat=settings.chat,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
-    return lt.load_model(s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise)
+def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    """Build the model, with a LoRA adapter if the settings have one."""
+    return lt.load_model(
+        settings.model,
+        settings.lora,
+        rows,
+        seed=settings.loop.seed,
+        precision=precision,
+        bitwise=settings.loop.bitwise,
+    )
 
 
 def main(argv: list[str] | None = None) -> object:
-    s = lt.parse(DEFAULTS, argv, description=__doc__)
-    if s.model.model_name_or_path:  # what has been trained before is trained on gently
-        s.optim.default(
+    """Train the model."""
+    settings = lt.parse(DEFAULTS, argv, description=__doc__)
+    if settings.model.model_name_or_path:
+        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+        settings.optim.default(
             "learning_rate",
-            2e-4 if s.lora and s.lora.lora_r else 2e-5,
-            "a model that was trained before",
+            2e-4 if has_adapter else 2e-5,
+            "default for a pretrained model",
         )
-    rows = tokenized(s)
-    accelerator = lt.start(s)
-    bundle = lt.place(
-        accelerator, build, s, rows
-    )  # spread over the processes where the accelerate config asks for it
-    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
-    with lt.open_run(
-        accelerator, s, rows, bundle
-    ) as run:  # the folder, and which checkpoint it goes on from
-        batches, held_out = lt.loaders(run)
-        lt.train(run, *accelerator.prepare(bundle.model, optimizer, batches, held_out))
+
+    rows = tokenized(settings)  # before the process group exists
+    accelerator = lt.start(settings)
+    # The model is sharded over the processes if the accelerate config asks for it.
+    bundle = lt.place(accelerator, build, settings, rows)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+    # This opens the run's folder, and chooses the checkpoint to resume from.
+    with lt.open_run(accelerator, settings, rows, bundle) as run:
+        train_batches, eval_batches = lt.loaders(run)
+        lt.train(
+            run,
+            *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches),
+        )
     return run
 
 

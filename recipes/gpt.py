@@ -1,4 +1,4 @@
-"""Train a GPT from scratch on text, and leave a model that Hugging Face can load.
+"""Train a GPT from scratch on text, and save it as a model that Hugging Face can load.
 
 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100
 """
@@ -22,33 +22,39 @@ DEFAULTS = lt.Settings(
 )
 
 
-def tokenized(s: Settings) -> lt.Tokenized:
-    return lt.tokenize(
-        s.data, s.model.block_size
-    )  # text -> tokens -> rows on disk, before the process group exists
+def tokenized(settings: Settings) -> lt.Tokenized:
+    """Tokenize the text, and pack it into rows on disk."""
+    return lt.tokenize(settings.data, settings.model.block_size)
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
-    import torch  # here: --help and what is wrong with a flag are said without it
+def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    """Build the model, without memory for its weights; they are initialised when it is placed."""
+    import torch  # not at the top, so that --help and mistakes in flags do not wait for it
 
-    with torch.device("meta"):  # without memory: its weights come when it is placed
-        model = lt.build_gpt(s.model, rows.vocabulary)
-    return model.bundle(rows.tokenizer, trained_on=rows.facts.dataset, seed=s.loop.seed)
+    with torch.device("meta"):
+        model = lt.build_gpt(settings.model, rows.vocabulary)
+    return model.bundle(
+        rows.tokenizer,
+        trained_on=rows.facts.dataset,
+        seed=settings.loop.seed,
+    )
 
 
 def main(argv: list[str] | None = None) -> object:
-    s = lt.parse(DEFAULTS, argv, description=__doc__)
-    rows = tokenized(s)
-    accelerator = lt.start(s)
-    bundle = lt.place(
-        accelerator, build, s, rows
-    )  # spread over the processes where the accelerate config asks for it
-    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
-    with lt.open_run(
-        accelerator, s, rows, bundle
-    ) as run:  # the folder, and which checkpoint it goes on from
-        batches, held_out = lt.loaders(run)
-        lt.train(run, *accelerator.prepare(bundle.model, optimizer, batches, held_out))
+    """Train the model."""
+    settings = lt.parse(DEFAULTS, argv, description=__doc__)
+    rows = tokenized(settings)  # before the process group exists
+    accelerator = lt.start(settings)
+    # The model is sharded over the processes if the accelerate config asks for it.
+    bundle = lt.place(accelerator, build, settings, rows)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+    # This opens the run's folder, and chooses the checkpoint to resume from.
+    with lt.open_run(accelerator, settings, rows, bundle) as run:
+        train_batches, eval_batches = lt.loaders(run)
+        lt.train(
+            run,
+            *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches),
+        )
     return run
 
 

@@ -1,6 +1,6 @@
-"""Train a causal LM of Hugging Face's to prefer some answers to others, or a model that gives answers a score.
+"""Train a causal language model of Hugging Face on preferences between answers, or a reward model.
 
-accelerate launch recipes/preference.py --model_name_or_path runs/finetune/model --dataset pairs.jsonl
+accelerate launch recipes/preference.py --model_name_or_path runs/finetune/model --dataset my.jsonl
 """
 
 from __future__ import annotations
@@ -27,39 +27,62 @@ DEFAULTS = lt.Settings(
 )
 
 
-def tokenized(s: Settings) -> lt.Tokenized:
-    if not s.model.model_name_or_path and not s.model.from_config:
-        s.model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")
-    s.model.fit_block_size()
-    s.data.tokenizer = s.data.tokenizer or s.model.model_name_or_path or "bpe:2048"
-    alone = s.preference is not None and s.preference.alone
+def tokenized(settings: Settings) -> lt.Tokenized:
+    """Tokenize the data set with the model's tokenizer, and write it as rows to disk.
+
+    By default the model is the newest one that ``recipes/finetune.py`` has made.
+    """
+    model = settings.model
+    if not model.model_name_or_path and not model.from_config:
+        model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")
+    model.fit_block_size()
+    if not settings.data.tokenizer:
+        settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
     return lt.tokenize(
-        s.data, s.model.block_size, s.chat, s.model.trust_remote_code, judged_alone=alone
+        settings.data,
+        model.block_size,
+        chat=settings.chat,
+        trust_remote_code=model.trust_remote_code,
+        judged_alone=settings.preference is not None and settings.preference.alone,
     )
 
 
-def build(s: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    """Build the model and its preference loss, with a LoRA adapter if the settings have one."""
     return lt.load_model(
-        s.model, s.lora, rows, s.loop.seed, precision, s.loop.bitwise, s.preference
+        settings.model,
+        settings.lora,
+        rows,
+        seed=settings.loop.seed,
+        precision=precision,
+        bitwise=settings.loop.bitwise,
+        preference=settings.preference,
     )
 
 
 def main(argv: list[str] | None = None) -> object:
-    s = lt.parse(DEFAULTS, argv, description=__doc__)
-    s.optim.default(
-        "learning_rate", 1e-5 if s.lora and s.lora.lora_r else 1e-6, "comparing answers"
+    """Train the model."""
+    settings = lt.parse(DEFAULTS, argv, description=__doc__)
+    has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+    settings.optim.default(
+        "learning_rate",
+        1e-5 if has_adapter else 1e-6,
+        "default for preferences",
     )
-    rows = tokenized(s)
-    accelerator = lt.start(s)
-    bundle = lt.place(
-        accelerator, build, s, rows
-    )  # spread over the processes where the accelerate config asks for it
-    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
-    with lt.open_run(
-        accelerator, s, rows, bundle
-    ) as run:  # the folder, and what the first weights make of each answer
-        batches, held_out = lt.loaders(run)
-        lt.train(run, *accelerator.prepare(bundle.model, optimizer, batches, held_out))
+
+    rows = tokenized(settings)  # before the process group exists
+    accelerator = lt.start(settings)
+    # The model is sharded over the processes if the accelerate config asks for it.
+    bundle = lt.place(accelerator, build, settings, rows)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+    # This opens the run's folder, chooses the checkpoint to resume from, and computes what the loss
+    # needs of the reference model.
+    with lt.open_run(accelerator, settings, rows, bundle) as run:
+        train_batches, eval_batches = lt.loaders(run)
+        lt.train(
+            run,
+            *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches),
+        )
     return run
 
 

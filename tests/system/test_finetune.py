@@ -301,10 +301,8 @@ def test_a_model_that_was_trained_before_is_trained_on_gently(
     dry_run: Callable[..., str], base: Path, chats: Path, flags: list[str], rate: str | None
 ) -> None:
     out = dry_run("--model_name_or_path", str(base / "model"), "--dataset", str(chats), *flags)
-    assert (f"--learning_rate {rate}, of a model that was trained before" in out) == (
-        rate is not None
-    )
-    assert ("that was trained before" in out) == (rate is not None)
+    assert (f"--learning_rate {rate} (default for a pretrained model)" in out) == (rate is not None)
+    assert ("default for a pretrained model" in out) == (rate is not None)
 
 
 def test_what_would_do_nothing_is_refused(
