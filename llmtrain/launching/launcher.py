@@ -76,7 +76,12 @@ class Launcher:
             config_file: Path | None = None
             if is_accelerate:
                 config, config_file = _accelerate_config(words, parent.cwd())
-            return cls(words, config, parent.environ(), config_file)
+            return cls(
+                words=words,
+                config=config,
+                environment=parent.environ(),
+                config_file=config_file,
+            )
         except (psutil.Error, OSError):  # another user's process, or one that has ended
             return no_launcher
 
@@ -84,16 +89,21 @@ class Launcher:
     def to_come(cls, words: list[str]) -> "Launcher":
         """Return the launcher that ``accelerate launch`` with these flags would be."""
         config, config_file = _accelerate_config(words, ".")
-        return cls(words, config, dict(os.environ), config_file)
+        return cls(
+            words=words,
+            config=config,
+            environment=dict(os.environ),
+            config_file=config_file,
+        )
 
     def said(self, flag: str, variable: str = "") -> str | int | bool | None:
         """Return the user's value of an option, or ``None`` if the user did not set it.
 
-        A flag on the command line takes precedence over the config file, and that over the
-        environment. Of several equal flags, the last one counts.
+        A flag on the command line takes precedence over the config file, and the config file over
+        the environment. If a flag is repeated, the last value counts.
 
         Args:
-            flag: the name of the flag of ``accelerate launch``, and of the key in a config file.
+            flag: the name of a flag of ``accelerate launch``, which is also its key in the config.
             variable: the name of the environment variable.
 
         Returns:
@@ -302,7 +312,11 @@ def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
         return None
     if stages > 1:
         return _pipeline(processes, stages, is_requested)
+    return _sharded(processes, uses_fsdp)
 
+
+def _sharded(processes: int, uses_fsdp: bool) -> "Sharding | None":
+    """Return how FSDP2 and tensor parallelism divide the model, as the accelerate config says."""
     from llmtrain.parallel.mesh import Sharding
 
     _check_supported(uses_fsdp)
