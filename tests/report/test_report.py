@@ -17,7 +17,7 @@ from llmtrain.config import Config, flag
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import charts, downsample, phase_bars
-from llmtrain.report.difference import compare, differing_facts, groups_of_settings
+from llmtrain.report.difference import compare, groups_by_setting, metadata_differences
 from llmtrain.report.page import differing_values, events, html, overview
 from tests.test_cli import ended
 
@@ -344,7 +344,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
         )
         for number, name in enumerate(("a", "b"))
     )
-    assert differing_facts(one, other) == [
+    assert metadata_differences(one, other) == [
         ("update", "--rate 0 and 1"),
         ("model", "--tokenizer a and b"),
         ("data", "--tokenizer a and b"),
@@ -358,11 +358,11 @@ def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path
         History.of(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
         for i, commit in enumerate(commits)
     )
-    assert differing_facts(clean, clean) == []
-    assert differing_facts(clean, dirty) == [
+    assert metadata_differences(clean, clean) == []
+    assert metadata_differences(clean, dirty) == [
         ("code", "commit: 000000000000... and 000000000000...-dirty")
     ]
-    assert differing_facts(clean, other) == [
+    assert metadata_differences(clean, other) == [
         ("code", "commit: 000000000000... and 111111111111...")
     ]
     assert "000000000000-dirty" in html([dirty])
@@ -391,7 +391,7 @@ ACTS = {
 def test_every_flag_of_the_package_says_where_it_acts() -> None:
     pytest.importorskip("llmtrain.training.settings", exc_type=ImportError)
     known = {"data", "model", "update", "pass", "gradient", "layout", "seed", "nowhere"}
-    groups = groups_of_settings()
+    groups = groups_by_setting()
     assert {group for acts in groups.values() for group in acts} <= known
     assert {name: groups.get(name) for name in ACTS} == ACTS
 
