@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
 
 
-# --- where the step starts
+# --- the origin of the step
 
 
 class _Origin(NamedTuple):
@@ -117,7 +117,7 @@ def _start_that_made(history: History, step: int) -> Facts:
 
 
 def _find_origin(history: History, step: int) -> _Origin:
-    """Return the newest intact checkpoint before a step, or else how the run itself began."""
+    """Return the newest intact checkpoint before a step, or the state in which the run began."""
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
     first_checkpoint = history.starts[0]["from"]
@@ -138,11 +138,11 @@ def _find_origin(history: History, step: int) -> _Origin:
     return _Origin(checkpoint="never", step=0)
 
 
-# --- the step is repeated
+# --- repeating the step
 
 
 class _RepeatedStep(NamedTuple):
-    """What the repeated step has written.
+    """The results of the repeated step.
 
     Attributes:
         rows: its rows, each with its number, its loss, its target tokens and all its tokens.
@@ -177,7 +177,7 @@ def _repeat(
             "resume_from_checkpoint": origin.checkpoint,
         }
         began = time.monotonic()
-        _launch(run_folder, start, config_file, flags)
+        _launch(start, flags, run_folder=run_folder, config_file=config_file)
         seconds = time.monotonic() - began
 
         replay_file = folder / "replay.json"
@@ -192,8 +192,8 @@ def _repeat(
     return _RepeatedStep(rows=rows, entry=entry, seconds=seconds)
 
 
-def _launch(run_folder: Path, start: Facts, config_file: str | None, flags: Facts) -> None:
-    """Run a recipe as it was started before, with further flags that override its own."""
+def _launch(start: Facts, flags: Facts, *, run_folder: Path, config_file: str | None) -> None:
+    """Execute a recipe as it was started before, with flags that override the earlier ones."""
     recipe, *recipe_flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(
@@ -230,7 +230,7 @@ def _splits_the_model(sharded: str | None) -> bool:
     return layout is not None and (int(layout[1]) > 1 or layout[2] is not None)
 
 
-# --- the step is compared and shown
+# --- comparing and showing the step
 
 
 def _find_entry(entries: list[Facts], step: int) -> Facts | None:
@@ -268,7 +268,7 @@ def _comparison_line(logged: Facts | None, repeated: Facts) -> str:
 
 
 def _replace_tokens_by_text(rows: list[Facts], run_folder: Path) -> None:
-    """Replace the tokens of each row by their text; without a tokenizer, by the tokens' numbers."""
+    """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
     from llmtrain.models.generation import model_folder, tokenizer_of
 
     try:

@@ -114,7 +114,7 @@ def _print_table(runs: list[Facts]) -> None:
 
 
 class _Target(NamedTuple):
-    """What a check reads.
+    """The checkpoints to check.
 
     Attributes:
         folder: the run's folder ``checkpoints``.
@@ -128,14 +128,14 @@ class _Target(NamedTuple):
 
 
 class _CheckedCheckpoint(NamedTuple):
-    """What a check has found out about a checkpoint.
+    """The results for one checkpoint.
 
     Attributes:
         step: the number in its name, or the name if it has none.
-        size: bytes of all its files.
+        size: the total bytes in its files.
         written: the local time at which it was written.
         eval_loss: the eval loss at this step, if it was evaluated.
-        fault: what is wrong with it, or ``None``.
+        fault: why it cannot be loaded, or ``None`` if it is intact.
         is_resumable: whether a resume would load this one, the newest that is intact.
         is_best: whether it has the lowest eval loss among the run's checkpoints.
     """

@@ -1,4 +1,4 @@
-"""The curves and bars of the report page, as plain data that the page passes to plotly."""
+"""Curves and bars for the report page, as plain data that the page passes to plotly."""
 
 import itertools
 import math
@@ -12,11 +12,11 @@ from llmtrain.types import Facts
 
 AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
 
-_MAX_POINTS = 2000  # per curve, so that the page of a run of several weeks still opens
-_MAX_PROCESSES = 32  # whose phases are shown, over all runs of the page
+_MAX_POINTS = 2000  # per curve, so that a page still opens after weeks of training
+_MAX_PROCESSES = 32  # in the bar chart, over all runs
 
 # Takes a log entry, and returns the value to plot.
-Value: TypeAlias = Callable[[Facts], float | None]
+_EntryValue: TypeAlias = Callable[[Facts], float | None]
 
 
 class Curve(NamedTuple):
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Curves of several runs in the same coordinates."""
+    """One chart with curves from one or several runs."""
 
     title: str
     unit: str
@@ -48,11 +48,11 @@ class Chart(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Seconds that each process spends in each phase of a step.
+    """The seconds that each process spends in each phase of a step.
 
     Attributes:
-        processes: the names of the processes.
-        phases: seconds by process, for each phase by the name that the user sees.
+        processes: a name for each process.
+        phases: maps the displayed name of each phase to its seconds, one number per process.
     """
 
     processes: list[str]
@@ -140,7 +140,7 @@ def run_names(runs: Sequence[History]) -> list[str]:
 
 
 def peak_memory(entry: Facts) -> float | None:
-    """Return the GiB of the process that holds the most, if the log entry has them."""
+    """Return how many GiB the process with the most memory held, if the log entry has it."""
     memory = entry.get("memory")
     if not isinstance(memory, dict):
         return None
@@ -148,11 +148,11 @@ def peak_memory(entry: Facts) -> float | None:
 
 
 def phase_bars(runs: Sequence[History]) -> Bars | None:
-    """Return the median seconds of each phase by process, or ``None`` if no run has logged any.
+    """Return the median seconds per phase and process, or ``None`` if no run has logged any.
 
-    If the number of processes has changed during a run, only the log entries with the latest number
-    count. If there are too many processes for one chart, it shows the slowest of each run: those
-    with the most seconds in phases in which they do not wait for other processes.
+    If the number of processes has changed during a run, only log entries with the latest number
+    count. If there are too many processes for one chart, each run shows its slowest: those with the
+    most seconds in phases in which they do not wait for other processes.
     """
     names: list[str] = []
     medians: list[dict[str, float]] = []
@@ -172,7 +172,7 @@ def phase_bars(runs: Sequence[History]) -> Bars | None:
 
 
 def _median_phases(run: History) -> list[dict[str, float]]:
-    """Return the median seconds of each phase, for each rank of the latest number of ranks."""
+    """Return the median seconds of each phase by rank, from entries with the latest rank count."""
     entries = [entry["phases"] for entry in run.readings if isinstance(entry.get("phases"), dict)]
     if not entries:
         return []
@@ -189,7 +189,7 @@ def _median_phases(run: History) -> list[dict[str, float]]:
 
 
 def _rank_counts(phases: Facts) -> set[int]:
-    """Return for how many ranks the phases of a log entry were measured."""
+    """Return the numbers of ranks in a log entry's phases. If the entry is valid, there is one."""
     return {len(phases[phase]) for phase in PHASES}
 
 
@@ -209,7 +209,7 @@ def _slowest_ranks(medians: Sequence[dict[str, float]], limit: int) -> list[int]
 
 
 class _Point(NamedTuple):
-    """One logged value, and where it is on each of :data:`AXES`."""
+    """One logged value, and its position on each of :data:`AXES`."""
 
     value: float
     step: int
@@ -218,7 +218,7 @@ class _Point(NamedTuple):
 
 
 def _train_and_eval_curves(runs: Sequence[History], name: str, prefix: str = "") -> list[Curve]:
-    """Return the curves of a metric that is logged both in training and in evaluations."""
+    """Return the curves for a metric that is logged in training and in evaluations."""
     return [
         *_curves(runs, f"train/{name}", label=f"{prefix}train"),
         *_curves(runs, f"eval/{name}", label=f"{prefix}eval", has_markers=True),
@@ -226,14 +226,14 @@ def _train_and_eval_curves(runs: Sequence[History], name: str, prefix: str = "")
 
 
 def _curves(
-    runs: Sequence[History], value: str | Value, label: str = "", has_markers: bool = False
+    runs: Sequence[History], value: str | _EntryValue, label: str = "", has_markers: bool = False
 ) -> list[Curve]:
     """Return one curve for each run that has logged a value.
 
     Args:
-        runs: all runs of the page.
+        runs: all runs on the page.
         value: a key of the log entries, or a function that computes the value from an entry.
-        label: what distinguishes these curves from others in the same chart.
+        label: distinguishes these curves from others in the same chart.
         has_markers: show each point.
     """
     curves = []
@@ -242,7 +242,8 @@ def _curves(
         if not points:
             continue
 
-        shown = [points[i] for i in downsample([point.value for point in points])]
+        indices = downsample([point.value for point in points])
+        shown = [points[i] for i in indices]
         parts = [run_name, label] if len(runs) > 1 else [label]
         curve = Curve(
             name=", ".join(part for part in parts if part) or run_name,
@@ -259,7 +260,7 @@ def _curves(
     return curves
 
 
-def _points(run: History, value: str | Value) -> list[_Point]:
+def _points(run: History, value: str | _EntryValue) -> list[_Point]:
     """Return the finite values that a run has logged, in order."""
     points = []
     for entry, hours in zip(run.readings, run.hours(), strict=True):
@@ -276,9 +277,12 @@ def _points(run: History, value: str | Value) -> list[_Point]:
 
 
 def downsample(values: Sequence[float], limit: int = _MAX_POINTS) -> Iterable[int]:
-    """Return the indices of at most ``limit`` values, in order, so that no spike is lost.
+    """Choose at most ``limit`` values for a curve, such that no spike is lost.
 
-    If there are more values, each stretch of them is represented by its lowest and its highest.
+    If there are more values, the lowest and the highest of each stretch are chosen.
+
+    Returns:
+        The indices of the values, in ascending order.
     """
     if len(values) <= limit:
         return range(len(values))

@@ -1,7 +1,7 @@
 """Compare the quantities that two runs have logged, within tolerances for rounding errors.
 
-Both ``llmtrain verify`` and ``llmtrain diff`` use this module. It is the only place that defines
-tolerances, and how large a difference is.
+Both ``llmtrain verify`` and ``llmtrain diff`` use this module. Tolerances, and the measure of a
+difference, are defined only here.
 """
 
 import math
@@ -21,10 +21,10 @@ class Tolerance(NamedTuple):
     """The largest relative differences that rounding errors explain within a few steps.
 
     Attributes:
-        loss: of a loss.
-        grad_norm: of the norm of the gradient.
-        weights: the L2 norm of the difference of all weights, relative to the norm of the weights.
-        exact: of quantities that are not computed in floating point, such as counts.
+        loss: for losses.
+        grad_norm: for gradient norms.
+        weights: for weights: the L2 norm of their difference, relative to their own norm.
+        exact: for everything that is not computed in floating point, such as counts.
     """
 
     loss: float
@@ -45,22 +45,23 @@ _TOLERANCES = {
 
 
 def tolerance_of(mixed_precision: str) -> Tolerance:
-    """Return the tolerance for a precision. A precision without its own gets that of fp16.
+    """Return the tolerance for runs with this precision.
 
     Args:
-        mixed_precision: Accelerate's name for it, such as ``no`` or ``bf16``; or ``float64``.
+        mixed_precision: Accelerate's name, such as ``no`` or ``bf16``, or ``float64``. An unknown
+            name gets the tolerance for half precision.
     """
     precision = "float32" if mixed_precision == "no" else mixed_precision
     return _TOLERANCES.get(precision, _HALF_PRECISION)
 
 
 class Quantity(NamedTuple):
-    """Something that runs log by step, and in which two runs can be compared.
+    """Something that runs log at each step, so that two runs can be compared by it.
 
     Attributes:
         name: for messages.
-        read: returns the values of a run by step.
-        rounds_like: the field of :class:`Tolerance` that applies.
+        read: returns a run's values by step.
+        rounds_like: the field in :class:`Tolerance` that applies.
     """
 
     name: str
@@ -74,23 +75,23 @@ class Quantity(NamedTuple):
 
 
 def _logged(key: str) -> Callable[[History], Series]:
-    """Return a function that reads one key of a run's log entries.
+    """Return a function that reads one key from a run's log entries.
 
     JSON can only hold finite numbers. Other numbers were logged as null, and are read as NaN.
     """
 
     def read(run: History) -> Series:
-        return {
-            entry["step"]: math.nan if entry[key] is None else entry[key]
-            for entry in run.readings
-            if key in entry
-        }
+        values: dict[int, Json] = {}
+        for entry in run.readings:
+            if key in entry:
+                values[entry["step"]] = math.nan if entry[key] is None else entry[key]
+        return values
 
     return read
 
 
 def _logged_at_start(key: str) -> Callable[[History], Series]:
-    """Return a function that reads one key of the log entry before the first step."""
+    """Return a function that reads one key from the log entries before the first step."""
     read_all = _logged(key)
 
     def read(run: History) -> Series:
@@ -100,7 +101,7 @@ def _logged_at_start(key: str) -> Callable[[History], Series]:
 
 
 def _fingerprint(part: int) -> Callable[[History], Series]:
-    """Return a function that reads a part of the fingerprints of the batches.
+    """Return a function that reads one part of each batch's fingerprint.
 
     Args:
         part: 0 for the hash of the tokens, 1 for the hash of the labels.
@@ -117,7 +118,7 @@ def _fingerprint(part: int) -> Callable[[History], Series]:
 
 
 def _rows(run: History) -> Series:
-    """Return the rows of each step, which runs with ``--log_rows`` log."""
+    """Return the rows in each step's global batch, if the run has logged them (``--log_rows``)."""
     return {entry["step"]: entry.get("rows") for entry in read_lines(run.folder / "rows.jsonl")}
 
 
@@ -185,7 +186,7 @@ def differences(quantity: Quantity, first: History, second: History) -> list[Ste
 
 
 class Deviation(NamedTuple):
-    """How far two runs are apart in one quantity.
+    """How much one quantity differs between two runs.
 
     Attributes:
         largest: the largest relative difference. Infinite if only one run has logged some step.
@@ -232,11 +233,11 @@ def relative_difference(first: Json, second: Json) -> float:
 def weight_difference(
     first: Mapping[str, "torch.Tensor"], second: Mapping[str, "torch.Tensor"]
 ) -> float:
-    """Return the L2 norm of the difference between two models, relative to the norm of the first.
+    """Return the L2 norm of the difference between two models' weights, as a relative number.
 
     Args:
-        first: the weights of the first model, by name.
-        second: the weights of the second model, by name.
+        first: the first model's weights by name. The difference is relative to their norm.
+        second: the second model's weights by name.
 
     Returns:
         The relative difference; infinite if the names are not the same.

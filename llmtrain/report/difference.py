@@ -57,12 +57,12 @@ class Comparison(NamedTuple):
     """The result of comparing two runs.
 
     Attributes:
-        first: the earliest divergence. At the same step, the first along the chain.
+        first: the earliest divergence. If several are at the same step, the first in the chain.
         divergences: all divergences, in the order of the chain.
         causes: what may have caused the first divergence.
         other_differences: settings and versions that differ, but cannot have caused it.
         largest_loss_difference: the largest relative difference of a train loss.
-        common_entries: the number of train losses that both runs have logged.
+        common_entries: how many train losses both runs have logged at the same step.
     """
 
     first: Divergence | None
@@ -196,7 +196,7 @@ def compare(run_a: History, run_b: History) -> Comparison:
     tolerance = _tolerance_between(run_a, run_b)
     has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
     candidates = [
-        _divergence(key, run_a, run_b, tolerance)
+        _divergence(key, run_a, run_b, tolerance=tolerance)
         for key, link in CHAIN.items()
         if has_same_data or not link.needs_same_data
     ]
@@ -232,15 +232,20 @@ def _tolerance_between(run_a: History, run_b: History) -> Tolerance:
 
 
 def _has_same_layout(run_a: History, run_b: History) -> bool:
-    """Return whether both runs used the same parallel layout on a CPU, and so have equal bits."""
+    """Return whether both runs used the same layout on a CPU, so that their bits must be equal."""
     starts = [*run_a.starts, *run_b.starts]
-    layouts = [[start.get(key) for key in _LAYOUT_START_KEYS] for start in starts]
+    layouts = [_layout(start) for start in starts]
     has_same_starts = all(layout == layouts[0] for layout in layouts)
     has_same_settings = all(
         run_a.settings.get(key) == run_b.settings.get(key) for key in _LAYOUT_SETTINGS
     )
     on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (run_a, run_b))
     return on_cpu and has_same_settings and has_same_starts
+
+
+def _layout(start: Facts) -> list[Json]:
+    """Return what determines the bits of a start's results, apart from the settings."""
+    return [start.get(key) for key in _LAYOUT_START_KEYS]
 
 
 def _divergence(
@@ -305,8 +310,8 @@ def _split_by_cause(
 def _may_begin_earlier(first: Divergence, logged_steps: Sequence[int]) -> bool:
     """Return whether an earlier step may have differed in a quantity that was not logged.
 
-    A loss shows what the step before did to the weights. So only the loss of the first step is sure
-    to differ because of that step itself.
+    A loss also shows what the previous step did to the weights. So a difference in the loss is
+    certain to begin in its own step only if that is the first step of the run.
     """
     if first.link not in ("loss", "grad_norm", "weight_norm"):
         return False

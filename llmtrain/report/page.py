@@ -15,15 +15,17 @@ from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_na
 from llmtrain.types import Facts
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_MAX_SAMPLE_STEPS = 8  # for each run, the steps whose samples are shown
+_MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
 _ABSENT = "\N{EN DASH}"
 
-# Keys of an entry in the list of a run's starts, as run.json has it.
+# Keys in run.json: for each start of a run, and at the top level.
 _START_KEYS = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
 _COMPARED_START_KEYS = ("processes", "sharded", "device", "mixed_precision", "git_sha")
-
 _COMPARED_RECORD_KEYS = ("data_sha256", "tokenizer_sha256", "train_tokens")
-_IGNORED_SETTINGS = ("output_dir", "run_name")
+
+_IGNORED_SETTINGS = ("output_dir", "run_name")  # when two runs are compared
+
+# Keys of a complete line in scores.jsonl.
 _SCORE_KEYS = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
 
 
@@ -34,8 +36,8 @@ class Event(NamedTuple):
         when: seconds since 1970.
         run: index of the run.
         step: the last step before the event.
-        kind: such as ``resumed`` or ``late``.
-        text: what happened.
+        kind: a word, such as ``resumed`` or ``late``.
+        text: a description.
     """
 
     when: float
@@ -73,7 +75,7 @@ def html(runs: Sequence[History]) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    # By default, the filter `tojson` sorts keys.
+    # By default, the filter `tojson` sorts keys. The page needs them in their own order.
     environment.policies["json.dumps_kwargs"] = {}
     environment.filters["as_time"] = _format_time
     environment.filters["as_size"] = _format_size
@@ -113,7 +115,7 @@ def summary(runs: Sequence[History]) -> Facts:
 
 
 def overview(run: History) -> Facts:
-    """Return the most important numbers of a run. Those that are not recorded are ``None``."""
+    """Return a run's most important numbers. A number that was not recorded is ``None``."""
     start = run.starts[-1] if run.starts else {}
     eval_losses = run.series("eval/loss")
     best_step = min(eval_losses, key=eval_losses.__getitem__, default=None)
@@ -140,10 +142,10 @@ def overview(run: History) -> Facts:
 
 
 def differing_values(runs: Sequence[History]) -> dict[str, list[str]]:
-    """Return settings, versions and hashes of data that are not the same in all runs.
+    """Return the settings, versions and data hashes that are not the same in all runs.
 
     Returns:
-        By name, the value of each run.
+        By name, one value for each run.
     """
     values_by_run = [_comparable_values(run) for run in runs]
     names = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
@@ -157,7 +159,7 @@ def differing_values(runs: Sequence[History]) -> dict[str, list[str]]:
 
 
 def events(runs: Sequence[History]) -> list[Event]:
-    """Return the events of all runs, ordered by time."""
+    """Return the events in all runs, ordered by time."""
     all_events: list[Event] = []
     for number, run in enumerate(runs):
         all_events += _recorded_events(number, run)
@@ -296,7 +298,7 @@ def _format_size(size: int) -> str:
 
 
 def _comparable_values(run: History) -> Facts:
-    """Return the settings of a run, and the metadata of its latest start, its code and its data."""
+    """Return a run's settings, and metadata about its latest start, its code and its data."""
     start = run.starts[-1] if run.starts else {}
     versions = start.get("versions") or {}
     values = {name: value for name, value in run.settings.items() if name not in _IGNORED_SETTINGS}
@@ -307,7 +309,7 @@ def _comparable_values(run: History) -> Facts:
 
 
 def _recorded_events(number: int, run: History) -> list[Event]:
-    """Return the events that a run has written down itself.
+    """Return the events that a run has recorded in its folder.
 
     Args:
         number: index of the run.
@@ -329,7 +331,7 @@ def _recorded_events(number: int, run: History) -> list[Event]:
 
 
 def _resume_events(number: int, run: History) -> list[Event]:
-    """Return an event for each start of a run that went on from a checkpoint.
+    """Return an event for each start that resumed from a checkpoint.
 
     Args:
         number: index of the run.
