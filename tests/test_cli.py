@@ -174,7 +174,7 @@ def test_debugging_shows_where_an_error_arose(
     assert "Traceback" in err
     assert (
         err.splitlines()[-1]
-        == f"error: {tmp_path}/nowhere is no folder; name the one that holds runs."
+        == f"error: {tmp_path}/nowhere is not a folder; name the folder that holds the runs."
     )
 
 

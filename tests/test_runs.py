@@ -73,9 +73,9 @@ def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_take
     assert "preempted at step 30" in out
     assert "asked to stop by SIGTERM" in out
     assert [*lines] == [30, 20, 10]
-    assert all("whole" in line and f"{LOSSES[step]:.4f}" in line for step, line in lines.items())
-    assert [step for step, line in lines.items() if "a resume takes this one" in line] == [30]
-    assert [step for step, line in lines.items() if "best held-out loss" in line] == [20]
+    assert all("intact" in line and f"{LOSSES[step]:.4f}" in line for step, line in lines.items())
+    assert [step for step, line in lines.items() if "a resume loads this one" in line] == [30]
+    assert [step for step, line in lines.items() if "best eval loss" in line] == [20]
     size = sum(
         path.stat().st_size
         for path in (run / "checkpoints/step-00000030").rglob("*")
@@ -110,9 +110,9 @@ def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(
     assert status == 1
     assert fault
     assert fault in lines[30]
-    assert "whole" not in lines[30]
+    assert "intact" not in lines[30]
     assert taken is not None
-    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume takes" in line] == [
+    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume loads" in line] == [
         taken.name
     ]
 
@@ -121,7 +121,7 @@ def test_an_older_one_that_is_damaged_is_status_1(run: Path, capsys) -> None:
     flip(run / "checkpoints/step-00000010/model/model.safetensors")
     status, _, lines = check(capsys, run)
     assert status == 1
-    assert "a resume takes this one" in lines[30]
+    assert "a resume loads this one" in lines[30]
     assert "differs from its hash" in lines[10]
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(run: Path, capsys) -> None:
     status, _, lines = check(capsys, run)
     assert status == 1
     assert "it belongs to another run" in lines[40]
-    assert "a resume takes this one" in lines[30]
+    assert "a resume loads this one" in lines[30]
 
 
 def test_folders_set_aside_and_leftovers_are_named(run: Path, capsys) -> None:
@@ -258,7 +258,7 @@ def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> N
         (["check", "{here}"], "is neither a run's folder nor a checkpoint"),
         (["check", "{here}/file"], "is neither a run's folder nor a checkpoint"),
         (["check"], "RUN"),
-        (["mend", "{here}"], "write llmtrain runs"),
+        (["mend", "{here}"], "give one folder"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

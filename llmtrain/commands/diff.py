@@ -1,6 +1,8 @@
-"""Say why two runs differ: the first step at which rows, losses, gradients or weights differ, and possible causes.
+"""Compare two runs: the first step at which they differ, and what may have caused it.
 
-The status is 0 if they are the same run, apart from rounding if their layouts differ; otherwise it is 1.
+The comparison covers rows, tokens, labels, losses, gradients and weights. The exit status is 0 if
+the runs are the same, or differ only by rounding errors on different parallel layouts. It is 1
+otherwise.
 """
 
 import argparse
@@ -12,33 +14,45 @@ from llmtrain.files import json_text
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
-    from llmtrain.report.difference import Comparison
+    from llmtrain.report.difference import Comparison, Divergence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("one", metavar="RUN_A", help="a run folder")
-    parser.add_argument("other", metavar="RUN_B", help="another run folder")
+    parser.add_argument("run_a", metavar="RUN_A", help="a run folder")
+    parser.add_argument("run_b", metavar="RUN_B", help="another run folder")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.report.difference import compare, lines
+    from llmtrain.report.difference import compare, comparison_lines
 
-    one = History.of(Path(arguments.one))
-    other = History.of(Path(arguments.other))
-    comparison = compare(one, other)
+    run_a = History.of(Path(arguments.run_a))
+    run_b = History.of(Path(arguments.run_b))
+    comparison = compare(run_a, run_b)
     if arguments.json:
         print(json_text(_as_json(comparison), indent=1))
     else:
-        print("\n".join(lines((arguments.one, arguments.other), comparison)))
+        print("\n".join(comparison_lines(comparison, arguments.run_a, arguments.run_b)))
 
-    are_same = comparison.first is None and comparison.readings > 0
+    are_same = comparison.first is None and comparison.common_entries > 0
     sys.exit(0 if are_same else 1)
 
 
 def _as_json(comparison: "Comparison") -> dict[str, object]:
     first = comparison.first
     return {
-        **comparison._asdict(),
-        "first": None if first is None else first._asdict(),
-        "all": [divergence._asdict() for divergence in comparison.all],
+        "first": None if first is None else _divergence_as_json(first),
+        "all": [_divergence_as_json(divergence) for divergence in comparison.divergences],
+        "causes": comparison.causes,
+        "also": comparison.other_differences,
+        "rounding": comparison.largest_loss_difference,
+        "readings": comparison.common_entries,
+    }
+
+
+def _divergence_as_json(divergence: "Divergence") -> dict[str, object]:
+    return {
+        "link": divergence.link,
+        "step": divergence.step,
+        "one": divergence.value_a,
+        "other": divergence.value_b,
     }

@@ -1,7 +1,7 @@
-"""Make one update of a run again from the checkpoint before it, and show its rows by their loss.
+"""Repeat one step of a run from an earlier checkpoint, and list its rows by loss.
 
-On a CPU, or with --bitwise, it is the same bit for bit. The recipe is started that the run was started with; the run's
-own folder is not touched. With --json all of its rows are printed.
+On a CPU, or with --bitwise, the repeated step has the same bits. The command executes the recipe
+with which the run was started, and does not change the run folder. With --json, it prints all rows.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
@@ -18,7 +19,9 @@ from llmtrain.launching.children import command_of, run_to_end
 from llmtrain.record.history import History, read_lines
 from llmtrain.types import Facts
 
-_WIDTH = 80  # characters of a row's text
+_TEXT_WIDTH = 80  # characters of a row's text
+
+# Keys of a log entry that must be equal in the run and in the repeated step, and their names.
 _COMPARED = {
     "batch": "tokens and labels",
     "train/loss": "loss",
@@ -28,156 +31,254 @@ _COMPARED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN", help="a run's folder")
+    parser.add_argument("run_folder", metavar="RUN", help="a run folder")
     parser.add_argument(
-        "--step", type=int, required=True, metavar="K", help="the update; the first of a run is 1"
+        "--step",
+        type=int,
+        required=True,
+        metavar="K",
+        help="the step to repeat; the first step of a run is 1",
     )
     parser.add_argument(
-        "--rows", type=int, default=10, metavar="N", help="that are shown (default: %(default)s)"
+        "--rows",
+        type=int,
+        default=10,
+        metavar="N",
+        help="list the N rows with the highest loss (default: %(default)s)",
     )
     parser.add_argument(
-        "--config_file", metavar="FILE", help="accelerate config of the run, where it was sharded"
+        "--config_file",
+        metavar="FILE",
+        help="the run's accelerate config; required if the run was sharded",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     history = History.of(Path(arguments.run_folder))
     step = arguments.step
-    # A run that failed may have done so in the step after its last one: that one can be repeated.
+    # A run that has failed may have failed in the step after its last one, so that one is allowed.
     last = history.step if history.state == "finished" else history.step + 1
     if not 1 <= step <= last:
-        raise UserError(f"--step {step}: this run has made updates 1 to {history.step}.")
+        raise UserError(
+            f"--step {step} is out of range: this run has made steps 1 to {history.step}."
+        )
+
     start = _start_that_made(history, step)
+    origin = _find_origin(history, step)
+    repeated = _repeat(
+        step,
+        run_folder=history.folder,
+        start=start,
+        origin=origin,
+        config_file=arguments.config_file,
+    )
 
-    source, from_step = _before(history, step)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
-        repeated = Path(scratch) / "run"
-        forced = {
-            "replay_step": step,
-            "logging_steps": 1,
-            "report_to": "none",
-            "output_dir": repeated,
-            "resume_from_checkpoint": source,
-        }
-        began = time.monotonic()
-        _launch(history.folder, start, arguments.config_file, forced)
-        seconds = time.monotonic() - began
-        if not (repeated / "replay.json").exists():
-            raise UserError(
-                f"the recipe ended before update {step}; start it by hand with --replay_step {step}."
-            )
-        rows = json.loads((repeated / "replay.json").read_text())["rows"]
-        now = _reading(read_lines(repeated / "metrics.jsonl"), step)
-    assert now is not None, "a replay logs every step"
-
+    rows = repeated.rows
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
-    _add_text(rows, history.folder)
-    then = _reading(history.readings, step)
+    _replace_tokens_by_text(rows, history.folder)
+    logged = _find_entry(history.readings, step)
+
     if arguments.json:
-        same = None if then is None else not _differences(then, now)
-        print(json_text({"step": step, "from": from_step, "same": same, "rows": rows}, indent=1))
+        is_same = None if logged is None else not _differing_keys(logged, repeated.entry)
+        content = {"step": step, "from": origin.step, "same": is_same, "rows": rows}
+        print(json_text(content, indent=1))
         return
 
-    print(f"update    {step}, made again from step {from_step} in {seconds:.1f} s")
-    print(_comparison(then, now))
+    print(f"step      {step}, repeated from step {origin.step} in {repeated.seconds:.1f} s")
+    print(_comparison_line(logged, repeated.entry))
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
-        text = json.dumps(row["text"], ensure_ascii=False)[:_WIDTH]
+        text = json.dumps(row["text"], ensure_ascii=False)[:_TEXT_WIDTH]
         print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
 
 
+# --- the origin of the step
+
+
+class _Origin(NamedTuple):
+    """The state of the run from which a step is repeated.
+
+    Attributes:
+        checkpoint: a value for ``--resume_from_checkpoint``.
+        step: the step of this checkpoint.
+    """
+
+    checkpoint: str
+    step: int
+
+
 def _start_that_made(history: History, step: int) -> Facts:
-    """Return the entry of ``run.json`` for the start that made a step."""
+    """Return the entry in ``run.json`` about the start of the run that made a step."""
     starts = [start for start in history.starts if start["step"] < step]
-    if not starts or not starts[-1]["command"]:  # a notebook has no command
+    # A run that was started in a notebook has no command.
+    if not starts or not starts[-1]["command"]:
         raise UserError(f"{history.folder}/run.json does not say how the run was started.")
     return starts[-1]
 
 
-def _differences(then: Facts, now: Facts) -> list[str]:
-    """Return the compared keys whose values differ."""
-    return [key for key in _COMPARED if key in then and then[key] != now[key]]
-
-
-def _comparison(then: Facts | None, now: Facts) -> str:
-    """Return the line that says whether the repeated step is the same."""
-    if then is None:
-        return "compared  with nothing: the run has no reading of it (--logging_steps)"
-    differing = _differences(then, now)
-    if differing:
-        parts = [f"{_COMPARED[key]}: {then[key]} then, {now[key]} now" for key in differing]
-        return "differs   " + "; ".join(parts)
-    names = ", ".join(name for key, name in _COMPARED.items() if key in then)
-    return f"the same  {names}: to the last bit"
-
-
-def _add_text(rows: list[Facts], folder: Path) -> None:
-    from llmtrain.models.generation import model_folder, tokenizer_of
-
-    try:
-        tokenizer = tokenizer_of(model_folder(str(folder)))
-    except UserError:  # no checkpoint has been made yet
-        tokenizer = None
-    for row in rows:
-        tokens = row.pop("tokens")
-        row["text"] = (
-            tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
-        )
-
-
-def _reading(lines: list[Facts], step: int) -> Facts | None:
-    return next((line for line in lines if line["step"] == step and "train/loss" in line), None)
-
-
-def _before(history: History, step: int) -> tuple[str, int]:
-    """Return the checkpoint to repeat a step from, and the checkpoint's step.
-
-    It is the newest whole checkpoint before the step, or else the one that the run began with. The
-    first value is what ``--resume_from_checkpoint`` takes.
-    """
+def _find_origin(history: History, step: int) -> _Origin:
+    """Return the newest intact checkpoint before a step, or the state in which the run began."""
     from llmtrain.record.checkpoint import checkpoints, find_fault
 
-    origin = history.starts[0]["from"]
+    first_checkpoint = history.starts[0]["from"]
     candidates = list(reversed(checkpoints(history.folder / "checkpoints")))
-    if origin:
-        candidates.append(Path(origin))
+    if first_checkpoint:
+        candidates.append(Path(first_checkpoint))
     for path in candidates:
-        at = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else step
-        if at < step and path.is_dir() and find_fault(path) is None:
-            return str(path.absolute()), at
+        if not path.name.startswith("step-"):
+            continue
+        checkpoint_step = int(path.name.removeprefix("step-"))
+        if checkpoint_step < step and path.is_dir() and find_fault(path) is None:
+            return _Origin(checkpoint=str(path.absolute()), step=checkpoint_step)
 
-    if origin:
-        raise UserError(f"no checkpoint before update {step} is left: the run began with {origin}.")
-    return "never", 0
+    if first_checkpoint:
+        raise UserError(
+            f"no checkpoint before step {step} is left: the run started from {first_checkpoint}."
+        )
+    return _Origin(checkpoint="never", step=0)
 
 
-def _launch(folder: Path, start: Facts, config_file: str | None, forced: Facts) -> None:
-    """Start a run's recipe again, with its flags and then those that are forced."""
-    recipe, *flags = start["command"]
+# --- repeating the step
+
+
+class _RepeatedStep(NamedTuple):
+    """The results of the repeated step.
+
+    Attributes:
+        rows: its rows, each with its number, its loss, its target tokens and all its tokens.
+        entry: its log entry.
+        seconds: how long the recipe took.
+    """
+
+    rows: list[Facts]
+    entry: Facts
+    seconds: float
+
+
+def _repeat(
+    step: int, *, run_folder: Path, start: Facts, origin: _Origin, config_file: str | None
+) -> _RepeatedStep:
+    """Repeat a step in a temporary folder.
+
+    Args:
+        step: the step.
+        run_folder: the folder of the run that made it.
+        start: the entry in ``run.json`` about the start that made it.
+        origin: where to begin.
+        config_file: the run's accelerate config, if it needs one.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmtrain-replay-") as scratch:
+        folder = Path(scratch) / "run"
+        flags = {
+            "replay_step": step,
+            "logging_steps": 1,
+            "report_to": "none",
+            "output_dir": folder,
+            "resume_from_checkpoint": origin.checkpoint,
+        }
+        began = time.monotonic()
+        _launch(start, flags, run_folder=run_folder, config_file=config_file)
+        seconds = time.monotonic() - began
+
+        replay_file = folder / "replay.json"
+        if not replay_file.exists():
+            raise UserError(
+                f"the recipe ended before step {step}; to see why, start it yourself with "
+                f"--replay_step {step}."
+            )
+        rows = json.loads(replay_file.read_text())["rows"]
+        entry = _find_entry(read_lines(folder / "metrics.jsonl"), step)
+    assert entry is not None, "a replay logs every step"
+    return _RepeatedStep(rows=rows, entry=entry, seconds=seconds)
+
+
+def _launch(start: Facts, flags: Facts, *, run_folder: Path, config_file: str | None) -> None:
+    """Execute a recipe as it was started before, with flags that override the earlier ones."""
+    recipe, *recipe_flags = start["command"]
     if not Path(recipe).is_file():
         raise UserError(
-            f"{recipe} is not here; go to the folder on {start['host']} in which the run was started."
+            f"{recipe} does not exist here; change to the folder on {start['host']} in which the "
+            "run was started."
         )
-    if Path(recipe).resolve().is_relative_to(folder.resolve()):
+    if Path(recipe).resolve().is_relative_to(run_folder.resolve()):
         raise UserError(
-            f"{recipe} lies in the run's own folder, and would be run: copy it out of there if you "
-            "trust it."
+            f"{recipe} is inside the run folder, and this command would execute it; if you trust "
+            "it, copy it to another folder."
         )
-    if config_file is None and _has_shards(start["sharded"]):
+    if config_file is None and _splits_the_model(start["sharded"]):
         raise UserError(
-            f"this run was sharded ({start['sharded']}): give its accelerate config with --config_file."
+            f"this run was sharded ({start['sharded']}); pass its accelerate config with "
+            "--config_file."
         )
 
+    command = command_of([recipe, *recipe_flags], flags, start["processes"], config_file)
+    on_cpu = start["device"] == "cpu" and config_file is None
     variables = {
         "ACCELERATE_MIXED_PRECISION": start["mixed_precision"],
         "OMP_NUM_THREADS": str(start["threads"]),
     }
-    command = command_of([recipe, *flags], forced, start["processes"], config_file)
-    on_cpu = start["device"] == "cpu" and config_file is None
     run_to_end(command, on_cpu, **variables)
 
 
-def _has_shards(sharded: str | None) -> bool:
-    """Return whether a layout, replicas x shards (x tensor), splits the model."""
+def _splits_the_model(sharded: str | None) -> bool:
+    """Return whether a parallel layout splits the model.
+
+    Args:
+        sharded: as in ``run.json``: replicas x shards, or replicas x shards x tensor parallel size.
+    """
     layout = re.match(r"\d+x(\d+)(?:x(\d+))?", sharded or "")
     return layout is not None and (int(layout[1]) > 1 or layout[2] is not None)
+
+
+# --- comparing and showing the step
+
+
+def _find_entry(entries: list[Facts], step: int) -> Facts | None:
+    """Return the log entry with the train metrics of a step, if there is one."""
+    for entry in entries:
+        if entry["step"] == step and "train/loss" in entry:
+            return entry
+    return None
+
+
+def _differing_keys(logged: Facts, repeated: Facts) -> list[str]:
+    """Return the compared keys whose values differ, among those that the run has logged."""
+    return [key for key in _COMPARED if key in logged and logged[key] != repeated[key]]
+
+
+def _comparison_line(logged: Facts | None, repeated: Facts) -> str:
+    """Return the line that says whether the repeated step is the same.
+
+    Args:
+        logged: the log entry of the run, or ``None`` if it has not logged this step.
+        repeated: the log entry of the repeated step.
+    """
+    if logged is None:
+        return "unknown   the run has not logged this step, see --logging_steps: nothing to compare"
+
+    differing = _differing_keys(logged, repeated)
+    if differing:
+        parts = [
+            f"{_COMPARED[key]}: {logged[key]} in the run, {repeated[key]} now" for key in differing
+        ]
+        return "differs   " + "; ".join(parts)
+
+    names = ", ".join(name for key, name in _COMPARED.items() if key in logged)
+    return f"same      {names}: to the last bit"
+
+
+def _replace_tokens_by_text(rows: list[Facts], run_folder: Path) -> None:
+    """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
+    from llmtrain.models.generation import model_folder, tokenizer_of
+
+    try:
+        tokenizer = tokenizer_of(model_folder(str(run_folder)))
+    except UserError:  # the run has no checkpoint yet
+        tokenizer = None
+
+    for row in rows:
+        tokens = row.pop("tokens")
+        if tokenizer is None:
+            row["text"] = " ".join(str(token) for token in tokens)
+        else:
+            row["text"] = tokenizer.decode(tokens)

@@ -1,9 +1,11 @@
-"""Make one HTML page of one or more runs: curves, phases, memory, differences, checkpoints and incidents.
+"""Make an HTML page about one or more runs: metrics, phases, memory, differences, events.
 
-It is one file, and opens without a network. With --json what the page says is printed, and none is made.
+The page is a single file and opens without a network. With --json, the command prints the content
+of the page and writes no file.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import UserError
@@ -12,21 +14,31 @@ from llmtrain.record.history import History
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    where = "where the page goes (default: report.html in the run, or here for several)"
-    parser.add_argument("--output", metavar="FILE", help=where)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the file to write (default: report.html in the run folder, or in the current folder "
+        "if there are several runs)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.report.page import data, html
+    from llmtrain.report.page import html, summary
 
-    runs = [History.of(Path(name)) for name in arguments.runs]
+    runs = [History.of(Path(folder)) for folder in arguments.runs]
     if arguments.json:
-        print(json_text(data(runs), indent=1))
+        print(json_text(summary(runs), indent=1))
         return
-    page = Path(arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html")
+
+    path = Path(arguments.output) if arguments.output else _default_path(runs)
     try:
-        page.write_text(html(runs), encoding="utf-8")
+        path.write_text(html(runs), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{page} could not be written: {error.strerror}.") from None
-    print(f"report    {page}")
+        raise UserError(f"{path} could not be written: {error.strerror}.") from None
+    print(f"report    {path}")
+
+
+def _default_path(runs: Sequence[History]) -> Path:
+    folder = runs[0].folder if len(runs) == 1 else Path()
+    return folder / "report.html"

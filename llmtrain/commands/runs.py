@@ -1,14 +1,16 @@
-"""List the runs of a folder with their state, their losses and their age; or check one.
+"""List runs with their state, losses and age; or check the checkpoints of one run.
 
-A check says how the run stands, and whether its checkpoints are whole (status 0, else 1). Nothing is changed.
+A check reads each checkpoint, compares its files with their hashes, and changes nothing. The exit
+status is 0 if all checkpoints are intact, and 1 otherwise.
 """
 
 import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
@@ -16,7 +18,9 @@ from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
 from llmtrain.types import Facts
 
-_WITH_CHECKPOINT = ("finished", "preempted")  # states that a run reaches by way of a save
+_STATES_AFTER_A_SAVE = ("finished", "preempted")  # a run saves a checkpoint before it enters them
+
+# The losses of the list: keys of --json, and the keys of the log entries that have them.
 _LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
 
 
@@ -26,16 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="FOLDER",
-        help="what holds the runs to list (default: runs); or check, and a run, its checkpoints folder or a "
-        "checkpoint, of which each file is read and compared with its hash",
+        help="the folder whose runs are listed (default: runs); or the word check, followed by a "
+        "run, its checkpoints folder or a single checkpoint",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     should_check = arguments.words[:1] == ["check"]
-    folders = arguments.words[1:] if should_check else arguments.words or ["runs"]
+    if should_check:
+        folders = arguments.words[1:]
+    else:
+        folders = arguments.words or ["runs"]
     if len(folders) != 1:
-        raise UserError("write llmtrain runs [FOLDER] or llmtrain runs check RUN.")
+        raise UserError("give one folder: llmtrain runs [FOLDER], or llmtrain runs check RUN.")
 
     path = Path(folders[0])
     try:
@@ -48,10 +55,13 @@ def run(arguments: argparse.Namespace) -> None:
         ) from None
 
 
+# --- list
+
+
 def _list(path: Path, as_json: bool) -> None:
-    """Print the runs, the newest first."""
+    """Print the runs in a folder, the newest first."""
     if not path.is_dir():
-        raise UserError(f"{path} is no folder; name the one that holds runs.")
+        raise UserError(f"{path} is not a folder; name the folder that holds the runs.")
 
     histories = []
     refusals = []
@@ -64,30 +74,17 @@ def _list(path: Path, as_json: bool) -> None:
     histories.sort(key=History.age)
     runs = [_listed(history) for history in histories]
     if not runs and not refusals and not as_json:
-        raise UserError(f"{path} holds no runs.")
+        raise UserError(f"{path} contains no runs.")
     for refusal in refusals:
         note(refusal)
     if as_json:
         print(json_text(runs, indent=1))
-        return
-    if not runs:
-        return
-
-    width = max(3, *(len(run["run"]) for run in runs)) + 2
-    print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'held-out':>10}{'age':>10}")
-    for run in runs:
-        step = f"{run['step']:,}"
-        if run["max_steps"]:
-            step += f"/{run['max_steps']:,}"
-        losses = ""
-        for key in _LOSSES:
-            loss = "" if run[key] is None else f"{run[key]:.4f}"
-            losses += f"{loss:>10}"
-        print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{_span(run['age']):>10}")
+    elif runs:
+        _print_table(runs)
 
 
 def _listed(history: History) -> Facts:
-    """Return what the list shows of a run."""
+    """Return what the list shows about a run."""
     losses = {name: history.last(key) for name, key in _LOSSES.items()}
     return {
         "run": str(history.folder),
@@ -99,118 +96,244 @@ def _listed(history: History) -> Facts:
     }
 
 
-def _span(seconds: float) -> str:
-    """Return a span of time in its largest unit."""
-    units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
-    unit, size = next(
-        ((unit, size) for unit, size in units.items() if seconds >= 2 * size), ("s", 1)
-    )
-    return f"{seconds / size:.0f} {unit}"
+def _print_table(runs: list[Facts]) -> None:
+    width = max(3, *(len(run["run"]) for run in runs)) + 2
+    print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'eval loss':>10}{'age':>10}")
+    for run in runs:
+        step = f"{run['step']:,}"
+        if run["max_steps"]:
+            step += f"/{run['max_steps']:,}"
+        losses = ""
+        for key in _LOSSES:
+            losses += f"{_format_loss(run[key]):>10}"
+        age = _format_age(run["age"])
+        print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}")
+
+
+# --- check
+
+
+class _Target(NamedTuple):
+    """The checkpoints to check.
+
+    Attributes:
+        folder: the run's folder ``checkpoints``.
+        checkpoints: the checkpoints to read, the oldest first.
+        is_single: whether the user has named a single checkpoint.
+    """
+
+    folder: Path
+    checkpoints: list[Path]
+    is_single: bool = False
+
+
+class _CheckedCheckpoint(NamedTuple):
+    """The results for one checkpoint.
+
+    Attributes:
+        step: the number in its name, or the name if it has none.
+        size: the total bytes in its files.
+        written: the local time at which it was written.
+        eval_loss: the eval loss at this step, if it was evaluated.
+        fault: why it cannot be loaded, or ``None`` if it is intact.
+        is_resumable: whether a resume would load this one, the newest that is intact.
+        is_best: whether it has the lowest eval loss among the run's checkpoints.
+    """
+
+    step: int | str
+    size: int
+    written: str
+    eval_loss: float | None
+    fault: str | None
+    is_resumable: bool
+    is_best: bool
 
 
 def _check(path: Path, as_json: bool) -> bool:
-    """Print how a run and its checkpoints stand; returns whether all is well."""
+    """Print the state of a run and of its checkpoints, and return whether all is well."""
+    target = _find_target(path)
+    run_folder = target.folder.parent
+    history = History.found(run_folder)
+    set_aside: list[str] = []
+    leftovers: list[str] = []
+    if not target.is_single:
+        set_aside = _names(target.folder.glob("damaged-*"))
+        leftovers = _names([*run_folder.glob(".tmp-*"), *target.folder.glob(".tmp-*")])
+    is_lost = not target.checkpoints and _has_saved(history, set_aside)
+    standing = history.standing()
+
+    if not as_json:
+        say("run", f"{run_folder}: {standing}")
+        if target.checkpoints:
+            print(f"{'step':>10}{'size':>12}  {'written':<19}{'eval loss':>10}")
+    checked = []
+    for checkpoint in _read_checkpoints(target, history.record.get("identity_sha256")):
+        checked.append(checkpoint)
+        if not as_json:
+            print(_checkpoint_line(checkpoint), flush=True)
+    is_well = not is_lost and not any(checkpoint.fault for checkpoint in checked)
+
+    if as_json:
+        content = {
+            "run": str(run_folder),
+            "standing": standing,
+            "well": is_well,
+            "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in checked],
+            "set_aside": set_aside,
+            "leftovers": leftovers,
+        }
+        print(json_text(content, indent=1))
+        return is_well
+
+    for name in set_aside:
+        say("set aside", f"{name}: a resume found it damaged and renamed it")
+    for name in leftovers:
+        if history.in_progress:
+            say("leftover", f"{name} is being written or deleted")
+        else:
+            say("leftover", f"{name} is incomplete; the next start deletes it")
+    if is_lost:
+        say("none", f"no checkpoint is left in {target.folder}")
+    elif not target.checkpoints:
+        say("none", "no checkpoint has been made yet")
+    return is_well
+
+
+def _find_target(path: Path) -> _Target:
+    """Find out whether the user has named a checkpoint, a run or its folder ``checkpoints``.
+
+    Raises:
+        UserError: it is none of these.
+    """
     from llmtrain.record.checkpoint import MANIFEST, checkpoints
 
-    place, alone = path.absolute(), False  # "." too has a name
-    if path.is_dir() and (place.name.startswith("step-") or (path / MANIFEST).exists()):
-        folder, found, alone = place.parent, [place], True
-    elif is_run(path) or (path / "checkpoints").is_dir():
-        folder, found = place / "checkpoints", checkpoints(place / "checkpoints")
-    elif path.is_dir() and (place.name == "checkpoints" or checkpoints(path)):
-        folder, found = place, checkpoints(place)
-    else:
-        raise UserError(
-            f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt."
-        )
-    home = folder.parent
-    history = History.found(home)
-    aside = [] if alone else [one.name for one in sorted(folder.glob("damaged-*"))]
-    leftovers = (
-        []
-        if alone
-        else [one.name for one in sorted([*home.glob(".tmp-*"), *folder.glob(".tmp-*")])]
+    absolute = path.absolute()  # it has a name even if the path is "."
+    is_folder = path.is_dir()
+    if is_folder and (absolute.name.startswith("step-") or (path / MANIFEST).exists()):
+        return _Target(folder=absolute.parent, checkpoints=[absolute], is_single=True)
+
+    if is_run(path) or (path / "checkpoints").is_dir():
+        folder = absolute / "checkpoints"
+        return _Target(folder=folder, checkpoints=checkpoints(folder))
+
+    if is_folder and (absolute.name == "checkpoints" or checkpoints(path)):
+        return _Target(folder=absolute, checkpoints=checkpoints(absolute))
+
+    raise UserError(
+        f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt."
     )
-    state, step = history.status.get("state"), history.status.get("step")
-    # said to run at a step when it is saved
-    lost = not found and bool(aside or state in _WITH_CHECKPOINT or (state == "running" and step))
-    standing, checked = history.standing(), []
-    if not as_json:
-        say("run", f"{home}: {standing}")
-        if found:
-            print(f"{'step':>10}{'size':>12}  {'written':<19}{'held-out':>10}")
-    for one in _checked(found, history.record.get("identity_sha256"), alone):
-        checked.append(one)
-        if not as_json:
-            held_out = "" if one["held_out"] is None else f"{one['held_out']:.4f}"
-            says = [one["fault"] or "whole"]
-            says += ["a resume takes this one"] * one["taken"] + ["best held-out loss"] * one[
-                "best"
-            ]
-            line = f"{one['step']:>10}{_size(one['bytes']):>12}  {one['written']:<19}{held_out:>10}"
-            print(f"{line}  {'; '.join(says)}", flush=True)
-    well = not lost and not any(one["fault"] for one in checked)
-    if as_json:
-        facts = {"run": str(home), "standing": standing, "well": well, "checkpoints": checked}
-        print(json_text({**facts, "set_aside": aside, "leftovers": leftovers}, indent=1))
-        return well
-    for name in aside:
-        say("set aside", f"{name}: a resume found it damaged")
-    left = (
-        "is being written or deleted"
-        if history.in_progress
-        else "left half-written; the next start deletes it"
-    )
-    for name in leftovers:
-        say("leftover", f"{name} {left}")
-    if not found:
-        say(
-            "none",
-            f"no checkpoint is left in {folder}" if lost else "no checkpoint has been made yet",
-        )
-    return well
 
 
-def _checked(found: list[Path], identity: str | None, alone: bool) -> Iterator[Facts]:
-    """Yield each checkpoint, the newest first, as soon as it has been read."""
+def _names(paths: Iterable[Path]) -> list[str]:
+    return [path.name for path in sorted(paths)]
+
+
+def _has_saved(history: History, set_aside: list[str]) -> bool:
+    """Return whether a run must have saved a checkpoint at some time."""
+    state = history.status.get("state")
+    if set_aside or state in _STATES_AFTER_A_SAVE:
+        return True
+    # While a run is running, the step in status.json is that of its latest checkpoint.
+    return bool(state == "running" and history.status.get("step"))
+
+
+def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_CheckedCheckpoint]:
+    """Yield each checkpoint as soon as it has been read, the newest first.
+
+    Args:
+        target: the checkpoints to read.
+        fingerprint: the fingerprint of the run that the checkpoints must belong to.
+    """
     from llmtrain.record.checkpoint import find_fault, held_out_losses
 
-    losses = held_out_losses(found)
-    best = None if alone else min(losses, key=losses.__getitem__, default=None)
-    taken = None
-    for path in reversed(found):
+    losses = held_out_losses(target.checkpoints)
+    best: Path | None = None
+    if not target.is_single:
+        best = min(losses, key=losses.__getitem__, default=None)
+
+    resumable: Path | None = None
+    for path in reversed(target.checkpoints):
         number = path.name.removeprefix("step-")
-        facts: Facts = {
-            "step": int(number) if number.isdecimal() else number,
-            "bytes": _bytes(path),
-        }
-        facts |= {
-            "written": _time(path),
-            "held_out": losses.get(path),
-            "fault": find_fault(path, identity),
-        }
-        if path.exists():  # a run in progress deletes old ones
-            taken = taken or (path if facts["fault"] is None and not alone else None)
-            yield facts | {"taken": path == taken, "best": path == best}
+        size = _bytes_of(path)
+        written = _time_written(path)
+        fault = find_fault(path, fingerprint)
+        # A run in progress may have deleted the checkpoint meanwhile. Then its fault means nothing.
+        if not path.exists():
+            continue
+
+        if resumable is None and fault is None and not target.is_single:
+            resumable = path
+        yield _CheckedCheckpoint(
+            step=int(number) if number.isdecimal() else number,
+            size=size,
+            written=written,
+            eval_loss=losses.get(path),
+            fault=fault,
+            is_resumable=path == resumable,
+            is_best=path == best,
+        )
 
 
-def _bytes(path: Path) -> int:
+def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:
+    remarks = [checkpoint.fault or "intact"]
+    if checkpoint.is_resumable:
+        remarks.append("a resume loads this one")
+    if checkpoint.is_best:
+        remarks.append("best eval loss")
+
+    size = _format_size(checkpoint.size)
+    eval_loss = _format_loss(checkpoint.eval_loss)
+    numbers = f"{checkpoint.step:>10}{size:>12}  {checkpoint.written:<19}{eval_loss:>10}"
+    return f"{numbers}  {'; '.join(remarks)}"
+
+
+def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> Facts:
+    return {
+        "step": checkpoint.step,
+        "bytes": checkpoint.size,
+        "written": checkpoint.written,
+        "held_out": checkpoint.eval_loss,
+        "fault": checkpoint.fault,
+        "taken": checkpoint.is_resumable,
+        "best": checkpoint.is_best,
+    }
+
+
+def _bytes_of(path: Path) -> int:
+    """Return the size of all files in a folder, or 0 if they cannot be read."""
     with contextlib.suppress(OSError):
         return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
     return 0
 
 
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.{int(unit != 'B')}f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
-def _time(path: Path) -> str:
-    """Return when it was committed, or else when its folder was last changed."""
+def _time_written(path: Path) -> str:
+    """Return when a checkpoint was committed, or when its folder was last changed."""
     for file in (path / "MANIFEST.json", path):
         with contextlib.suppress(OSError):
             return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.lstat().st_mtime))
     return ""
+
+
+# --- numbers as text
+
+
+def _format_loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def _format_age(seconds: float) -> str:
+    """Return a duration in the largest unit in which it is at least 2."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _format_size(size: float) -> str:
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.2f} GiB"

@@ -1,1 +1,1 @@
-"""Pages and comparisons of what runs left."""
+"""Pages about runs, and comparisons between runs."""

@@ -1,5 +1,6 @@
-"""The curves and bars of runs, as plain data, which the page hands to plotly."""
+"""Curves and bars for the report page, as plain data that the page passes to plotly."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -9,155 +10,290 @@ from llmtrain.observe.phases import OWN, PHASES, described
 from llmtrain.record.history import History
 from llmtrain.types import Facts
 
-AXES = {"step": "updates", "tokens": "trained tokens", "hours": "hours of training"}
-_POINTS = 2000  # of a curve; a page for a run of weeks must open
-_PROCESSES = 32  # whose phases are drawn
+AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
+
+_MAX_POINTS = 2000  # per curve, so that a page still opens after weeks of training
+_MAX_PROCESSES = 32  # in the bar chart, over all runs
+
+# Takes a log entry, and returns the value to plot.
+_EntryValue: TypeAlias = Callable[[Facts], float | None]
 
 
 class Curve(NamedTuple):
-    """One line of a chart."""
+    """One line of a chart.
+
+    Attributes:
+        name: in the legend.
+        run: index of the run, which selects the colour.
+        has_markers: show each point, for values that are measured only now and then.
+        x: the x values for each of :data:`AXES`.
+        y: the y values.
+    """
 
     name: str
-    run: int  # whose colour it has
-    marked: bool  # points that were measured now and then, on a line; else the line alone
-    x: dict[str, list[float | None]]  # of each of the axes
+    run: int
+    has_markers: bool
+    x: dict[str, list[float | None]]
     y: list[float]
 
 
 class Chart(NamedTuple):
-    """Curves of several runs in one picture."""
+    """One chart with curves from one or several runs."""
 
     title: str
     unit: str
     curves: list[Curve]
-    logarithmic: bool = False
-    wide: bool = False
+    is_logarithmic: bool = False
+    is_wide: bool = False
 
 
 class Bars(NamedTuple):
-    """Seconds of an update in each phase, by process."""
+    """The seconds that each process spends in each phase of a step.
+
+    Attributes:
+        processes: a name for each process.
+        phases: maps the displayed name of each phase to its seconds, one number per process.
+    """
 
     processes: list[str]
-    phases: dict[str, list[float]]  # by the name that a person calls it
-
-
-Value: TypeAlias = Callable[[Facts], float | None]  # of a reading
+    phases: dict[str, list[float]]
 
 
 def charts(runs: Sequence[History]) -> list[Chart]:
-    """Return the charts for which some run has readings."""
-
-    def both(name: str, told: str = "") -> list[Curve]:
-        training, held_out = _curves(runs, f"train/{name}", f"{told}training"), f"{told}held out"
-        return [*training, *_curves(runs, f"eval/{name}", held_out, marked=True)]
-
+    """Return the charts for which at least one run has logged values."""
+    accuracy = _train_and_eval_curves(runs, "rewards/accuracies")
     answers = [
-        curve for which in ("chosen", "rejected") for curve in both(f"logps/{which}", f"{which}, ")
+        *_train_and_eval_curves(runs, "logps/chosen", prefix="chosen, "),
+        *_train_and_eval_curves(runs, "logps/rejected", prefix="rejected, "),
     ]
-    accuracy = both("rewards/accuracies")
-    drawn = [
-        Chart("Loss", "" if accuracy else "nats a token", both("loss"), wide=True),
-        Chart("Pairs whose chosen answer has the higher reward", "share", accuracy),
-        Chart("Margin between the rewards of two answers", "", both("rewards/margins")),
-        Chart("Log-probability of an answer", "nats", answers),
-        Chart("Distance from the first weights (KL)", "nats an answer", both("kl")),
-        Chart("Held-out bits per byte", "bits", _curves(runs, "eval/bits_per_byte", marked=True)),
+    # Preference training logs accuracies, and its loss is not in nats per token.
+    loss_unit = "" if accuracy else "nats per token"
+
+    all_charts = [
         Chart(
-            "Gradient norm, before clipping", "", _curves(runs, "train/grad_norm"), logarithmic=True
+            title="Loss",
+            unit=loss_unit,
+            curves=_train_and_eval_curves(runs, "loss"),
+            is_wide=True,
         ),
-        Chart("Learning rate", "", _curves(runs, "train/learning_rate")),
         Chart(
-            "Tokens a second, all processes", "tokens/s", _curves(runs, "train/tokens_per_second")
+            title="Pairs whose chosen answer has the higher reward",
+            unit="share",
+            curves=accuracy,
         ),
-        Chart("Share of the devices' arithmetic", "MFU", _curves(runs, "train/mfu")),
-        Chart("Memory of the process that holds most", "GiB", _curves(runs, most_memory)),
+        Chart(
+            title="Margin between the rewards of two answers",
+            unit="",
+            curves=_train_and_eval_curves(runs, "rewards/margins"),
+        ),
+        Chart(
+            title="Log-probability of an answer",
+            unit="nats",
+            curves=answers,
+        ),
+        Chart(
+            title="KL divergence from the reference model",
+            unit="nats per answer",
+            curves=_train_and_eval_curves(runs, "kl"),
+        ),
+        Chart(
+            title="Eval bits per byte",
+            unit="bits",
+            curves=_curves(runs, "eval/bits_per_byte", has_markers=True),
+        ),
+        Chart(
+            title="Gradient norm before clipping",
+            unit="",
+            curves=_curves(runs, "train/grad_norm"),
+            is_logarithmic=True,
+        ),
+        Chart(
+            title="Learning rate",
+            unit="",
+            curves=_curves(runs, "train/learning_rate"),
+        ),
+        Chart(
+            title="Throughput of all processes",
+            unit="tokens/s",
+            curves=_curves(runs, "train/tokens_per_second"),
+        ),
+        Chart(
+            title="Model FLOPs utilisation",
+            unit="MFU",
+            curves=_curves(runs, "train/mfu"),
+        ),
+        Chart(
+            title="Memory of the process that holds the most",
+            unit="GiB",
+            curves=_curves(runs, peak_memory),
+        ),
     ]
-    return [chart for chart in drawn if chart.curves]
+    return [chart for chart in all_charts if chart.curves]
 
 
-def names_of(runs: Sequence[History]) -> list[str]:
-    """Return short names that tell runs apart: those of their folders, or their paths where two have the same."""
+def run_names(runs: Sequence[History]) -> list[str]:
+    """Return a short name for each run: its folder's name, or the path if two names are equal."""
     names = [run.folder.absolute().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    if len(set(names)) < len(names):
+        return [str(run.folder) for run in runs]
+    return names
 
 
-def most_memory(reading: Facts) -> float | None:
-    """Return the GiB of the process that holds most."""
-    held = reading.get("memory")
-    return (
-        max((size for sizes in held.values() for size in sizes), default=None)
-        if isinstance(held, dict)
-        else None
-    )
+def peak_memory(entry: Facts) -> float | None:
+    """Return how many GiB the process with the most memory held, if the log entry has it."""
+    memory = entry.get("memory")
+    if not isinstance(memory, dict):
+        return None
+    return max(itertools.chain.from_iterable(memory.values()), default=None)
 
 
-def bars(runs: Sequence[History]) -> Bars | None:
-    """Return the median of what was read, of each run's latest number of processes.
+def phase_bars(runs: Sequence[History]) -> Bars | None:
+    """Return the median seconds per phase and process, or ``None`` if no run has logged any.
 
-    Where there are many, they are those that took longest for themselves.
+    If the number of processes has changed during a run, only log entries with the latest number
+    count. If there are too many processes for one chart, each run shows its slowest: those with the
+    most seconds in phases in which they do not wait for other processes.
     """
     names: list[str] = []
-    found: list[dict[str, float]] = []
-    for name, run in zip(names_of(runs), runs, strict=True):
-        readings = [line["phases"] for line in run.readings if isinstance(line.get("phases"), dict)]
-        width = len(next(iter(readings[-1].values()), [])) if readings else 0
-        readings = [
-            phases for phases in readings if {len(phases[phase]) for phase in PHASES} == {width}
-        ]
-        ranks = [
-            {
-                phase: statistics.median(reading[phase][rank] for reading in readings)
-                for phase in PHASES
-            }
-            for rank in range(width if readings else 0)
-        ]
-        slowest = sorted(
-            range(len(ranks)), key=lambda rank: -sum(ranks[rank][phase] for phase in OWN)
-        )
-        shown = sorted(slowest[: max(1, _PROCESSES // len(runs))])
-        names += [f"{name}, rank {rank}" if len(runs) > 1 else f"rank {rank}" for rank in shown]
-        found += [ranks[rank] for rank in shown]
-    return (
-        Bars(names, {described(phase): [rank[phase] for rank in found] for phase in PHASES})
-        if found
-        else None
-    )
+    medians: list[dict[str, float]] = []
+    for run_name, run in zip(run_names(runs), runs, strict=True):
+        medians_by_rank = _median_phases(run)
+        limit = max(1, _MAX_PROCESSES // len(runs))
+        for rank in _slowest_ranks(medians_by_rank, limit):
+            names.append(f"{run_name}, rank {rank}" if len(runs) > 1 else f"rank {rank}")
+            medians.append(medians_by_rank[rank])
+    if not medians:
+        return None
+
+    phases = {}
+    for phase in PHASES:
+        phases[described(phase)] = [seconds[phase] for seconds in medians]
+    return Bars(processes=names, phases=phases)
+
+
+def _median_phases(run: History) -> list[dict[str, float]]:
+    """Return the median seconds of each phase by rank, from entries with the latest rank count."""
+    entries = [entry["phases"] for entry in run.readings if isinstance(entry.get("phases"), dict)]
+    if not entries:
+        return []
+
+    ranks = len(next(iter(entries[-1].values()), []))
+    entries = [phases for phases in entries if _rank_counts(phases) == {ranks}]
+    if not entries:
+        return []
+
+    medians = []
+    for rank in range(ranks):
+        medians.append({phase: _median_seconds(entries, phase, rank) for phase in PHASES})
+    return medians
+
+
+def _rank_counts(phases: Facts) -> set[int]:
+    """Return the numbers of ranks in a log entry's phases. If the entry is valid, there is one."""
+    return {len(phases[phase]) for phase in PHASES}
+
+
+def _median_seconds(entries: Sequence[Facts], phase: str, rank: int) -> float:
+    median: float = statistics.median(phases[phase][rank] for phases in entries)
+    return median
+
+
+def _slowest_ranks(medians: Sequence[dict[str, float]], limit: int) -> list[int]:
+    """Return the ranks with the most seconds in phases in which they do not wait, in order."""
+
+    def own_seconds(rank: int) -> float:
+        return sum(medians[rank][phase] for phase in OWN)
+
+    slowest_first = sorted(range(len(medians)), key=own_seconds, reverse=True)
+    return sorted(slowest_first[:limit])
+
+
+class _Point(NamedTuple):
+    """One logged value, and its position on each of :data:`AXES`."""
+
+    value: float
+    step: int
+    tokens: float | None
+    hours: float | None
+
+
+def _train_and_eval_curves(runs: Sequence[History], name: str, prefix: str = "") -> list[Curve]:
+    """Return the curves for a metric that is logged in training and in evaluations."""
+    return [
+        *_curves(runs, f"train/{name}", label=f"{prefix}train"),
+        *_curves(runs, f"eval/{name}", label=f"{prefix}eval", has_markers=True),
+    ]
 
 
 def _curves(
-    runs: Sequence[History], what: str | Value, label: str = "", marked: bool = False
+    runs: Sequence[History], value: str | _EntryValue, label: str = "", has_markers: bool = False
 ) -> list[Curve]:
-    found = []
-    for number, (name, run) in enumerate(zip(names_of(runs), runs, strict=True)):
-        points = [
-            (value, line["step"], line.get("tokens"), hour)
-            for line, hour in zip(run.readings, run.hours(), strict=True)
-            if (value := what(line) if callable(what) else line.get(what)) is not None
-            and math.isfinite(value)
-        ]
-        if points:
-            values, *axes = zip(
-                *(points[i] for i in thinned([point[0] for point in points])), strict=True
+    """Return one curve for each run that has logged a value.
+
+    Args:
+        runs: all runs on the page.
+        value: a key of the log entries, or a function that computes the value from an entry.
+        label: distinguishes these curves from others in the same chart.
+        has_markers: show each point.
+    """
+    curves = []
+    for number, (run_name, run) in enumerate(zip(run_names(runs), runs, strict=True)):
+        points = _points(run, value)
+        if not points:
+            continue
+
+        indices = downsample([point.value for point in points])
+        shown = [points[i] for i in indices]
+        parts = [run_name, label] if len(runs) > 1 else [label]
+        curve = Curve(
+            name=", ".join(part for part in parts if part) or run_name,
+            run=number,
+            has_markers=has_markers,
+            x={
+                "step": [point.step for point in shown],
+                "tokens": [point.tokens for point in shown],
+                "hours": [point.hours for point in shown],
+            },
+            y=[point.value for point in shown],
+        )
+        curves.append(curve)
+    return curves
+
+
+def _points(run: History, value: str | _EntryValue) -> list[_Point]:
+    """Return the finite values that a run has logged, in order."""
+    points = []
+    for entry, hours in zip(run.readings, run.hours(), strict=True):
+        logged = value(entry) if callable(value) else entry.get(value)
+        if logged is not None and math.isfinite(logged):
+            point = _Point(
+                value=logged,
+                step=entry["step"],
+                tokens=entry.get("tokens"),
+                hours=hours,
             )
-            x = {axis: list(column) for axis, column in zip(AXES, axes, strict=True)}
-            title = ", ".join(filter(None, (name if len(runs) > 1 else "", label)))
-            found.append(Curve(title or name, number, marked, x, list(values)))
-    return found
+            points.append(point)
+    return points
 
 
-def thinned(values: Sequence[float], limit: int = _POINTS) -> Iterable[int]:
-    """Return the places of at most ``limit`` values: of each stretch the lowest and the highest.
+def downsample(values: Sequence[float], limit: int = _MAX_POINTS) -> Iterable[int]:
+    """Choose at most ``limit`` values for a curve, such that no spike is lost.
 
-    No spike is lost.
+    If there are more values, the lowest and the highest of each stretch are chosen.
+
+    Returns:
+        The indices of the values, in ascending order.
     """
     if len(values) <= limit:
         return range(len(values))
-    stretch = math.ceil(2 * len(values) / limit)
-    stretches = (
-        range(len(values))[start : start + stretch] for start in range(0, len(values), stretch)
-    )
-    both = (
-        {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-        for places in stretches
-    )
-    return [place for pair in both for place in sorted(pair)]
+
+    stretch_length = math.ceil(2 * len(values) / limit)
+    indices: list[int] = []
+    for start in range(0, len(values), stretch_length):
+        stretch = range(start, min(start + stretch_length, len(values)))
+        extremes = {
+            min(stretch, key=values.__getitem__),
+            max(stretch, key=values.__getitem__),
+        }
+        indices += sorted(extremes)
+    return indices

@@ -1,7 +1,7 @@
-"""Compare two runs, one logged quantity at a time, and say how far rounding may move each of them.
+"""Compare the quantities that two runs have logged, within tolerances for rounding errors.
 
-``llmtrain verify`` and ``llmtrain diff`` both stand on this module: the table of tolerances and the definition of a
-difference are here and nowhere else.
+Both ``llmtrain verify`` and ``llmtrain diff`` use this module. Tolerances, and the measure of a
+difference, are defined only here.
 """
 
 import math
@@ -18,12 +18,19 @@ Series: TypeAlias = Mapping[int, Json]  # the values of one quantity by step
 
 
 class Tolerance(NamedTuple):
-    """How far rounding may move a quantity within a few steps, relative to its value."""
+    """The largest relative differences that rounding errors explain within a few steps.
+
+    Attributes:
+        loss: for losses.
+        grad_norm: for gradient norms.
+        weights: for weights: the L2 norm of their difference, relative to their own norm.
+        exact: for everything that is not computed in floating point, such as counts.
+    """
 
     loss: float
     grad_norm: float
-    weights: float  # the L2 norm of the difference, relative to the L2 norm of the weights
-    exact: float = 0.0  # for quantities that are counted, not computed
+    weights: float
+    exact: float = 0.0
 
 
 NO_TOLERANCE = Tolerance(loss=0.0, grad_norm=0.0, weights=0.0)
@@ -38,46 +45,53 @@ _TOLERANCES = {
 
 
 def tolerance_of(mixed_precision: str) -> Tolerance:
-    """Return the tolerance for a run.
+    """Return the tolerance for runs with this precision.
 
     Args:
-        mixed_precision: Accelerate's name, such as ``no`` or ``bf16``, or ``float64``.
+        mixed_precision: Accelerate's name, such as ``no`` or ``bf16``, or ``float64``. An unknown
+            name gets the tolerance for half precision.
     """
     precision = "float32" if mixed_precision == "no" else mixed_precision
     return _TOLERANCES.get(precision, _HALF_PRECISION)
 
 
 class Quantity(NamedTuple):
-    """Something that a run logs at each step and that another run can be compared in."""
+    """Something that runs log at each step, so that two runs can be compared by it.
+
+    Attributes:
+        name: for messages.
+        read: returns a run's values by step.
+        rounds_like: the field in :class:`Tolerance` that applies.
+    """
 
     name: str
     read: Callable[[History], Series]
     rounds_like: Literal["exact", "loss", "grad_norm", "weights"] = "exact"
 
     def limit(self, tolerance: Tolerance) -> float:
-        """Return the largest relative difference that rounding explains; 0 if it explains none."""
+        """Return the largest relative difference that rounding errors explain."""
         limits = tolerance._asdict()
         return float(limits[self.rounds_like])
 
 
 def _logged(key: str) -> Callable[[History], Series]:
-    """Return a reader of one key of ``metrics.jsonl``.
+    """Return a function that reads one key from a run's log entries.
 
-    JSON has no numbers that are not finite. They were written as null, and are read as NaN.
+    JSON can only hold finite numbers. Other numbers were logged as null, and are read as NaN.
     """
 
     def read(run: History) -> Series:
-        return {
-            entry["step"]: math.nan if entry[key] is None else entry[key]
-            for entry in run.readings
-            if key in entry
-        }
+        values: dict[int, Json] = {}
+        for entry in run.readings:
+            if key in entry:
+                values[entry["step"]] = math.nan if entry[key] is None else entry[key]
+        return values
 
     return read
 
 
 def _logged_at_start(key: str) -> Callable[[History], Series]:
-    """Return a reader of one key of ``metrics.jsonl`` before the first step."""
+    """Return a function that reads one key from the log entries before the first step."""
     read_all = _logged(key)
 
     def read(run: History) -> Series:
@@ -87,7 +101,11 @@ def _logged_at_start(key: str) -> Callable[[History], Series]:
 
 
 def _fingerprint(part: int) -> Callable[[History], Series]:
-    """Return a reader of a batch's fingerprint: part 0 is for its tokens, part 1 for its labels."""
+    """Return a function that reads one part of each batch's fingerprint.
+
+    Args:
+        part: 0 for the hash of the tokens, 1 for the hash of the labels.
+    """
 
     def read(run: History) -> Series:
         return {
@@ -100,10 +118,11 @@ def _fingerprint(part: int) -> Callable[[History], Series]:
 
 
 def _rows(run: History) -> Series:
+    """Return the rows in each step's global batch, if the run has logged them (``--log_rows``)."""
     return {entry["step"]: entry.get("rows") for entry in read_lines(run.folder / "rows.jsonl")}
 
 
-# In the order in which they follow from each other within a step.
+# Ordered by cause and effect: within a step, each quantity depends on those before it.
 QUANTITIES = {
     "initial_weights": Quantity(
         name="norm of the initial weights",
@@ -135,7 +154,14 @@ QUANTITIES = {
 
 
 class StepDifference(NamedTuple):
-    """The values of one quantity in two runs, at a step that both have logged."""
+    """The values of one quantity in two runs, at a step that both have logged.
+
+    Attributes:
+        step: the step.
+        first: the value in the first run.
+        second: the value in the second run.
+        relative: the relative difference.
+    """
 
     step: int
     first: Json
@@ -144,7 +170,7 @@ class StepDifference(NamedTuple):
 
 
 def differences(quantity: Quantity, first: History, second: History) -> list[StepDifference]:
-    """Return how far two runs are apart at each step that both have logged, in order."""
+    """Compare one quantity at each step that both runs have logged, in order."""
     first_series = quantity.read(first)
     second_series = quantity.read(second)
     steps = sorted(first_series.keys() & second_series.keys())
@@ -160,28 +186,37 @@ def differences(quantity: Quantity, first: History, second: History) -> list[Ste
 
 
 class Deviation(NamedTuple):
-    """The largest relative difference of one quantity, and the first step at which there is any."""
+    """How much one quantity differs between two runs.
 
-    largest: float  # infinite if one run lacks a step that the other has
-    first_step: int | None  # None if there is no difference
+    Attributes:
+        largest: the largest relative difference. Infinite if only one run has logged some step.
+        first_step: the first step with a difference, or ``None`` if there is none.
+    """
+
+    largest: float
+    first_step: int | None
 
 
 def deviation(quantity: Quantity, first: History, second: History) -> Deviation:
     """Compare two runs that must have logged the same steps."""
-    in_one_run = quantity.read(first).keys() ^ quantity.read(second).keys()
-    different = [
+    unmatched_steps = quantity.read(first).keys() ^ quantity.read(second).keys()
+    nonzero = [
         difference for difference in differences(quantity, first, second) if difference.relative > 0
     ]
-    largest = max((difference.relative for difference in different), default=0.0)
-    steps = [*in_one_run, *(difference.step for difference in different)]
-    return Deviation(
-        largest=math.inf if in_one_run else largest,
-        first_step=min(steps, default=None),
-    )
+    steps = [*unmatched_steps, *(difference.step for difference in nonzero)]
+    if unmatched_steps:
+        largest = math.inf
+    else:
+        largest = max((difference.relative for difference in nonzero), default=0.0)
+    return Deviation(largest=largest, first_step=min(steps, default=None))
 
 
 def relative_difference(first: Json, second: Json) -> float:
-    """Return the relative difference of two numbers; infinite for other values that differ."""
+    """Return the relative difference of two values.
+
+    If the values are not both finite numbers, it is 0 if they are equal, and infinite otherwise.
+    Two NaNs count as equal.
+    """
     if first == second:
         return 0.0
 
@@ -198,13 +233,20 @@ def relative_difference(first: Json, second: Json) -> float:
 def weight_difference(
     first: Mapping[str, "torch.Tensor"], second: Mapping[str, "torch.Tensor"]
 ) -> float:
-    """Return the L2 norm of the difference of two models' weights, relative to the first model's.
+    """Return the L2 norm of the difference between two models' weights, as a relative number.
 
-    It is infinite if the two do not have the same tensors.
+    Args:
+        first: the first model's weights by name. The difference is relative to their norm.
+        second: the second model's weights by name.
+
+    Returns:
+        The relative difference; infinite if the names are not the same.
     """
     if first.keys() != second.keys():
         return math.inf
 
-    moved = sum(float((second[name] - weight).square().sum()) for name, weight in first.items())
-    total = sum(float(weight.square().sum()) for weight in first.values())
-    return float((moved / total) ** 0.5)
+    squared_difference = sum(
+        float((second[name] - weight).square().sum()) for name, weight in first.items()
+    )
+    squared_norm = sum(float(weight.square().sum()) for weight in first.values())
+    return float((squared_difference / squared_norm) ** 0.5)

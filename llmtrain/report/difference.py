@@ -1,8 +1,8 @@
-"""Say where two runs diverge first, and what could be the cause.
+"""Find the first step at which two runs diverge, and settings that could be the cause.
 
-A step is a chain: weights and rows, the tokens in the rows, the labels, the loss, the gradient, the weights after the
-step. The first link of the chain that differs points at the settings, or the code, that act there. Everything after it
-follows from it.
+A step is a chain of quantities: the weights and the rows, the tokens of the rows, the labels, the
+loss, the gradient, and the weights after the step. The first quantity in the chain that differs
+points to the settings, or the code, that influence it. All later differences follow from it.
 """
 
 import re
@@ -22,89 +22,149 @@ from llmtrain.types import Facts, Json
 
 
 class Link(NamedTuple):
-    """What a difference in one quantity says about its cause, if everything before it in the chain is the same."""
+    """What a difference in one quantity means if all quantities before it in the chain are equal.
 
-    acting: tuple[str, ...]  # the groups of settings that can change this quantity
-    otherwise: str  # the cause to name if none of those settings differs
-    given: str = ""  # what is known to be the same
-    needs_same_data: bool = False  # on other data this quantity differs with nothing wrong
+    Attributes:
+        groups: the groups of settings that influence this quantity.
+        default_cause: the cause to report if none of these settings differs.
+        condition: what is equal in both runs, for the message.
+        needs_same_data: on different data, this quantity differs even if nothing is wrong.
+    """
+
+    groups: tuple[str, ...]
+    default_cause: str
+    condition: str = ""
+    needs_same_data: bool = False
 
 
 class Divergence(NamedTuple):
-    """The first step at which two runs differ in one quantity."""
+    """The first step at which two runs differ in one quantity.
 
-    link: str  # a key of CHAIN
-    step: int  # 0: before the first step
-    one: Json
-    other: Json
+    Attributes:
+        link: a key of :data:`CHAIN`.
+        step: the step; 0 is before the first step.
+        value_a: the value in the first run.
+        value_b: the value in the second run.
+    """
+
+    link: str
+    step: int
+    value_a: Json
+    value_b: Json
 
 
 class Comparison(NamedTuple):
-    """Two runs, compared."""
+    """The result of comparing two runs.
 
-    first: (
-        Divergence | None
-    )  # the earliest, and of those the first along the chain; the others follow from it
-    all: list[Divergence]  # in the order of the chain
+    Attributes:
+        first: the earliest divergence. If several are at the same step, the first in the chain.
+        divergences: all divergences, in the order of the chain.
+        causes: what may have caused the first divergence.
+        other_differences: settings and versions that differ, but cannot have caused it.
+        largest_loss_difference: the largest relative difference of a train loss.
+        common_entries: how many train losses both runs have logged at the same step.
+    """
+
+    first: Divergence | None
+    divergences: list[Divergence]
     causes: list[str]
-    also: list[str]  # other settings and versions that differ
-    rounding: float  # the largest relative difference of a training loss
-    readings: int  # log entries that both runs have
+    other_differences: list[str]
+    largest_loss_difference: float
+    common_entries: int
+
+
+class MetadataDifference(NamedTuple):
+    """A setting, or another part of the runs' records, that differs.
+
+    Attributes:
+        group: which part of a step it influences, as in :attr:`Link.groups`.
+        text: its name and both values.
+    """
+
+    group: str
+    text: str
 
 
 _LABELS = "labels are masked or shifted differently"
-_MODEL = f"the model or its loss computes differently: attention, dropout, precision, or {_LABELS}"
+_MODEL = (
+    "the model or the loss is computed differently: attention, dropout or precision differ, or "
+    f"{_LABELS}"
+)
 _TOKENS = (
-    "text is tokenized differently: another file, or a token at the beginning or the end of a text that is added "
-    "twice or left out; or rows are ordered differently (--log_rows tells)"
+    "the text is tokenized differently: the file differs, or a special token is added twice or "
+    "is missing; or the rows are in a different order (--log_rows logs it)"
 )
 _GRADIENT = (
-    "the gradient is accumulated differently: a mean of micro-batches' means instead of one mean over all tokens, "
-    "a missing sync, or a factor of the number of processes"
+    "the gradient is accumulated differently: a mean of micro-batches' means instead of one mean "
+    "over all tokens, a missing gradient sync, or a factor of the number of processes"
 )
-_OPTIMIZER = "the optimizer or the clipping of the gradient computes differently"
+_OPTIMIZER = "the optimizer or gradient clipping computes differently"
 
-# The quantities of report/comparison.py, in the order in which a difference in one causes one in the next.
+# The quantities of report/comparison.py. Each depends on those before it.
 CHAIN = {
     "initial_weights": Link(
-        acting=("model", "seed"), otherwise="weights are initialised or loaded differently"
+        groups=("model", "seed"),
+        default_cause="the weights are initialised or loaded differently",
     ),
-    "rows": Link(acting=("data", "seed"), otherwise="rows are ordered or dealt out differently"),
-    "input_tokens": Link(acting=("data", "seed"), otherwise=_TOKENS),
-    "labels": Link(acting=("data",), otherwise=_LABELS, given="of the same tokens"),
-    "target_tokens": Link(acting=("data",), otherwise=f"{_LABELS}, or counted differently"),
-    "learning_rate": Link(acting=("update",), otherwise="the schedule is computed differently"),
+    "rows": Link(
+        groups=("data", "seed"),
+        default_cause="rows are shuffled, or distributed over the processes, differently",
+    ),
+    "input_tokens": Link(
+        groups=("data", "seed"),
+        default_cause=_TOKENS,
+    ),
+    "labels": Link(
+        groups=("data",),
+        default_cause=_LABELS,
+        condition="of the same tokens",
+    ),
+    "target_tokens": Link(
+        groups=("data",),
+        default_cause=f"{_LABELS}, or counted differently",
+    ),
+    "learning_rate": Link(
+        groups=("update",),
+        default_cause="the learning rate schedule is computed differently",
+    ),
     "initial_loss": Link(
-        acting=("model", "pass"),
-        otherwise=_MODEL,
-        given="with the same weights",
+        groups=("model", "pass"),
+        default_cause=_MODEL,
+        condition="with the same weights",
         needs_same_data=True,
     ),
-    "loss": Link(acting=("model", "pass"), otherwise=_MODEL),
+    "loss": Link(
+        groups=("model", "pass"),
+        default_cause=_MODEL,
+    ),
     "grad_norm": Link(
-        acting=("gradient", "pass", "model"), otherwise=_GRADIENT, given="with the same loss"
+        groups=("gradient", "pass", "model"),
+        default_cause=_GRADIENT,
+        condition="with the same loss",
     ),
     "weight_norm": Link(
-        acting=("update", "gradient"), otherwise=_OPTIMIZER, given="after the same gradient"
+        groups=("update", "gradient"),
+        default_cause=_OPTIMIZER,
+        condition="after the same gradient",
     ),
     "eval_loss": Link(
-        acting=("data", "pass"),
-        otherwise="the evaluation computes differently",
+        groups=("data", "pass"),
+        default_cause="the eval loss is computed differently",
         needs_same_data=True,
     ),
     "eval_bits_per_byte": Link(
-        acting=("data", "pass"),
-        otherwise="the bytes of the eval text are counted differently",
+        groups=("data", "pass"),
+        default_cause="the bytes of the eval text are counted differently",
         needs_same_data=True,
     ),
 }
 assert [*CHAIN] == [*QUANTITIES]
 
-# Rounding errors grow from one log entry to the next, but by no more than this factor.
+# From one log entry to the next, rounding errors grow by less than this factor.
 _LARGEST_GROWTH = 30
 
 # Two runs on a CPU that agree in all of these must agree to the last bit.
-_LAYOUT_FACTS = ("processes", "sharded", "device", "threads", "versions", "host")
+_LAYOUT_START_KEYS = ("processes", "sharded", "device", "threads", "versions", "host")
 _LAYOUT_SETTINGS = (
     "per_device_train_batch_size",
     "pipeline_stages",
@@ -114,122 +174,12 @@ _LAYOUT_SETTINGS = (
     "ddp_bucket_cap_mb",
 )
 
-
-def compare(one: History, other: History) -> Comparison:
-    """Compare two runs. Either may have been interrupted, and they may have had different parallel layouts."""
-    tolerance = _tolerance_between(one, other)
-    has_same_data = one.record.get("data_sha256") == other.record.get("data_sha256")
-    candidates = [
-        _divergence(key, one, other, tolerance)
-        for key, link in CHAIN.items()
-        if has_same_data or not link.needs_same_data
-    ]
-    divergences = [candidate for candidate in candidates if candidate is not None]
-    first = min(divergences, key=lambda divergence: divergence.step, default=None)
-
-    losses = differences(QUANTITIES["loss"], one, other)
-    causes, also = _causes(first, differing_facts(one, other), [loss.step for loss in losses])
-    return Comparison(
-        first=first,
-        all=divergences,
-        causes=causes,
-        also=also,
-        rounding=max((loss.relative for loss in losses), default=0.0),
-        readings=len(losses),
-    )
-
-
-def _tolerance_between(one: History, other: History) -> Tolerance:
-    """Return the tolerance for two runs: none on the same layout, else that of the lower precision."""
-    if _has_same_layout(one, other):
-        return NO_TOLERANCE
-
-    tolerances = []
-    for run in (one, other):
-        start = run.starts[0] if run.starts else {"mixed_precision": "no"}
-        tolerances.append(tolerance_of(str(start.get("mixed_precision"))))
-    return max(tolerances, key=lambda tolerance: tolerance.loss)
-
-
-def _divergence(key: str, one: History, other: History, tolerance: Tolerance) -> Divergence | None:
-    """Return the first step at which a quantity is further apart than rounding explains.
-
-    A difference above the tolerance is still rounding if it has grown from the log entry before as slowly as rounding
-    errors grow.
-    """
-    quantity = QUANTITIES[key]
-    limit = quantity.limit(tolerance)
-    before = 0.0
-    for difference in differences(quantity, one, other):
-        if difference.relative <= limit:
-            before = difference.relative
-            continue
-
-        has_grown_slowly = before > 0 and difference.relative < _LARGEST_GROWTH * before
-        if has_grown_slowly:
-            return None
-        return Divergence(
-            link=key, step=difference.step, one=difference.first, other=difference.second
-        )
-    return None
-
-
-def _causes(
-    first: Divergence | None, facts: list[tuple[str, str]], steps: Sequence[int]
-) -> tuple[list[str], list[str]]:
-    """Split the facts that differ into possible causes of the first divergence, and the others.
-
-    Args:
-        first: The divergence to explain.
-        facts: What :func:`differing_facts` returns.
-        steps: The steps at which both runs have logged a loss.
-    """
-    if first is None:
-        return [], [text for _, text in facts]
-
-    acting = {"any", *CHAIN[first.link].acting}
-    if _may_begin_earlier(first, steps):
-        acting |= {"model", "pass", "gradient", "update"}
-    causes = [text for group, text in facts if group in acting]
-    also = [text for group, text in facts if group not in acting]
-    if causes:
-        return causes, also
-
-    code = [text for group, text in facts if group == "code"]
-    return [CHAIN[first.link].otherwise, *code], [text for text in also if text not in code]
-
-
-def _may_begin_earlier(first: Divergence, steps: Sequence[int]) -> bool:
-    """Return whether a step before the first divergence may already have differed without being logged.
-
-    A loss shows what the step before it did to the weights, so only the very first loss is certain.
-    """
-    if first.link not in ("loss", "grad_norm", "weight_norm"):
-        return False
-
-    last_equal_step = max((step for step in steps if step < first.step), default=0)
-    has_unlogged_steps = first.step - last_equal_step > 1
-    return has_unlogged_steps or (first.link == "loss" and last_equal_step > 0)
-
-
-def _has_same_layout(one: History, other: History) -> bool:
-    """Return whether two runs were computed in the same way, so that on a CPU they have the same bits."""
-    starts = [*one.starts, *other.starts]
-    layouts = [[start.get(key) for key in _LAYOUT_FACTS] for start in starts]
-    has_same_starts = all(layout == layouts[0] for layout in layouts)
-    has_same_settings = all(
-        one.settings.get(key) == other.settings.get(key) for key in _LAYOUT_SETTINGS
-    )
-    on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (one, other))
-    return on_cpu and has_same_settings and has_same_starts
-
-
-# Facts of a run's record or its first start: the group that says where each acts, and its name in the output.
-_FACTS = {
+# Keys of a run's record, or of its first start: their group, and their name in messages.
+_METADATA = {
     "data_sha256": ("data", "content of the data"),
     "tokenizer_sha256": ("data", "tokenizer"),
-    "train_rows": ("data", "rows to train on"),
-    "vocabulary": ("model", "tokens of the vocabulary"),
+    "train_rows": ("data", "train rows"),
+    "vocabulary": ("model", "vocabulary size"),
     "mixed_precision": ("pass", "precision"),
     "git_sha": ("code", "commit"),
     "code_sha256": ("code", "code of the package, the recipe and the modules beside it"),
@@ -241,44 +191,177 @@ _FACTS = {
 }
 
 
-def differing_facts(one: History, other: History) -> list[tuple[str, str]]:
-    """Return how the records of two runs differ: for each fact the group that says where it acts, and a text."""
-    facts = _differing_settings(one, other)
-    extra_tokens = _extra_tokens_per_document(one.record, other.record)
+def compare(run_a: History, run_b: History) -> Comparison:
+    """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
+    tolerance = _tolerance_between(run_a, run_b)
+    has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
+    candidates = [
+        _divergence(key, run_a, run_b, tolerance=tolerance)
+        for key, link in CHAIN.items()
+        if has_same_data or not link.needs_same_data
+    ]
+    divergences = [candidate for candidate in candidates if candidate is not None]
+    first = min(divergences, key=lambda divergence: divergence.step, default=None)
+
+    losses = differences(QUANTITIES["loss"], run_a, run_b)
+    causes, other_differences = _split_by_cause(
+        first,
+        metadata_differences(run_a, run_b),
+        logged_steps=[loss.step for loss in losses],
+    )
+    return Comparison(
+        first=first,
+        divergences=divergences,
+        causes=causes,
+        other_differences=other_differences,
+        largest_loss_difference=max((loss.relative for loss in losses), default=0.0),
+        common_entries=len(losses),
+    )
+
+
+def _tolerance_between(run_a: History, run_b: History) -> Tolerance:
+    """Return the tolerance for the lower of two precisions; none if the bits must be equal."""
+    if _has_same_layout(run_a, run_b):
+        return NO_TOLERANCE
+
+    tolerances = []
+    for run in (run_a, run_b):
+        start = run.starts[0] if run.starts else {"mixed_precision": "no"}
+        tolerances.append(tolerance_of(str(start.get("mixed_precision"))))
+    return max(tolerances, key=lambda tolerance: tolerance.loss)
+
+
+def _has_same_layout(run_a: History, run_b: History) -> bool:
+    """Return whether both runs used the same layout on a CPU, so that their bits must be equal."""
+    starts = [*run_a.starts, *run_b.starts]
+    layouts = [_layout(start) for start in starts]
+    has_same_starts = all(layout == layouts[0] for layout in layouts)
+    has_same_settings = all(
+        run_a.settings.get(key) == run_b.settings.get(key) for key in _LAYOUT_SETTINGS
+    )
+    on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (run_a, run_b))
+    return on_cpu and has_same_settings and has_same_starts
+
+
+def _layout(start: Facts) -> list[Json]:
+    """Return what determines the bits of a start's results, apart from the settings."""
+    return [start.get(key) for key in _LAYOUT_START_KEYS]
+
+
+def _divergence(
+    key: str, run_a: History, run_b: History, tolerance: Tolerance
+) -> Divergence | None:
+    """Return the first step at which a quantity differs by more than rounding errors explain.
+
+    A difference above the tolerance is still a rounding error if the log entry before had one, and
+    if it has grown from there as slowly as rounding errors grow.
+    """
+    quantity = QUANTITIES[key]
+    limit = quantity.limit(tolerance)
+    previous = 0.0
+    for difference in differences(quantity, run_a, run_b):
+        if difference.relative <= limit:
+            previous = difference.relative
+            continue
+
+        has_grown_slowly = previous > 0 and difference.relative < _LARGEST_GROWTH * previous
+        if has_grown_slowly:
+            return None
+        return Divergence(
+            link=key,
+            step=difference.step,
+            value_a=difference.first,
+            value_b=difference.second,
+        )
+    return None
+
+
+def _split_by_cause(
+    first: Divergence | None,
+    metadata: Sequence[MetadataDifference],
+    logged_steps: Sequence[int],
+) -> tuple[list[str], list[str]]:
+    """Split the metadata that differ into possible causes of the first divergence, and others.
+
+    Args:
+        first: the divergence to explain.
+        metadata: what :func:`metadata_differences` returned.
+        logged_steps: the steps at which both runs have logged a loss.
+
+    Returns:
+        The causes, and the other differences.
+    """
+    if first is None:
+        return [], [difference.text for difference in metadata]
+
+    groups = {"any", *CHAIN[first.link].groups}
+    if _may_begin_earlier(first, logged_steps):
+        groups |= {"model", "pass", "gradient", "update"}
+    causes = [difference.text for difference in metadata if difference.group in groups]
+    others = [difference.text for difference in metadata if difference.group not in groups]
+    if causes:
+        return causes, others
+
+    code = [difference.text for difference in metadata if difference.group == "code"]
+    causes = [CHAIN[first.link].default_cause, *code]
+    return causes, [text for text in others if text not in code]
+
+
+def _may_begin_earlier(first: Divergence, logged_steps: Sequence[int]) -> bool:
+    """Return whether an earlier step may have differed in a quantity that was not logged.
+
+    A loss also shows what the previous step did to the weights. So a difference in the loss is
+    certain to begin in its own step only if that is the first step of the run.
+    """
+    if first.link not in ("loss", "grad_norm", "weight_norm"):
+        return False
+
+    last_equal_step = max((step for step in logged_steps if step < first.step), default=0)
+    has_unlogged_steps = first.step - last_equal_step > 1
+    return has_unlogged_steps or (first.link == "loss" and last_equal_step > 0)
+
+
+def metadata_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
+    """Return the settings, versions, hashes and layouts that differ between two runs.
+
+    A setting that influences several parts of a step is in the list once for each part.
+    """
+    different = _settings_differences(run_a, run_b)
+
+    extra_tokens = _extra_tokens_per_document(run_a.record, run_b.record)
     if extra_tokens is not None:
-        facts.append(("data", extra_tokens))
+        different.append(MetadataDifference(group="data", text=extra_tokens))
 
-    one_record = _flat_record(one)
-    other_record = _flat_record(other)
-    for key, (group, name) in _FACTS.items():
-        a = one_record.get(key)
-        b = other_record.get(key)
+    metadata_a = _flat_record(run_a)
+    metadata_b = _flat_record(run_b)
+    for key, (group, name) in _METADATA.items():
+        a = metadata_a.get(key)
+        b = metadata_b.get(key)
         if a is not None and b is not None and a != b:
-            facts.append((group, f"{name}: {_short(a)} and {_short(b)}"))
-    return [*dict.fromkeys(facts)]
+            text = f"{name}: {_shorten_hash(a)} and {_shorten_hash(b)}"
+            different.append(MetadataDifference(group=group, text=text))
+    return [*dict.fromkeys(different)]
 
 
-def _differing_settings(one: History, other: History) -> list[tuple[str, str]]:
-    groups = groups_of_settings()
-    facts = []
-    for name in dict.fromkeys([*one.settings, *other.settings]):
-        a = one.settings.get(name)
-        b = other.settings.get(name)
+def _settings_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
+    groups = groups_by_setting()
+    different = []
+    for name in dict.fromkeys([*run_a.settings, *run_b.settings]):
+        a = run_a.settings.get(name)
+        b = run_b.settings.get(name)
         if a == b:
             continue
-        text = f"--{name} {_short(a)} and {_short(b)}"
-        facts += [(group, text) for group in groups.get(name, ["any"]) if group != "nowhere"]
-    return facts
+
+        text = f"--{name} {_shorten_hash(a)} and {_shorten_hash(b)}"
+        # A recipe may have flags that this package does not know. They may influence anything.
+        for group in groups.get(name, ["any"]):
+            if group != "nowhere":
+                different.append(MetadataDifference(group=group, text=text))
+    return different
 
 
-def _flat_record(run: History) -> Facts:
-    """Return the run's record and its first start as one object."""
-    start = run.starts[0] if run.starts else {}
-    return {**start, **run.record, "processes": start.get("processes")}
-
-
-def groups_of_settings() -> dict[str, list[str]]:
-    """Return for each flag of this package the groups that say where it acts."""
+def groups_by_setting() -> dict[str, list[str]]:
+    """Return for each flag of this package which parts of a step it influences."""
     from llmtrain.training.settings import CONFIGS
 
     groups = {}
@@ -288,6 +371,12 @@ def groups_of_settings() -> dict[str, list[str]]:
     return groups
 
 
+def _flat_record(run: History) -> Facts:
+    """Return the run's record and its first start as one object."""
+    start = run.starts[0] if run.starts else {}
+    return {**start, **run.record, "processes": start.get("processes")}
+
+
 class _TokenCounts(NamedTuple):
     train_tokens: int
     documents: int
@@ -295,38 +384,45 @@ class _TokenCounts(NamedTuple):
 
 
 def _token_counts(record: Facts) -> _TokenCounts | None:
-    counts = [count for key in _TokenCounts._fields if isinstance(count := record.get(key), int)]
-    if len(counts) < len(_TokenCounts._fields):
+    """Return the counts in a run's record, if it has all of them."""
+    counts = [record.get(key) for key in _TokenCounts._fields]
+    if not all(isinstance(count, int) for count in counts):
         return None
-    return _TokenCounts(*counts)
-
-
-def _extra_tokens_per_document(one: Facts, other: Facts) -> str | None:
-    """Say how many tokens more each document has in one run, if the same documents have become other tokens.
-
-    Returns ``None`` if the counts do not show that.
-    """
-    one_counts = _token_counts(one)
-    other_counts = _token_counts(other)
-    if one_counts is None or other_counts is None:
-        return None
-    if one_counts[1:] != other_counts[1:]:
-        return None
-
-    fewer, more = sorted((one_counts.train_tokens, other_counts.train_tokens))
-    documents = one_counts.documents - one_counts.eval_documents
-    extra, rest = divmod(more - fewer, max(documents, 1))
-    # One token may be left over: the first text may begin with one, too.
-    if extra == 0 or rest > 1:
-        return None
-    return (
-        f"the same {documents} documents have {fewer:,} and {more:,} tokens, {extra} more for each: "
-        "a token at the beginning or the end of a text is added twice, or left out"
+    return _TokenCounts(
+        train_tokens=record["train_tokens"],
+        documents=record["documents"],
+        eval_documents=record["eval_documents"],
     )
 
 
-def _short(value: Json) -> str:
-    """Return the beginning of a hash, with the mark of a dirty commit, and all of another value."""
+def _extra_tokens_per_document(record_a: Facts, record_b: Facts) -> str | None:
+    """Describe how many more tokens each document has in one run than in the other.
+
+    Returns:
+        The description, or ``None`` unless the runs have the same number of documents, and the same
+        number of extra tokens for each.
+    """
+    a = _token_counts(record_a)
+    b = _token_counts(record_b)
+    if a is None or b is None:
+        return None
+    if a.documents != b.documents or a.eval_documents != b.eval_documents:
+        return None
+
+    fewer, more = sorted((a.train_tokens, b.train_tokens))
+    documents = a.documents - a.eval_documents
+    extra, rest = divmod(more - fewer, max(documents, 1))
+    # One token may be left over, because the first text may begin with one, too.
+    if extra == 0 or rest > 1:
+        return None
+    return (
+        f"the same {documents} documents have {fewer:,} and {more:,} tokens, {extra} more per "
+        "document: a token at the beginning or the end of each text is added twice, or is missing"
+    )
+
+
+def _shorten_hash(value: Json) -> str:
+    """Return a value as text, and a hash by its first digits and the mark of a dirty commit."""
     text = str(value)
     match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty|-unknown)?", text)
     if match is None:
@@ -334,44 +430,55 @@ def _short(value: Json) -> str:
     return f"{text[:12]}...{match[2] or ''}"
 
 
-def lines(names: tuple[str, str], comparison: Comparison) -> list[str]:
-    """Return the comparison as text. ``names`` are those of the two runs."""
-    also = [f"also      {fact}" for fact in comparison.also]
+def comparison_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
+    """Return a comparison as lines of text.
+
+    Args:
+        comparison: what :func:`compare` returned.
+        name_a: the name of the first run.
+        name_b: the name of the second run.
+    """
+    others = [f"also      {text}" for text in comparison.other_differences]
     if comparison.first is not None:
         causes = [f"cause     {cause}" for cause in comparison.causes]
-        return [*_divergence_lines(names, comparison.first, comparison.all), *causes, *also]
+        return [
+            _first_divergence_line(comparison.first, name_a, name_b),
+            *_later_divergence_lines(comparison),
+            *causes,
+            *others,
+        ]
 
-    if comparison.readings == 0:
-        return ["unknown   the two runs have logged no step in common: nothing can be compared"]
+    if comparison.common_entries == 0:
+        return ["unknown   the runs have no logged step in common: nothing can be compared"]
 
     agreement = "to the last bit"
-    if comparison.rounding > 0:
-        agreement = f"within {comparison.rounding:.0e} of each other, as rounding explains"
-    quantities = f"rows, losses, norms and weights of {comparison.readings} log entries"
-    return [f"same      {quantities}, {agreement}", *also]
+    if comparison.largest_loss_difference > 0:
+        agreement = f"within {comparison.largest_loss_difference:.0e}, which rounding explains"
+    quantities = f"rows, losses, norms and weights of {comparison.common_entries} log entries"
+    return [f"same      {quantities}, {agreement}", *others]
 
 
-def _divergence_lines(
-    names: tuple[str, str], first: Divergence, divergences: Sequence[Divergence]
-) -> list[str]:
-    """Return a line about the first divergence, and one about those that follow from it."""
+def _first_divergence_line(first: Divergence, name_a: str, name_b: str) -> str:
     when = f"at step {first.step}" if first.step > 0 else "before the first step"
-    what = f"{QUANTITIES[first.link].name} {CHAIN[first.link].given}".rstrip()
-    values = f"{_formatted(first.one)} in {names[0]}, {_formatted(first.other)} in {names[1]}"
-    text = [f"differs   {when}: {what}: {values}"]
-
-    later = sorted(
-        (divergence for divergence in divergences if divergence != first),
-        key=lambda divergence: divergence.step,
-    )
-    if later:
-        named = (f"{QUANTITIES[each.link].name} at step {each.step}" for each in later)
-        text.append(f"then      {', '.join(named)}")
-    return text
+    quantity = f"{QUANTITIES[first.link].name} {CHAIN[first.link].condition}".rstrip()
+    value_a = _format_value(first.value_a)
+    value_b = _format_value(first.value_b)
+    return f"differs   {when}: {quantity}: {value_a} in {name_a}, {value_b} in {name_b}"
 
 
-def _formatted(value: Json) -> str:
+def _later_divergence_lines(comparison: Comparison) -> list[str]:
+    """Return a line about the divergences that follow from the first, if there are any."""
+    later = [divergence for divergence in comparison.divergences if divergence != comparison.first]
+    if not later:
+        return []
+
+    later.sort(key=lambda divergence: divergence.step)
+    parts = [f"{QUANTITIES[each.link].name} at step {each.step}" for each in later]
+    return [f"then      {', '.join(parts)}"]
+
+
+def _format_value(value: Json) -> str:
     if isinstance(value, list):
-        more = ", ..." if len(value) > 4 else ""
-        return ", ".join(str(item) for item in value[:4]) + more
+        ellipsis = ", ..." if len(value) > 4 else ""
+        return ", ".join(str(item) for item in value[:4]) + ellipsis
     return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,7 @@
-"""One page about runs, in one file that opens without a network."""
+"""A page about one or more runs: one HTML file that opens without a network."""
 
 import contextlib
+import itertools
 import shlex
 import statistics
 import time
@@ -10,242 +11,363 @@ from typing import NamedTuple
 
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
-from llmtrain.report.charts import AXES, bars, charts, most_memory, names_of
+from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.types import Facts
 
-_PAGE = Path(__file__).with_name("page.html")
-_LOOKS = 8  # at what a run wrote
+_TEMPLATE = Path(__file__).with_name("page.html")
+_MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
 _ABSENT = "\N{EN DASH}"
 
+# Keys in run.json: for each start of a run, and at the top level.
+_START_KEYS = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
+_COMPARED_START_KEYS = ("processes", "sharded", "device", "mixed_precision", "git_sha")
+_COMPARED_RECORD_KEYS = ("data_sha256", "tokenizer_sha256", "train_tokens")
 
-class Incident(NamedTuple):
-    """Something that happened on the way."""
+_IGNORED_SETTINGS = ("output_dir", "run_name")  # when two runs are compared
 
-    when: float  # seconds since 1970
+# Keys of a complete line in scores.jsonl.
+_SCORE_KEYS = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
+
+
+class Event(NamedTuple):
+    """Something that happened during a run, such as a restart. Sorts by time.
+
+    Attributes:
+        when: seconds since 1970.
+        run: index of the run.
+        step: the last step before the event.
+        kind: a word, such as ``resumed`` or ``late``.
+        text: a description.
+    """
+
+    when: float
     run: int
     step: int
     kind: str
     text: str
 
 
-class Saved(NamedTuple):
-    """A checkpoint."""
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint on disk.
+
+    Attributes:
+        run: index of the run.
+        step: the step after which it was saved.
+        written: seconds since 1970.
+        size: bytes.
+        eval_loss: the eval loss at this step, if it was evaluated.
+        is_best: whether its eval loss is the lowest among the run's checkpoints on disk.
+    """
 
     run: int
     step: int
     written: float
-    size: int  # bytes
-    held_out: float | None
-    is_best: bool  # of those of its run that are left
+    size: int
+    eval_loss: float | None
+    is_best: bool
 
 
 def html(runs: Sequence[History]) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.policies["json.dumps_kwargs"] = {}  # whose keys keep their order
-    environment.filters |= {"moment": _moment, "shown": _shown}
-    drawn, processes = charts(runs), bars(runs)
-    return environment.from_string(_PAGE.read_text()).render(
-        title=" and ".join(names_of(runs)) if len(runs) <= 3 else f"{len(runs)} runs",
+    # By default, the filter `tojson` sorts keys. The page needs them in their own order.
+    environment.policies["json.dumps_kwargs"] = {}
+    environment.filters["as_time"] = _format_time
+    environment.filters["as_size"] = _format_size
+
+    bars = phase_bars(runs)
+    template = environment.from_string(_TEMPLATE.read_text())
+    return template.render(
+        title=_title(runs),
         runs=runs,
-        names=names_of(runs),
-        commands=[
-            shlex.join(run.starts[-1].get("command", [])) if run.starts else "" for run in runs
-        ],
-        facts=[_for_a_person(facts(run)) for run in runs],
-        charts=[
-            {**chart._asdict(), "curves": [curve._asdict() for curve in chart.curves]}
-            for chart in drawn
-        ],
-        bars=processes._asdict() if processes else None,
+        names=run_names(runs),
+        commands=[_latest_command(run) for run in runs],
+        overviews=[_format_overview(overview(run)) for run in runs],
+        charts=_charts_as_json(runs),
+        bars=None if bars is None else bars._asdict(),
         axes=AXES,
         phases=list(PHASES),
-        differing=differing(runs),
-        incidents=incidents(runs),
-        checkpoints=saved(runs),
-        samples=[
-            (number, line) for number, run in enumerate(runs) for line in _spread(run.samples)
-        ],
+        differing=differing_values(runs),
+        events=events(runs),
+        checkpoints=saved_checkpoints(runs),
+        samples=_shown_samples(runs),
         scores=scores(runs),
         now=time.time(),
         plotly=get_plotlyjs(),
     )
 
 
-def facts(run: History) -> Facts:
-    """Return what one asks first of a run; ``None`` for what is not known."""
+def summary(runs: Sequence[History]) -> Facts:
+    """Return the content of the page for programs, as one JSON object."""
+    names = run_names(runs)
+    return {
+        "runs": {name: overview(run) for name, run in zip(names, runs, strict=True)},
+        "differing": differing_values(runs),
+        "incidents": [event._asdict() for event in events(runs)],
+        "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in saved_checkpoints(runs)],
+        "scores": [{"run": number, **score} for number, score in scores(runs)],
+    }
+
+
+def overview(run: History) -> Facts:
+    """Return a run's most important numbers. A number that was not recorded is ``None``."""
     start = run.starts[-1] if run.starts else {}
-    of_start = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
-    held_out, memory = run.series("eval/loss"), [most_memory(line) for line in run.readings]
-    best = min(held_out, key=held_out.__getitem__, default=None)
-    speeds, shares = (
-        run.series("train/tokens_per_second").values(),
-        run.series("train/mfu").values(),
-    )
+    eval_losses = run.series("eval/loss")
+    best_step = min(eval_losses, key=eval_losses.__getitem__, default=None)
+    hours = [hours for hours in run.hours() if hours is not None]
+    speeds = run.series("train/tokens_per_second").values()
+    mfus = run.series("train/mfu").values()
+    peaks = [peak_memory(entry) for entry in run.readings]
     return {
         "state": run.state,
         "reason": run.status.get("reason") or None,
         "step": run.step,
         "max_steps": run.settings.get("max_steps"),
-        "tokens": run.last("tokens"),  # that were trained
+        "tokens": run.last("tokens"),
         "loss": run.last("train/loss"),
-        "best_loss": None if best is None else held_out[best],  # held out
-        "best_step": best,
-        "hours": next((hour for hour in reversed(run.hours()) if hour is not None), None),
+        "best_loss": None if best_step is None else eval_losses[best_step],
+        "best_step": best_step,
+        "hours": hours[-1] if hours else None,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "mfu": statistics.median(shares) if shares else None,
-        "memory_gib": max(
-            (size for size in memory if size is not None), default=None
-        ),  # of any process
+        "mfu": statistics.median(mfus) if mfus else None,
+        "memory_gib": max((gib for gib in peaks if gib is not None), default=None),
         "data": run.record.get("dataset"),
-        **{key: start.get(key) for key in of_start},
+        **{key: start.get(key) for key in _START_KEYS},
     }
 
 
-def _for_a_person(known: Facts) -> dict[str, str]:
-    """Return the rows of the first table from what :func:`facts` returns."""
+def differing_values(runs: Sequence[History]) -> dict[str, list[str]]:
+    """Return the settings, versions and data hashes that are not the same in all runs.
 
-    def told(key: str, text: str = "{}", absent: str = _ABSENT) -> str:
-        return absent if known[key] is None else text.format(known[key])
+    Returns:
+        By name, one value for each run.
+    """
+    values_by_run = [_comparable_values(run) for run in runs]
+    names = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
 
+    differing = {}
+    for name in names:
+        values = [run_values.get(name, _ABSENT) for run_values in values_by_run]
+        if any(value != values[0] for value in values):
+            differing[name] = [str(value) for value in values]
+    return differing
+
+
+def events(runs: Sequence[History]) -> list[Event]:
+    """Return the events in all runs, ordered by time."""
+    all_events: list[Event] = []
+    for number, run in enumerate(runs):
+        all_events += _recorded_events(number, run)
+        all_events += _resume_events(number, run)
+
+    # Several ranks may have recorded the same event. The earliest record stays.
+    unique: dict[tuple[int, int, str, str], Event] = {}
+    for event in sorted(all_events):
+        unique.setdefault(event[1:], event)
+    return sorted(unique.values())
+
+
+def saved_checkpoints(runs: Sequence[History]) -> list[SavedCheckpoint]:
+    """Return the checkpoints on disk: run by run, the newest first."""
+    from llmtrain.record.checkpoint import MANIFEST, bytes_of, checkpoints, held_out_losses
+
+    saved = []
+    for number, run in enumerate(runs):
+        paths = checkpoints(run.folder / "checkpoints")
+        losses = held_out_losses(paths)
+        best = min(losses, key=losses.__getitem__, default=None)
+
+        for path in reversed(paths):
+            step = int(path.name.removeprefix("step-"))
+            size = bytes_of(path)
+            # A run in progress may have deleted the checkpoint meanwhile.
+            with contextlib.suppress(OSError):
+                written = (path / MANIFEST if size else path).stat().st_mtime
+                checkpoint = SavedCheckpoint(
+                    run=number,
+                    step=step,
+                    written=written,
+                    size=size,
+                    eval_loss=losses.get(path),
+                    is_best=path == best,
+                )
+                saved.append(checkpoint)
+    return saved
+
+
+def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
+    """Return the scores that ``llmtrain eval`` has recorded, each after the index of its run."""
+    complete_scores: list[tuple[int, Facts]] = []
+    for number, run in enumerate(runs):
+        complete_scores += [(number, score) for score in run.scores if score.keys() >= _SCORE_KEYS]
+    return complete_scores
+
+
+def _title(runs: Sequence[History]) -> str:
+    if len(runs) > 3:
+        return f"{len(runs)} runs"
+    return " and ".join(run_names(runs))
+
+
+def _latest_command(run: History) -> str:
+    if not run.starts:
+        return ""
+    return shlex.join(run.starts[-1].get("command", []))
+
+
+def _charts_as_json(runs: Sequence[History]) -> list[Facts]:
+    content = []
+    for chart in charts(runs):
+        curves = [curve._asdict() for curve in chart.curves]
+        content.append({**chart._asdict(), "curves": curves})
+    return content
+
+
+def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> Facts:
     return {
-        "state": told("state") + told("reason", ": {}", ""),
-        "updates": told("step", "{:,}") + told("max_steps", " of {:,}", ""),
-        "trained tokens": told("tokens", "{:,}"),
-        "training loss": told("loss", "{:.4f}"),
-        "best held-out loss": told("best_loss", "{:.4f}")
-        + told("best_step", " at update {:,}", ""),
-        "hours of training": told("hours", "{:.3g}"),
-        "tokens a second": told("tokens_per_second", "{:,.0f}"),
-        "MFU": told("mfu", "{:.1%}"),
-        "memory of a process": told("memory_gib", "{:.2f} GiB at most"),
-        "processes": told("processes")
-        + told("device", " on {}", "")
-        + told("sharded", ", sharded {}", ""),
-        "precision": "float32" if known["mixed_precision"] == "no" else told("mixed_precision"),
-        "data": told("data"),
-        "code": _short_commit(known["git_sha"]),
-        "started last": told("time") + told("host", " on {}", ""),
+        "run": checkpoint.run,
+        "step": checkpoint.step,
+        "written": checkpoint.written,
+        "size": checkpoint.size,
+        "held_out": checkpoint.eval_loss,
+        "is_best": checkpoint.is_best,
     }
 
 
-def _short_commit(commit: str | None) -> str:
+def _format_overview(values: Facts) -> dict[str, str]:
+    """Return the rows of the page's first table.
+
+    Args:
+        values: what :func:`overview` returned.
+    """
+
+    def text(key: str, template: str = "{}", absent: str = _ABSENT) -> str:
+        if values[key] is None:
+            return absent
+        return template.format(values[key])
+
+    state = text("state") + text("reason", ": {}", absent="")
+    steps = text("step", "{:,}") + text("max_steps", " of {:,}", absent="")
+    best_loss = text("best_loss", "{:.4f}") + text("best_step", " at step {:,}", absent="")
+    processes = (
+        text("processes")
+        + text("device", " on {}", absent="")
+        + text("sharded", ", sharded {}", absent="")
+    )
+    precision = "float32" if values["mixed_precision"] == "no" else text("mixed_precision")
+    latest_start = text("time") + text("host", " on {}", absent="")
+    return {
+        "state": state,
+        "steps": steps,
+        "target tokens": text("tokens", "{:,}"),
+        "train loss": text("loss", "{:.4f}"),
+        "best eval loss": best_loss,
+        "hours of training": text("hours", "{:.3g}"),
+        "tokens per second": text("tokens_per_second", "{:,.0f}"),
+        "MFU": text("mfu", "{:.1%}"),
+        "peak memory of a process": text("memory_gib", "{:.2f} GiB"),
+        "processes": processes,
+        "precision": precision,
+        "data": text("data"),
+        "code": _format_commit(values["git_sha"]),
+        "latest start": latest_start,
+    }
+
+
+def _format_commit(commit: str | None) -> str:
+    """Shorten the hash of a commit. A mark after it, such as ``-dirty``, stays."""
     if commit is None:
         return _ABSENT
     digits, separator, mark = commit.partition("-")
     return digits[:12] + separator + mark
 
 
-def differing(runs: Sequence[History]) -> dict[str, list[str]]:
-    """Return the settings, and what runs were made of and on, that are not the same in all."""
-    sides: list[Facts] = []
-    for run in runs:
-        start = run.starts[-1] if run.starts else {}
-        settings = {
-            name: value
-            for name, value in run.settings.items()
-            if name not in ("output_dir", "run_name")
-        }
-        of_start = {
-            key: start.get(key)
-            for key in ("processes", "sharded", "device", "mixed_precision", "git_sha")
-        }
-        versions = {
-            f"version of {name}": value for name, value in (start.get("versions") or {}).items()
-        }
-        made_of = {
-            key: run.record.get(key) for key in ("data_sha256", "tokenizer_sha256", "train_tokens")
-        }
-        sides.append(settings | of_start | versions | made_of)
-    keys = dict.fromkeys(key for side in sides for key in side)
-    rows = {key: [side.get(key, _ABSENT) for side in sides] for key in keys}
-    return {
-        key: [str(value) for value in row]
-        for key, row in rows.items()
-        if any(value != row[0] for value in row)
-    }
-
-
-def incidents(runs: Sequence[History]) -> list[Incident]:
-    """Return what happened on the way, in the order of time."""
-    found = []
-    for number, run in enumerate(runs):
-        for line in run.incidents:
-            if isinstance(when := line.get("time"), int | float):
-                found.append(
-                    Incident(
-                        when, number, line["step"], str(line.get("kind")), str(line.get("text"))
-                    )
-                )
-        for start, began in zip(run.starts, run.began(), strict=True):
-            if began is not None and start.get("step"):
-                again = (
-                    f"; restart {start['restart']} by its launcher" if start.get("restart") else ""
-                )
-                who = f"{start.get('processes')} process(es) on {start.get('host')}{again}"
-                found.append(Incident(began, number, start["step"], "resumed", who))
-    # several ranks may have written one down, of which the earliest stays
-    return sorted({one[1:]: one for one in sorted(found, reverse=True)}.values())
-
-
-def saved(runs: Sequence[History]) -> list[Saved]:
-    """Return the checkpoints that are there, newest first."""
-    from llmtrain.record.checkpoint import MANIFEST, bytes_of, checkpoints, held_out_losses
-
-    found = []
-    for number, run in enumerate(runs):
-        paths = checkpoints(run.folder / "checkpoints")
-        losses = held_out_losses(paths)
-        best = min(losses, key=losses.__getitem__, default=None)
-        for path in reversed(paths):
-            step = int(path.name.removeprefix("step-"))
-            size = bytes_of(path)
-            with contextlib.suppress(OSError):  # a run in progress deletes old ones
-                written = (path / MANIFEST if size else path).stat().st_mtime
-                found.append(Saved(number, step, written, size, losses.get(path), path == best))
-    return found
-
-
-def _spread(samples: list[Facts]) -> list[Facts]:
-    """Return the samples of at most so many updates, the first and the last among them."""
-    steps = sorted({line["step"] for line in samples})
-    shown = {
-        steps[round(place * (len(steps) - 1) / (_LOOKS - 1))]
-        for place in range(_LOOKS if steps else 0)
-    }
-    return [line for line in samples if line["step"] in shown and {"prompt", "text"} <= line.keys()]
-
-
-def data(runs: Sequence[History]) -> Facts:
-    """Return what the page shows, for programs."""
-    return {
-        "runs": {name: facts(run) for name, run in zip(names_of(runs), runs, strict=True)},
-        "differing": differing(runs),
-        "incidents": [one._asdict() for one in incidents(runs)],
-        "checkpoints": [one._asdict() for one in saved(runs)],
-        "scores": [{"run": number, **line} for number, line in scores(runs)],
-    }
-
-
-def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
-    """Return the number of each run and what ``llmtrain eval`` found of it."""
-    told = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
-    return [
-        (number, line)
-        for number, run in enumerate(runs)
-        for line in run.scores
-        if told <= line.keys()
-    ]
-
-
-def _moment(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _shown(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+def _format_size(size: int) -> str:
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB"
+
+
+def _comparable_values(run: History) -> Facts:
+    """Return a run's settings, and metadata about its latest start, its code and its data."""
+    start = run.starts[-1] if run.starts else {}
+    versions = start.get("versions") or {}
+    values = {name: value for name, value in run.settings.items() if name not in _IGNORED_SETTINGS}
+    values |= {key: start.get(key) for key in _COMPARED_START_KEYS}
+    values |= {f"version of {name}": version for name, version in versions.items()}
+    values |= {key: run.record.get(key) for key in _COMPARED_RECORD_KEYS}
+    return values
+
+
+def _recorded_events(number: int, run: History) -> list[Event]:
+    """Return the events that a run has recorded in its folder.
+
+    Args:
+        number: index of the run.
+        run: its history.
+    """
+    recorded = []
+    for entry in run.incidents:
+        when = entry.get("time")
+        if isinstance(when, int | float):
+            event = Event(
+                when=when,
+                run=number,
+                step=entry["step"],
+                kind=str(entry.get("kind")),
+                text=str(entry.get("text")),
+            )
+            recorded.append(event)
+    return recorded
+
+
+def _resume_events(number: int, run: History) -> list[Event]:
+    """Return an event for each start that resumed from a checkpoint.
+
+    Args:
+        number: index of the run.
+        run: its history.
+    """
+    resumes = []
+    for start, when in zip(run.starts, run.began(), strict=True):
+        if when is None or not start.get("step"):
+            continue
+
+        processes = start.get("processes")
+        text = "1 process" if processes == 1 else f"{processes} processes"
+        text += f" on {start.get('host')}"
+        if start.get("restart"):
+            text += f"; restart {start['restart']} by the launcher"
+        event = Event(when=when, run=number, step=start["step"], kind="resumed", text=text)
+        resumes.append(event)
+    return resumes
+
+
+def _shown_samples(runs: Sequence[History]) -> list[tuple[int, Facts]]:
+    """Return the samples to show, each after the index of its run."""
+    shown = []
+    for number, run in enumerate(runs):
+        steps = _evenly_spread_steps(run.samples)
+        for sample in run.samples:
+            is_complete = sample.keys() >= {"prompt", "text"}
+            if sample["step"] in steps and is_complete:
+                shown.append((number, sample))
+    return shown
+
+
+def _evenly_spread_steps(samples: Sequence[Facts]) -> set[int]:
+    """Choose at most ``_MAX_SAMPLE_STEPS`` steps, among them the first and the last."""
+    steps = sorted({sample["step"] for sample in samples})
+    if not steps:
+        return set()
+    last = len(steps) - 1
+    return {steps[round(i * last / (_MAX_SAMPLE_STEPS - 1))] for i in range(_MAX_SAMPLE_STEPS)}

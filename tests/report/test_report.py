@@ -16,9 +16,9 @@ import pytest
 from llmtrain.config import Config, flag
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
-from llmtrain.report.charts import bars, charts, thinned
-from llmtrain.report.difference import compare, differing_facts, groups_of_settings
-from llmtrain.report.page import differing, facts, html, incidents
+from llmtrain.report.charts import charts, downsample, phase_bars
+from llmtrain.report.difference import compare, groups_by_setting, metadata_differences
+from llmtrain.report.page import differing_values, events, html, overview
 from tests.test_cli import ended
 
 CHROMIUM = (
@@ -68,7 +68,7 @@ def make(
     status = {
         "state": "finished",
         "step": 30,
-        "reason": "all updates were made",
+        "reason": "all steps are done",
         "time": at(100),
         "host": "here",
     }
@@ -100,7 +100,7 @@ def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> No
 
 
 def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
-    said = facts(History.of(run))
+    said = overview(History.of(run))
     assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == [
         "finished",
         30,
@@ -124,7 +124,7 @@ def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> 
         "tokens": [100, 200],
         "hours": [None, None],
     }
-    assert facts(history)["hours"] is None
+    assert overview(history)["hours"] is None
 
 
 def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(
@@ -145,15 +145,15 @@ def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(
     plain, drawn = (
         {chart.title: chart for chart in charts([History.of(one)])} for one in (run, compared)
     )
-    assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats a token", "")
+    assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats per token", "")
     accuracy = drawn["Pairs whose chosen answer has the higher reward"]
     assert [(curve.name, curve.y) for curve in accuracy.curves] == [
-        ("training", [0.5, 0.5]),
-        ("held out", [0.7]),
+        ("train", [0.5, 0.5]),
+        ("eval", [0.7]),
     ]
     assert [curve.name for curve in drawn["Log-probability of an answer"].curves] == [
-        "chosen, training",
-        "rejected, training",
+        "chosen, train",
+        "rejected, train",
     ]
     assert len(drawn.keys() - plain.keys()) == 4
 
@@ -169,19 +169,19 @@ def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_or
     (run / "incidents.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti'
     )
-    assert [(one.step, one.kind) for one in incidents([History.of(run)])] == [
+    assert [(one.step, one.kind) for one in events([History.of(run)])] == [
         (8, "failed"),
         (10, "resumed"),
         (25, "late"),
     ]
-    assert "restart 1" in incidents([History.of(run)])[1].text
+    assert "restart 1" in events([History.of(run)])[1].text
 
 
 def test_the_phases_are_medians_of_the_processes_of_the_last_start(run: Path) -> None:
     lines = [reading(1, 1, ranks=4), *(reading(step, step) for step in (2, 3, 4))]
     lines[2]["phases"]["forward"] = [100.0, 100.0]  # once: a median does not see it
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = bars([History.of(run)])
+    found = phase_bars([History.of(run)])
     assert found is not None
     assert found.processes == ["rank 0", "rank 1"]
     assert found.phases["forward"] == [0.03, 0.13]
@@ -192,7 +192,7 @@ def test_only_what_differs_between_runs_is_listed(run: Path, tmp_path: Path) -> 
     other = make(
         tmp_path / "other", [reading(10, 20)], starts, max_steps=30, learning_rate=0.02, dropout=0.1
     )
-    found = differing([History.of(run), History.of(other)])
+    found = differing_values([History.of(run), History.of(other)])
     assert found == {
         "learning_rate": ["0.01", "0.02"],
         "processes": ["2", "4"],
@@ -203,11 +203,11 @@ def test_only_what_differs_between_runs_is_listed(run: Path, tmp_path: Path) -> 
 def test_of_many_values_the_highest_and_the_lowest_stay() -> None:
     values = [1.0] * 10_000
     values[1234], values[8765] = 50.0, -50.0
-    kept = list(thinned(values, 100))
+    kept = list(downsample(values, 100))
     assert len(kept) <= 100
     assert kept == sorted(kept)
     assert {1234, 8765} <= {*kept}
-    assert [*thinned(values[:100], 100)] == [*range(100)]
+    assert [*downsample(values[:100], 100)] == [*range(100)]
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
@@ -344,7 +344,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
         )
         for number, name in enumerate(("a", "b"))
     )
-    assert differing_facts(one, other) == [
+    assert metadata_differences(one, other) == [
         ("update", "--rate 0 and 1"),
         ("model", "--tokenizer a and b"),
         ("data", "--tokenizer a and b"),
@@ -358,11 +358,11 @@ def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path
         History.of(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
         for i, commit in enumerate(commits)
     )
-    assert differing_facts(clean, clean) == []
-    assert differing_facts(clean, dirty) == [
+    assert metadata_differences(clean, clean) == []
+    assert metadata_differences(clean, dirty) == [
         ("code", "commit: 000000000000... and 000000000000...-dirty")
     ]
-    assert differing_facts(clean, other) == [
+    assert metadata_differences(clean, other) == [
         ("code", "commit: 000000000000... and 111111111111...")
     ]
     assert "000000000000-dirty" in html([dirty])
@@ -391,7 +391,7 @@ ACTS = {
 def test_every_flag_of_the_package_says_where_it_acts() -> None:
     pytest.importorskip("llmtrain.training.settings", exc_type=ImportError)
     known = {"data", "model", "update", "pass", "gradient", "layout", "seed", "nowhere"}
-    groups = groups_of_settings()
+    groups = groups_by_setting()
     assert {group for acts in groups.values() for group in acts} <= known
     assert {name: groups.get(name) for name in ACTS} == ACTS
 

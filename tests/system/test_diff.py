@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.record.history import History
 from llmtrain.report.comparison import QUANTITIES
-from llmtrain.report.difference import Comparison, compare, lines
+from llmtrain.report.difference import Comparison, compare, comparison_lines
 from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate
 from tests.test_cli import ended
@@ -48,7 +48,7 @@ PAIRS = {
     "batch size": Pair("rows", "--global_batch_size 8 and 6", ("--global_batch_size", "6")),
     "depth": Pair("initial_weights", "--n_layer 2 and 3", ("--n_layer", "3")),
     "another file": Pair("input_tokens", "other.jsonl", ("--dataset", "OTHER")),
-    "order": Pair("rows", "ordered or dealt out differently", plant="another order"),
+    "order": Pair("rows", "rows are shuffled", plant="another order"),
     "a mean of means": Pair("grad_norm", "a mean of micro-batches' means", plant="a mean of means"),
     "unshifted labels": Pair("initial_loss", "shifted", plant="unshifted labels"),
     "a token twice": Pair("input_tokens", "added twice", plant="a token twice"),
@@ -129,7 +129,7 @@ def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
     name: str, runs: Path, score: Callable
 ) -> None:
     found, pair = compared(runs, name), PAIRS[name]
-    said = "\n".join(lines(("a", "b"), found))
+    said = "\n".join(comparison_lines(found, "a", "b"))
     assert found.first is not None, said
     score(
         f"diff: {name}: {QUANTITIES[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
@@ -143,9 +143,9 @@ def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
 @pytest.mark.parametrize("name", EQUAL if LONG else ["larger micro-batches"])
 def test_of_runs_that_are_the_same_nothing_parts(name: str, runs: Path, score: Callable) -> None:
     found = compared(runs, name)
-    score(f"diff: equal: {name}: losses within {found.rounding:.0e}")
-    assert found.first is None, "\n".join(lines(("a", "b"), found))
-    assert found.readings == (4 if name == "gone on" else 12)
+    score(f"diff: equal: {name}: losses within {found.largest_loss_difference:.0e}")
+    assert found.first is None, "\n".join(comparison_lines(found, "a", "b"))
+    assert found.common_entries == (4 if name == "gone on" else 12)
 
 
 def test_the_command_says_it_in_lines_or_for_programs(

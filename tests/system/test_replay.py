@@ -79,7 +79,7 @@ def test_an_update_that_was_another_is_not_called_the_same(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, out, _ = ended(capsys, "replay", str(folder), "--step", "3", "--rows", "2")
     assert status == 0
-    assert "update    3, made again from step 0" in out
+    assert "step      3, repeated from step 0" in out
     assert "differs   gradient norm" in out
     assert "loss:" not in out
     assert len(out.splitlines()) == 5
@@ -93,8 +93,8 @@ def test_what_cannot_be_made_again_is_one_line(
         assert (status, err.count("\n")) == (2, 1)
         return err
 
-    assert "updates 1 to 12" in told("--step", "13")
-    assert "updates 1 to 12" in told("--step", "0")
+    assert "steps 1 to 12" in told("--step", "13")
+    assert "steps 1 to 12" in told("--step", "0")
     record = json.loads((folder / "run.json").read_text())
     monkeypatch.setattr(replay, "run_to_end", None)
     record["starts"][0]["sharded"] = "1x2"
@@ -103,4 +103,4 @@ def test_what_cannot_be_made_again_is_one_line(
     record["starts"][0]["sharded"] = None
     (folder / "run.json").write_text(json.dumps(record))
     monkeypatch.chdir(tmp_path)
-    assert "is not here" in told("--step", "3")
+    assert "does not exist here" in told("--step", "3")

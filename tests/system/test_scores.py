@@ -158,7 +158,7 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
     history = History.of(trained[0])
     assert [one["step"] for one in history.scores] == [6] * 4
     cells = re.findall(
-        r"<td>few</td><td>acc</td><td class=\"number\">([\d.]+)</td>", html([history])
+        r"<td>few</td>\s*<td>acc</td>\s*<td class=\"number\">([\d.]+)</td>", html([history])
     )
     assert cells == [f"{share:.4f}"] * 2
     torn = history._replace(
