@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import append_json_line, forget_after, read_object, sync_file, write_json
+from llmtrain.files import append_json_line, drop_lines_after, read_object, sync_file, write_json
 from llmtrain.types import Facts
 
 _LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
@@ -32,7 +32,7 @@ class RunFolder:
             else:
                 leftover.unlink()
         for name in _LEDGERS:
-            forget_after(self.path / name, step)
+            drop_lines_after(self.path / name, step)
         self._write_status("running", step)
 
     def append(self, name: str, line: Facts) -> None:
