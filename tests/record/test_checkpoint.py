@@ -217,5 +217,5 @@ def test_bytes_that_are_staged_are_the_same(
     monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
     given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size, 5)]
     staged = {id(tensor) for i, tensor in enumerate(given) if i not in on_host}
-    found = tensors._bytes_of(iter(given), staged=lambda tensor: id(tensor) in staged)
+    found = tensors._bytes_of(iter(given), is_staged=lambda tensor: id(tensor) in staged)
     assert b"".join(map(bytes, found)) == b"".join(tensor.numpy().tobytes() for tensor in given)
