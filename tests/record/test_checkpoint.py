@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
 def test_where_all_are_damaged_the_run_stops_rather_than_start_afresh(tmp_path: Path) -> None:
     flip(save(tmp_path, 10) / "model/model.safetensors")
     for _ in range(2):  # the second time too, when the damaged one has been set aside
-        with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
             newest_valid(tmp_path, set_aside=True)
 
 
