@@ -368,7 +368,7 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
         finish(run, torch.nn.Linear(2, 2))
     said = capsys.readouterr()
     assert "W&B does not answer" in said.err
-    assert "offline; later: wandb login && wandb sync" in said.out
+    assert "offline; to upload it later: wandb login && wandb sync" in said.out
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     assert [line["train/loss"] for line in read_history(file)] == [0.5]
 
