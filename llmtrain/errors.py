@@ -57,8 +57,8 @@ class ToldElsewhereError(UserError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message.
 
-    If that line ends in a colon, the second line is appended to it. An error without a message gives
-    the name of its class.
+    If that line ends in a colon, the second line is appended to it. An error without a message
+    gives the name of its class.
     """
     lines = (str(error).strip() or type(error).__name__).splitlines()
     if len(lines) > 1 and lines[0].endswith(":"):
@@ -105,8 +105,8 @@ def _explanation(error: BaseException) -> str | None:
         return str(error)
     if is_out_of_memory(error):
         return (
-            f"out of memory ({first_line(error)}): use a smaller --per_device_train_batch_size or a "
-            f"smaller model, or shard it with {shipped_config('fsdp2')}; llmtrain plan estimates "
+            f"out of memory ({first_line(error)}): use a smaller --per_device_train_batch_size or "
+            f"a smaller model, or shard it with {shipped_config('fsdp2')}; llmtrain plan estimates "
             "the memory."
         )
     if isinstance(error, OSError) and error.errno in _OS_REMEDIES:

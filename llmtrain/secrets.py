@@ -1,4 +1,4 @@
-"""Redaction of passwords and tokens: by name, by shape, and by the values of environment variables."""
+"""Hides passwords and tokens, known by name, by shape, or from environment variables."""
 
 import os
 import re
@@ -14,8 +14,8 @@ _NAME = (
     rf"(?!(?:[\w.-]*[_.-])?(?:{_ORDINARY})[_.-]token\b)(?:[\w.-]*[_.-])?"
     r"(?:token|secret|passwd|password|credentials?|(?:api|access|secret|private)[_-]?key)"
 )
-# A name that ends in `key` may be a column of a table. It is a secret only with 40 hex digits, which
-# is the shape of a W&B key.
+# A name that ends in `key` may be a column of a table. It is a secret only with 40 hex digits,
+# which is the shape of a W&B key.
 _KEY = r"(?:[\w.-]*[_.-])?key"
 _HEX = r"[0-9a-fA-F]{40}"
 _QUOTED = r"\"[^\"]*\"|'[^']*'"
@@ -109,8 +109,8 @@ def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> An
 def _names_of_items(items: list[Any] | tuple[Any, ...], name: str) -> list[str]:
     """Return a name for each item of a list with this name.
 
-    In a command line, a flag is the name of the word after it: ``["--hub_token", "..."]``. All other
-    items have the name of the list.
+    In a command line, a flag is the name of the word after it: ``["--hub_token", "..."]``. All
+    other items have the name of the list.
     """
     names = []
     flag = ""  # the item before, if it is a flag

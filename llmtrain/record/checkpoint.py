@@ -65,7 +65,7 @@ def write_checkpoint(
     """
     target = path_of(folder, step)
     try:
-        _commit(target, files, weights, optimizer, state)
+        _commit(target, files, weights=weights, optimizer=optimizer, state=state)
     except (OSError, UserError) as error:
         reason = first_line(error).rstrip(".")
         raise UserError(
@@ -139,7 +139,7 @@ def write_model(
         team: the ranks that write.
         convert: see :class:`llmtrain.record.tensors.Share`.
     """
-    weights = Share(tensors, team, files.divisible, convert)
+    weights = Share(tensors, team, divisible=files.divisible, convert=convert)
     with contextlib.ExitStack() as committing:
         working = team.main(lambda: committing.enter_context(new_folder(folder)))
         team.each(lambda: write_tensors(working, files.weights, weights))
@@ -205,7 +205,8 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
 
     if candidates or [*folder.glob("damaged-*")]:
         raise UserError(
-            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never for a new run."
+            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start a "
+            "new run."
         )
     return None
 

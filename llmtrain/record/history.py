@@ -191,7 +191,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a folder and in its subfolders. The folders inside a run are not searched."""
+    """Return the runs in a folder and its subfolders. Folders inside a run are not searched."""
     runs = []
     for name, subfolders, _ in os.walk(folder):
         path = Path(name)

@@ -41,7 +41,7 @@ _LOCAL_FLAGS = {
 
 
 def digest(content: Facts) -> str:
-    """Return the sha256 of a JSON object, in hexadecimal digits. The order of its keys is ignored."""
+    """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -73,8 +73,8 @@ def code_digests() -> dict[str, str]:
     Installed packages are left out: :func:`versions` has those that matter.
 
     Returns:
-        A sha256 for ``package``, for ``script``, and for each helper module by its file name. Helper
-        modules are those that the process has imported from the script's folder or below it.
+        A sha256 for ``package``, for ``script``, and for each helper module by its file name.
+        Helper modules are those that the process has imported from the script's folder or below it.
     """
     package = Path(__file__).resolve().parents[1]
     script = Path(sys.argv[0]).resolve()

@@ -109,7 +109,7 @@ def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts)
 
 
 def names(output_dir: str) -> Iterator[Path]:
-    """Yield the folders that a run may live in: ``output_dir``, then with -2, -3, ... at its end."""
+    """Yield the folders that a run may use: ``output_dir``, then with -2, -3, ... at its end."""
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()

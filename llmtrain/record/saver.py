@@ -78,7 +78,7 @@ class Saver:
                 failed.
         """
         self.wait()
-        weights_share = Share(weights, self.team, self.files.divisible)
+        weights_share = Share(weights, self.team, divisible=self.files.divisible)
         optimizer_share = Share(optimizer, self.team)
         if self._pool is None:
             self._write(step, weights_share, optimizer_share, state, done)
@@ -130,7 +130,14 @@ class Saver:
         done: Callable[[], None],
     ) -> None:
         start = time.monotonic()
-        path = write_checkpoint(self.folder, step, self.files, weights, optimizer, state)
+        path = write_checkpoint(
+            self.folder,
+            step,
+            files=self.files,
+            weights=weights,
+            optimizer=optimizer,
+            state=state,
+        )
         self.verified.append(path)
         if self.team.is_main:
             prune(self.folder, self.keep, self.verified)

@@ -98,7 +98,10 @@ class Patience:
         """Why the run ends early."""
         if not self.best_step:
             return f"{self.metric} was not a number in {self.worse} evaluations"
-        return f"{self.metric} has not improved in {self.worse} evaluations since step {self.best_step}"
+        return (
+            f"{self.metric} has not improved in {self.worse} evaluations since step "
+            f"{self.best_step}"
+        )
 
     @property
     def state(self) -> list[float | None]:
@@ -147,8 +150,8 @@ def stop_signals(on_stop: Callable[[str], None]) -> Iterator[None]:
     """Call a function on SIGTERM, SIGINT or SIGUSR1, while the block runs.
 
     A second signal raises KeyboardInterrupt, but only if it comes some seconds after the first one:
-    launchers and batch systems repeat their signals. Outside the main thread, signal handlers cannot
-    be set and stay unchanged, for example in a thread of a notebook.
+    launchers and batch systems repeat their signals. Outside the main thread, signal handlers
+    cannot be set and stay unchanged, for example in a thread of a notebook.
 
     Args:
         on_stop: called with a reason at the first signal.

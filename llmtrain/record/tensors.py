@@ -1,8 +1,8 @@
 """Tensors in safetensors files, hashed while they are written.
 
-A safetensors file (https://huggingface.co/docs/safetensors) has three parts: 8 bytes with the length
-of the header, the header as JSON (for each name the dtype, shape and offsets), and the bytes of the
-tensors.
+A safetensors file (https://huggingface.co/docs/safetensors) has three parts: 8 bytes with the
+length of the header, the header as JSON (for each name the dtype, shape and offsets), and the bytes
+of the tensors.
 """
 
 import inspect
@@ -49,8 +49,8 @@ def unchanged(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
 class Share(NamedTuple):
     """The tensors of one safetensors file, or of one file for each rank that writes.
 
-    The tensors may be sharded, on any device. Each of them is gathered on the rank that writes it, at
-    most one on each writer at a time.
+    The tensors may be sharded, on any device. Each of them is gathered on the rank that writes it,
+    at most one on each writer at a time.
 
     Attributes:
         source: the tensors.
@@ -151,8 +151,8 @@ def write_tensors(folder: Path, name: str, share: Share) -> Facts:
         file_name = share.file_names(name)[share.writers.index(share.team.rank)]
         return {file_name: write_hashed(folder / file_name, blocks)}
     finally:
-        # Take part in gathering all tensors, even after an error: the other ranks wait for the shards
-        # that this rank holds.
+        # Take part in gathering all tensors, even after an error: the other ranks wait for the
+        # shards that this rank holds.
         for _ in blocks:
             pass
 
@@ -208,8 +208,8 @@ def _bytes_of(
 ) -> Iterator[memoryview]:
     """Yield the bytes of uint8 tensors [N].
 
-    Staged tensors are copied through two buffers in pinned memory: while the caller hashes and writes
-    one of them, the other one is filled.
+    Staged tensors are copied through two buffers in pinned memory: while the caller hashes and
+    writes one of them, the other one is filled.
 
     Args:
         tensors: the tensors.

@@ -1,7 +1,7 @@
 """Writes metrics to ``metrics.jsonl``, and mirrors them to Accelerate's trackers.
 
-The file is complete. The trackers (Weights & Biases, TensorBoard) get a copy of its entries, and may
-fail.
+The file is complete. The trackers (Weights & Biases, TensorBoard) get a copy of its entries, and
+may fail.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def wants_model() -> bool:
 class Metrics:
     """Writes ``metrics.jsonl``, a line for each log entry. Every rank uses it; rank 0 writes.
 
-    The trackers follow the file at their own pace, each on a thread of its own. Training never waits
-    for them.
+    The trackers follow the file at their own pace, each on a thread of its own. Training never
+    waits for them.
 
     Args:
         accelerator: the Accelerator of this run.
@@ -82,10 +82,11 @@ class Metrics:
             note("WANDB_LOG_MODEL is set, but the model is not sent: that needs --report_to wandb.")
         logging.getLogger("accelerate.tracking").setLevel(logging.ERROR)
 
-        plain_settings = {
-            name: value if isinstance(value, int | float | str | bool) else str(value)
-            for name, value in redacted(settings).items()
-        }
+        plain_settings = {}
+        for setting, value in redacted(settings).items():
+            is_plain = isinstance(value, int | float | str | bool)
+            plain_settings[setting] = value if is_plain else str(value)
+
         for name in names:
             if name == "wandb":
                 opening = functools.partial(self._open_wandb, plain_settings, run_name, run_id)
@@ -209,8 +210,8 @@ class Metrics:
 class _Mirror:
     """A tracker, and the thread that feeds it.
 
-    ``metrics.jsonl`` is the queue between the run and the tracker. So a tracker that stalls costs no
-    memory, and W&B can be sent what it lacks when it continues a run.
+    ``metrics.jsonl`` is the queue between the run and the tracker. So a tracker that stalls costs
+    no memory, and W&B can be sent what it lacks when it continues a run.
     """
 
     def __init__(self, tracker: GeneralTracker, metrics: Metrics) -> None:
@@ -224,8 +225,8 @@ class _Mirror:
             self.first_step = tracker.tracker.starting_step
             self.first_byte = 0
         else:
-            # TensorBoard reads the event files of all starts in one folder. So it lacks only what is
-            # written from now on.
+            # TensorBoard reads the event files of all starts in one folder. So it lacks only what
+            # is written from now on.
             self.first_step = 0
             self.first_byte = metrics.path.stat().st_size
 
@@ -296,8 +297,8 @@ def _as_numbers(entry: Facts) -> dict[str, float]:
     """Return the numbers of a log entry that a tracker can plot.
 
     If there is a value for each rank, the largest one is returned: the rank that holds most memory
-    runs out of it first, and the slowest rank holds up the others. JSON's null becomes NaN, and text
-    is left out.
+    runs out of it first, and the slowest rank holds up the others. JSON's null becomes NaN, and
+    text is left out.
     """
     numbers: dict[str, float] = {}
     for key, value in entry.items():
