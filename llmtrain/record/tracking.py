@@ -279,11 +279,11 @@ class _Mirror:
 
         run: wandb.Run = self.tracker.tracker
         with _errors_as_notes("wandb", "the run's folder has everything"):
-            columns = ["step", "prompt", "text"]
+            columns = ("step", "prompt", "text")
             samples = read_lines(self.metrics.path.with_name("samples.jsonl"))
             rows = [[sample.get(name) for name in columns] for sample in samples]
             if rows:
-                run.log({"samples": wandb.Table(columns, rows)})
+                run.log({"samples": wandb.Table(list(columns), rows)})
             if self.metrics.model is not None:
                 artifact = wandb.Artifact(f"model-{run.id}", type="model")
                 artifact.add_dir(str(self.metrics.model))
