@@ -1,4 +1,4 @@
-"""Errors in one line, for the person who can mend them."""
+"""Errors that the user can fix, each in one line."""
 
 import contextlib
 import errno
@@ -7,15 +7,43 @@ from collections.abc import Callable, Iterator
 
 from llmtrain.shipped import shipped_config
 
+_NO_SPACE = "free some space, or use another folder; what was saved before is intact"
+_NO_ACCESS = "use a file or folder that this user may access"
+_OS_REMEDIES = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.EROFS: _NO_ACCESS,
+    errno.ENAMETOOLONG: "use another file or folder",
+    errno.ELOOP: "use another file or folder",
+    errno.EMFILE: "raise the limit on open files: ulimit -n 4096",
+}
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_UNREACHABLE = "the Hugging Face hub cannot be reached; a local folder works without it"
+# By the names of errors of huggingface_hub, and of the libraries that it uses.
+_HUB_REMEDIES = {
+    "GatedRepoError": f"accept the terms on its page, and {_LOG_IN}",
+    "RepositoryNotFoundError": f"check the name; if the repository is private, {_LOG_IN}",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the local cache does not have it",
+    "LocalEntryNotFoundError": _UNREACHABLE,
+    "ConnectError": _UNREACHABLE,
+    "ConnectionError": _UNREACHABLE,
+    "TimeoutException": _UNREACHABLE,
+}
+
 
 class UserError(Exception):
-    """A mistake that the user can mend: one line that says what is wrong, where, and what to do instead.
+    """A mistake that the user can fix.
 
-    Programmers' mistakes are ``assert``s and ordinary exceptions, with a traceback.
+    The message is one line: what is wrong, where, and what to do about it. Bugs of the program are
+    ``assert``s and ordinary exceptions, with a traceback.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # one line, whatever the parts held
+        # Parts of the message may come from elsewhere, and have several lines.
+        super().__init__(" ".join(message.split()))
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows; IPython asks for this name."""
@@ -23,111 +51,141 @@ class UserError(Exception):
 
 
 class ToldElsewhereError(UserError):
-    """The end of another process, and of this one with it: the other says why on its own stderr."""
+    """This process ends because another one has failed, which prints the reason itself."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of another library's error, without its essay; a line that ends in a colon has a second."""
-    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
+    """Return the first line of an error's message.
+
+    If that line ends in a colon, the second line is appended to it. An error without a message
+    gives the name of its class.
+    """
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1].strip()}"
+    return lines[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host has no memory left."""
-    of_host = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    named = bool(_kinds(error) & {"OutOfMemoryError", "MemoryError"})
-    return (
-        named or of_host or "can't allocate memory" in str(error)
-    )  # torch's allocator for CPUs raises RuntimeError
+    """Return whether an error means that a device or the host has no memory left."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if _class_names(error) & {"OutOfMemoryError", "MemoryError"}:
+        return True
+    # torch's allocator for CPUs raises RuntimeError.
+    return "can't allocate memory" in str(error)
 
 
-def _kinds(error: BaseException) -> set[str]:
-    """Return the names of an error's classes: other libraries need not be imported to know theirs."""
+def _class_names(error: BaseException) -> set[str]:
+    """Return the names of an error's class and its base classes.
+
+    Comparing names needs no import of the library that defines the class.
+    """
     return {kind.__name__ for kind in type(error).__mro__}
 
 
 def explained(error: BaseException) -> str | None:
-    """Return a line for an error whose cause lies outside of the program: a disk, a right, memory, another machine.
+    """Return one line for an error whose cause is outside the program.
 
-    It is ``None`` for any other, of which the traceback is wanted.
+    Such causes are the disk, missing permissions, memory, and other machines. The errors that
+    ``error`` was raised from are searched, too.
+
+    Returns:
+        ``None`` for any other error, whose traceback is needed.
     """
-    return next(filter(None, map(_explained, _chain(error))), None)
+    for link in _chain(error):
+        explanation = _explanation(link)
+        if explanation:
+            return explanation
+    return None
 
 
-def _explained(error: BaseException) -> str | None:
-    said = first_line(error)
+def _explanation(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
         return (
-            f"out of memory ({said}): make the model or --per_device_train_batch_size smaller, or shard it with "
-            f"{shipped_config('fsdp2')}; llmtrain plan says what it needs."
+            f"out of memory ({first_line(error)}): use a smaller --per_device_train_batch_size or "
+            f"a smaller model, or shard it with {shipped_config('fsdp2')}; llmtrain plan estimates "
+            "the memory."
         )
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
-        place, remedy = (
-            "" if error.filename is None else f"{str(error.filename)[:200]}: ",
-            _REMEDIES[error.errno],
-        )
-        # a write to a full disk names no file; a right that is missing for something else than a file is not known here
-        return f"{place}{error.strerror}; {remedy}." if place or remedy != _NO_RIGHT else None
-    if {"DistNetworkError", "DistStoreError"} & _kinds(error):
-        if "EADDRINUSE" in said or "already in use" in said:
-            port = re.search(r"port: (\d+)", said)
-            which = f"port {port[1]}" if port else "the port of the first process"
-            return f"{which} is in use; name another: MASTER_PORT, accelerate's --main_process_port, or --master-port."
-        return f"the processes lost each other ({said}); llmtrain doctor, on each machine, says which way is closed."
+    if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
+        return _explain_os_error(error, remedy=_OS_REMEDIES[error.errno])
+    if _class_names(error) & {"DistNetworkError", "DistStoreError"}:
+        return _explain_network_error(first_line(error))
     return None
 
 
-_NO_ROOM = "make room, or name another folder; what was saved before is whole"
-_NO_RIGHT = "name a file or folder that this user may use"
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _NO_ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_RIGHT),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "name another file or folder"),
-    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
-}
+def _explain_os_error(error: OSError, remedy: str) -> str | None:
+    if error.filename is not None:
+        return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
+    # A write to a full disk names no file, and is explained all the same. But a missing permission
+    # may then be about something other than a file, such as a port.
+    if remedy == _NO_ACCESS:
+        return None
+    return f"{error.strerror}; {remedy}."
+
+
+def _explain_network_error(message: str) -> str:
+    if "EADDRINUSE" in message or "already in use" in message:
+        match = re.search(r"port: (\d+)", message)
+        port = f"port {match[1]}" if match else "the port of the first process"
+        return (
+            f"{port} is in use; choose another one with MASTER_PORT, accelerate's "
+            "--main_process_port, or --master-port."
+        )
+    return (
+        f"the processes lost contact with each other ({message}); run llmtrain doctor on each "
+        "machine to find the connection that fails."
+    )
 
 
 def hub_said(error: BaseException) -> str:
-    """Return why the Hugging Face hub, or a folder in its place, gave or took nothing, and what to do about it."""
-    names = set().union(*map(_kinds, _chain(error, contexts=True)))
-    remedy = next((remedy for known, remedy in _HUB.items() if known in names), None)
-    return first_line(error) if remedy is None else f"{first_line(error).rstrip('.')}: {remedy}"
+    """Return why a download or an upload failed, and what to do about it.
 
+    Args:
+        error: an error of huggingface_hub, or of reading a local folder instead.
+    """
+    names: set[str] = set()
+    for link in _chain(error, follow_context=True):
+        names |= _class_names(link)
 
-_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-_UNREACHED = "the hub cannot be reached; a local folder needs none"
-_HUB = {  # by the names of huggingface_hub's errors, and of those of what it stands on
-    "GatedRepoError": f"accept its terms on its page, and {_LOG_IN}",
-    "RepositoryNotFoundError": f"is the name right? Where it is private, {_LOG_IN}",
-    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and it has not been fetched before",
-    **dict.fromkeys(
-        ("LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TimeoutException"),
-        _UNREACHED,
-    ),
-}
+    for name, remedy in _HUB_REMEDIES.items():
+        if name in names:
+            return f"{first_line(error).rstrip('.')}: {remedy}"
+    return first_line(error)
 
 
 @contextlib.contextmanager
-def refused_as(what: str, said: Callable[[BaseException], str] = hub_said) -> Iterator[None]:
-    """Raise :class:`UserError` for all that other libraries raise in the block: what failed, and what they said.
+def refused_as(failure: str, describe: Callable[[BaseException], str] = hub_said) -> Iterator[None]:
+    """Turn every exception of the block into a :class:`UserError`.
 
-    Each has its own ways to refuse a folder, a name or a template.
+    Libraries have many types of errors for a folder, a name or a template that they cannot use.
+
+    Args:
+        failure: what has failed, the beginning of the message.
+        describe: returns the rest of the message, given the exception.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {said(error)}") from None
+        raise UserError(f"{failure}: {describe(error)}") from None
 
 
-def _chain(error: BaseException | None, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from; with ``contexts`` also what was being handled when it was raised."""
+def _chain(error: BaseException | None, follow_context: bool = False) -> Iterator[BaseException]:
+    """Yield an error, and the errors that it was raised from.
+
+    Args:
+        error: the error to begin with.
+        follow_context: also yield the error that was being handled when another one was raised.
+    """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
         yield error
-        hidden = error.__suppress_context__ or not contexts
-        error = error.__cause__ or (None if hidden else error.__context__)
+        origin = error.__cause__
+        if origin is None and follow_context and not error.__suppress_context__:
+            origin = error.__context__
+        error = origin

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, forced to the disk, then renamed into it."""
+"""Files that are complete or absent: written under a temporary name, synced, then renamed."""
 
 import contextlib
 import fcntl
@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -18,18 +19,18 @@ from llmtrain.errors import UserError
 if TYPE_CHECKING:
     from llmtrain.types import Facts
 
-_BLOCK = 1 << 24  # bytes that are written while the ones before are hashed
+_BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
 
 
 class Hashed(TypedDict):
-    """The size and the content of a file."""
+    """The size of a file, and the hash of its content."""
 
     bytes: int
     sha256: str
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace ``path`` by the content, atomically."""
+    """Replace a file by JSON, atomically."""
     _replace(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -48,49 +49,67 @@ def _replace(path: Path, text: str) -> None:
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
     """Write a new file, force it to the disk, and return its size and hash.
 
-    They are taken on the way: what a disk gives back later is compared with what was meant, not with what it held.
+    The hash covers the bytes in memory, and is computed while they are written. A disk that later
+    returns different bytes is therefore noticed.
     """
     digest = hashlib.sha256()
     size = 0
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for chunk in chunks:
-            whole = memoryview(chunk).cast("B")
-            for start in range(0, len(whole), _BLOCK):
-                block = whole[start : start + _BLOCK]
+            data = memoryview(chunk).cast("B")
+            for start in range(0, len(data), _BLOCK_BYTES):
+                block = data[start : start + _BLOCK_BYTES]
                 hashing = hasher.submit(digest.update, block)
-                written = 0
-                while written < len(block):  # a signal, or the last bytes of a full disk
-                    written += file.write(block[written:])
+                _write_all(file, block)
                 hashing.result()
-            size += len(whole)
-        _flush(file.fileno())
+            size += len(data)
+        _sync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def _write_all(file: FileIO, block: memoryview) -> None:
+    """Write a block completely.
+
+    A single write may stop early: after a signal, or with the last bytes of a full disk.
+    """
+    written = 0
+    while written < len(block):
+        written += file.write(block[written:])
+
+
 def read_hashed(path: Path) -> Hashed:
-    """Return the size and the hash of a file as it stands."""
+    """Read a file, and return its size and hash."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_BLOCK_BYTES):
             digest.update(block)
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def json_text(content: object, indent: int | None = None) -> str:
-    """Return content as JSON; a number that is not finite, for which JSON has no word, becomes null."""
+    """Return content as JSON, with ``null`` for numbers that are not finite.
 
-    def plain(value: object) -> object:
+    JSON has no way to write those.
+    """
+
+    def finite(value: object) -> object:
         if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items()}
+            return {key: finite(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [plain(one) for one in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+            return [finite(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
 
-    return json.dumps(plain(content), indent=indent)
+    return json.dumps(finite(content), indent=indent)
 
 
 def append_json_line(path: Path, content: "Facts") -> None:
-    """Append one line, as :func:`json_text` has it. Raises :class:`UserError` where the disk takes none."""
+    """Append one line of JSON to a file; see :func:`json_text`.
+
+    Raises:
+        UserError: the line cannot be written, because the disk is full, for example.
+    """
     try:
         with path.open("a") as file:
             file.write(json_text(content) + "\n")
@@ -99,25 +118,38 @@ def append_json_line(path: Path, content: "Facts") -> None:
 
 
 def read_object(path: Path) -> "Facts":
-    """Return a file's JSON object; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    """Return the JSON object in a file, or an empty one if the file cannot be read."""
+    try:
         content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of a JSON-lines file that belong to updates after ``step``, which will be made again."""
+def drop_lines_after(path: Path, step: int) -> None:
+    """Drop the lines of a JSON-lines file that belong to later steps.
+
+    A resumed run makes those steps again.
+
+    Args:
+        path: the file, which need not exist.
+        step: the last step whose lines stay.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # a line that a crash left half written
-            if json.loads(line)["step"] <= step:
-                kept.append(f"{line}\n")
-    _replace(path, "".join(kept))
+    lines = path.read_text().splitlines()
+    _replace(path, "".join(f"{line}\n" for line in lines if _is_of_step_up_to(step, line)))
+
+
+def _is_of_step_up_to(step: int, line: str) -> bool:
+    """Return whether a line is a JSON object with a ``step`` that is not above ``step``.
+
+    A crash may have left half a line.
+    """
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 @contextlib.contextmanager
@@ -165,23 +197,26 @@ def temporary_sibling(path: Path, purpose: str = "") -> Path:
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames in this folder durable, where the system can."""
+    """Make the renames in a folder durable, on file systems that can do so."""
     with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
         handle = os.open(path, os.O_RDONLY)
         try:
-            _flush(handle)
+            _sync(handle)
         finally:
             os.close(handle)
 
 
 def sync_file(path: Path) -> None:
-    """Force a file to the disk that another library wrote, and that may be read-only."""
+    """Force a file to the disk that another library has written. It may be read-only."""
     with path.open("rb") as file:
-        _flush(file.fileno())
+        _sync(file.fileno())
 
 
-def _flush(handle: int) -> None:
-    """Force a file to the disk, down to the medium: on a Mac fsync leaves the bytes in the drive's cache."""
+def _sync(handle: int) -> None:
+    """Force a file to the storage medium.
+
+    On macOS, fsync leaves the bytes in the cache of the drive; F_FULLFSYNC does not.
+    """
     if hasattr(fcntl, "F_FULLFSYNC"):
         with contextlib.suppress(OSError):  # not every file system has it
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)

@@ -1,4 +1,4 @@
-"""Passwords and tokens, which must not leave this process: known by their names, their shapes, the environment."""
+"""Hides passwords and tokens, known by name, by shape, or from environment variables."""
 
 import os
 import re
@@ -7,21 +7,25 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 HIDDEN = "***"
-_ORDINARY = "bos|eos|pad|unk|sep|cls|mask|image|start|end|stop|next|per|special"  # tokens of a text
+
+# In tokenizers and models, names such as `eos_token` and `next_token` are no secrets.
+_ORDINARY = "bos|eos|pad|unk|sep|cls|mask|image|start|end|stop|next|per|special"
 _NAME = (
     rf"(?!(?:[\w.-]*[_.-])?(?:{_ORDINARY})[_.-]token\b)(?:[\w.-]*[_.-])?"
     r"(?:token|secret|passwd|password|credentials?|(?:api|access|secret|private)[_-]?key)"
 )
-_KEY = (
-    r"(?:[\w.-]*[_.-])?key"  # says too little: may be a column; with 40 hex digits it is a W&B key
-)
+# A name that ends in `key` may be a column of a table. It is a secret only with 40 hex digits,
+# which is the shape of a W&B key.
+_KEY = r"(?:[\w.-]*[_.-])?key"
 _HEX = r"[0-9a-fA-F]{40}"
 _QUOTED = r"\"[^\"]*\"|'[^']*'"
 
 _SECRET_NAME = re.compile(rf"-{{0,2}}{_NAME}", re.IGNORECASE)
 _KEY_NAME = re.compile(rf"-{{0,2}}{_KEY}", re.IGNORECASE)
 _HEX_KEY = re.compile(rf"\b{_HEX}\b")
-_NAMED = re.compile(  # name=value, --name value, "name": "value"
+# A name and its value within a text: name=value, --name value, "name": "value". The groups keep the
+# part before the value.
+_NAMED = re.compile(
     rf"(?<![\w.-])(-{{0,2}}{_NAME}=|--{_NAME}\s+(?!-))(?:{_QUOTED}|\S+)"
     rf"|(?<![\w.-])(-{{0,2}}{_KEY}=|--{_KEY}\s+)[\"']?{_HEX}\b"
     rf"|([\"']{_NAME}[\"']\s*:\s*)(?:{_QUOTED})",
@@ -34,56 +38,93 @@ _SHAPES = re.compile(
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"  # GitHub
     r"|sk-(?=[\w-]*[A-Z0-9])[\w-]{16,}"  # OpenAI, Anthropic
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
-    r"|wandb_v\d+_\w{16,})"  # W&B, beside its keys of 40 hex digits
+    r"|wandb_v\d+_\w{16,})"  # W&B, which also has keys of 40 hex digits
 )
+_SECRET_VARIABLE = re.compile(r"_(TOKEN|KEY|SECRET|PASSWORD)$")
+_SHORTEST_SECRET = 8  # characters; a shorter value of a variable may be an ordinary word
 
 
 def redacted(value: T, name: str = "") -> T:
-    """Return the value with ``***`` for every secret in it; of lists, tuples and dictionaries a copy of their type.
+    """Return a copy of a value with ``***`` in place of every secret in it.
 
-    A secret is a URL's user part, a token of a well-known shape, the value of an environment variable whose name ends
-    in ``_TOKEN``, ``_KEY``, ``_SECRET`` or ``_PASSWORD``, or what stands under such a name: ``{"api_key": ...}``,
-    ``["--hub_token", ...]``, ``"password=..."``, or ``name``, where the value has one. Numbers are kept.
+    These are secrets:
+
+    - the user part of a URL,
+    - a token of a well-known shape,
+    - the value of an environment variable whose name ends in ``_TOKEN``, ``_KEY``, ``_SECRET`` or
+      ``_PASSWORD``,
+    - a value under a name that ends like those: ``{"api_key": ...}``, ``["--hub_token", ...]`` or
+      ``"password=..."``.
+
+    Args:
+        value: a string, or lists, tuples and dictionaries with strings in them, which keep their
+            types. Anything else is returned unchanged, numbers for example.
+        name: the name of the value, if it has one.
     """
-    found = {
-        v
-        for k, v in os.environ.items()
-        if re.search("_(TOKEN|KEY|SECRET|PASSWORD)$", k.upper()) and len(v) >= 8
-    }
-    given = re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or "(?!)")
-    hidden: T = _redacted(value, given, name)
+    hidden: T = _redacted(value, _environment_secrets(), name)
     return hidden
 
 
-def _redacted(value: Any, given: re.Pattern[str], name: str) -> Any:
-    """Redact a value that stands under ``name``; ``given`` are secrets word for word."""
+def _environment_secrets() -> re.Pattern[str]:
+    """Return a pattern for the secrets in environment variables."""
+    secrets = {
+        value
+        for name, value in os.environ.items()
+        if _SECRET_VARIABLE.search(name.upper()) and len(value) >= _SHORTEST_SECRET
+    }
+    if not secrets:
+        return re.compile("(?!)")  # matches nothing
+    # The longest first: a secret may contain another one.
+    longest_first = sorted(secrets, key=len, reverse=True)
+    return re.compile("|".join(re.escape(secret) for secret in longest_first))
 
-    def under(key: object, value: object) -> object:
-        secret = _SECRET_NAME.fullmatch(name) or not isinstance(key, str)
-        return _redacted(value, given, name if secret else str(key))
+
+def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> Any:
+    """Redact a value that has a name, which may be empty."""
+    is_secret = _SECRET_NAME.fullmatch(name) is not None
 
     if isinstance(value, dict):
-        return type(value)({_text(key, given): under(key, one) for key, one in value.items()})
-    if isinstance(value, list | tuple):  # in a command line a flag names what comes next
-        flags = [
-            "",
-            *(one if isinstance(one, str) and one.startswith("--") else "" for one in value),
-        ]
-        names = (
-            flag if flag and not str(one).startswith("-") else name
-            for flag, one in zip(flags, value, strict=False)
-        )
-        return type(value)([under(key, one) for key, one in zip(names, value, strict=True)])
-    if isinstance(value, str) and value and _SECRET_NAME.fullmatch(name):
+        pairs = {}
+        for key, item in value.items():
+            # Everything inside a secret is a secret, whatever its own name.
+            item_name = name if is_secret or not isinstance(key, str) else key
+            redacted_key = _redacted_text(key, environment_secrets)
+            pairs[redacted_key] = _redacted(item, environment_secrets, item_name)
+        return type(value)(pairs)
+
+    if isinstance(value, list | tuple):
+        items = []
+        for item, flag_or_name in zip(value, _names_of_items(value, name), strict=True):
+            item_name = name if is_secret else flag_or_name
+            items.append(_redacted(item, environment_secrets, item_name))
+        return type(value)(items)
+
+    if isinstance(value, str) and value and is_secret:
         return HIDDEN
     if isinstance(value, str) and _KEY_NAME.fullmatch(name):
         value = _HEX_KEY.sub(HIDDEN, value)
-    return _text(value, given)
+    return _redacted_text(value, environment_secrets)
 
 
-def _text(value: object, given: re.Pattern[str]) -> object:
+def _names_of_items(items: list[Any] | tuple[Any, ...], name: str) -> list[str]:
+    """Return a name for each item of a list with this name.
+
+    In a command line, a flag is the name of the word after it: ``["--hub_token", "..."]``. All
+    other items have the name of the list.
+    """
+    names = []
+    flag = ""  # the item before, if it is a flag
+    for item in items:
+        is_value_of_flag = flag != "" and not str(item).startswith("-")
+        names.append(flag if is_value_of_flag else name)
+        flag = item if isinstance(item, str) and item.startswith("--") else ""
+    return names
+
+
+def _redacted_text(value: object, environment_secrets: re.Pattern[str]) -> object:
+    """Redact the secrets inside a text. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
-    value = given.sub(HIDDEN, value)
-    value = _NAMED.sub(lambda match: f"{match[1] or match[2] or match[3]}{HIDDEN}", value)
-    return _SHAPES.sub(HIDDEN, value)
+    text = environment_secrets.sub(HIDDEN, value)
+    text = _NAMED.sub(lambda match: f"{match[1] or match[2] or match[3]}{HIDDEN}", text)
+    return _SHAPES.sub(HIDDEN, text)

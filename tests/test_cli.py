@@ -189,7 +189,7 @@ def test_a_disk_that_refuses_is_a_line(
     (tmp_path / "model" / "config.json").write_text("{}")
     status, _, err = ended(capsys, "export", str(tmp_path / "model"), "--to", str(tmp_path / "to"))
     assert (status, err.count("\n")) == (2, 1)
-    assert "No space left on device; make room" in err
+    assert "No space left on device; free some space" in err
 
 
 def test_every_command_prints_json(capsys: pytest.CaptureFixture) -> None:

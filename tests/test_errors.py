@@ -31,14 +31,14 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (errno.ENOSPC, "/data/run: No space left on device; make room"),
-        (errno.EDQUOT, "make room"),
+        (errno.ENOSPC, "/data/run: No space left on device; free some space"),
+        (errno.EDQUOT, "free some space"),
         (
             errno.EACCES,
-            "/data/run: Permission denied; name a file or folder that this user may use",
+            "/data/run: Permission denied; use a file or folder that this user may access",
         ),
-        (errno.EROFS, "name a file or folder"),
-        (errno.ENAMETOOLONG, "name another file or folder"),
+        (errno.EROFS, "use a file or folder"),
+        (errno.ENAMETOOLONG, "use another file or folder"),
         (errno.EMFILE, "ulimit"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_config_that_a_line_names_is_there_also_outside_of_a_checkout(
 
 def test_a_write_to_a_full_disk_names_no_file_and_is_explained() -> None:
     line = explained(OSError(errno.ENOSPC, "No space left on device"))  # as file.write() raises it
-    assert str(line).startswith("No space left on device; make room")
+    assert str(line).startswith("No space left on device; free some space")
 
 
 def _wrapped() -> None:
@@ -77,7 +77,7 @@ def _wrapped() -> None:
 def test_what_a_library_wraps_is_found() -> None:
     with pytest.raises(RuntimeError) as caught:
         _wrapped()
-    assert "rows.arrow: No space left on device; make room" in str(explained(caught.value))
+    assert "rows.arrow: No space left on device; free some space" in str(explained(caught.value))
 
 
 def test_memory_that_is_not_there_is_explained() -> None:
@@ -95,13 +95,13 @@ def test_memory_that_is_not_there_is_explained() -> None:
 def test_processes_that_do_not_meet_are_explained(taken_port: int) -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         dist.TCPStore("127.0.0.1", taken_port, 1, is_master=True)
-    assert f"port {taken_port} is in use; name another" in str(explained(caught.value))
+    assert f"port {taken_port} is in use; choose another" in str(explained(caught.value))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     with pytest.raises(dist.DistError) as gone:
         dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))
-    assert "the processes lost each other" in str(explained(gone.value))
+    assert "the processes lost contact with each other" in str(explained(gone.value))
 
 
 def _mistake_while_memory_is_short() -> None:
@@ -173,8 +173,8 @@ def test_the_hub_is_quoted_with_what_to_do() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         gated, hidden = asked(server.server_port, "gated/model", "hidden/model")
         server.shutdown()
-    assert "accept its terms on its page, and log in with `hf auth login`" in gated
-    assert "is the name right? Where it is private, log in" in hidden
+    assert "accept the terms on its page, and log in with `hf auth login`" in gated
+    assert "check the name; if the repository is private, log in" in hidden
 
 
 @long_form  # huggingface_hub tries for three quarters of a minute
@@ -183,4 +183,4 @@ def test_a_hub_that_cannot_be_reached_is_named() -> None:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     (unreachable,) = asked(port, "some/model")
-    assert "the hub cannot be reached; a local folder needs none" in unreachable
+    assert "the Hugging Face hub cannot be reached; a local folder works without it" in unreachable

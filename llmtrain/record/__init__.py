@@ -1,1 +1,1 @@
-"""The record of a run, which outlives its process."""
+"""The record of a run on disk: settings, metrics, checkpoints and the finished model."""

@@ -1,15 +1,19 @@
-"""Checkpoints that are complete or absent, hold safetensors and JSON only, and say so with a hash for every file.
+"""Checkpoints, which are complete or absent, and have a hash for every file.
+
+They hold safetensors and JSON only:
 
     step-00000400/
-      model/            what from_pretrained loads: one file, or one of each rank where the model is sharded
+      model/            what from_pretrained loads; if the model is sharded, a file of each rank
       optimizer/        safetensors, keyed by parameter name
       state.json        format version, step, tokens, identity, layout
       MANIFEST.json     format version; bytes and sha256 of every file above
 
-A folder is filled under another name and renamed when all of it is on the disk: the rename is the commit.
+A folder is filled under a temporary name, and renamed when all of it is on the disk. The rename is
+the commit.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -30,59 +34,93 @@ from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
-from llmtrain.record.tensors import Share, as_it_is, write_tensors
+from llmtrain.record.tensors import Share, unchanged, write_tensors
 from llmtrain.types import Facts, ModelWriter, Published, Weights
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_PARTS = ("model/*.safetensors", "optimizer/*.safetensors")  # of the model, or of an adapter
-_SPARE_BYTES = 1 << 24  # for everything that is no tensor
+# Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
+_TENSOR_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
+_SPARE_BYTES = 1 << 24  # for all files without tensors
 
 
 def write_checkpoint(
     folder: Path, step: int, files: ModelWriter, weights: Share, optimizer: Share, state: Facts
 ) -> Path:
-    """Commit ``folder/step-N``; the ranks of the shares' team call this together.
+    """Commit a checkpoint. The ranks of the shares' team call this together.
 
-    Raises :class:`UserError` where it cannot be written, and then leaves what was there untouched.
+    Args:
+        folder: the folder of the checkpoints.
+        step: the steps made so far.
+        files: how the model becomes a folder.
+        weights: the tensors of the model.
+        optimizer: the state of the optimizer.
+        state: the content of ``state.json``, except for its format version.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        UserError: the checkpoint cannot be written. Earlier checkpoints are left unchanged.
     """
-    team, target = weights.team, path_of(folder, step)
-
-    def begin() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        needed, free = weights.bytes + optimizer.bytes, shutil.disk_usage(folder).free
-        if free < needed + _SPARE_BYTES:
-            raise OSError(
-                f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk"
-            )
-        working = committing.enter_context(new_folder(target))
-        (working / "model").mkdir()
-        (working / "optimizer").mkdir()
-        return working
-
+    target = path_of(folder, step)
     try:
-        with contextlib.ExitStack() as committing:
-            working = team.main(begin)
-            written = team.each(lambda: write_tensors(working, f"model/{files.weights}", weights))
-            written += team.each(
-                lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
-            )
-            if team.is_main:
-                hashes = {name: entry for file in written for name, entry in file.items()}
-                _write_beside(working / "model", files, weights)
-                content = _as_json(with_version(state))
-                hashes["state.json"] = write_hashed(working / "state.json", [content])
-                for name in _files(working) - hashes.keys():
-                    hashes[name] = read_hashed(working / name)
-
-                manifest = with_version({"files": hashes})
-                write_hashed(working / MANIFEST, [_as_json(manifest)])
+        _commit(target, files, weights=weights, optimizer=optimizer, state=state)
     except (OSError, UserError) as error:
-        why = first_line(error).rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise UserError(
-            f"{target} could not be written ({why}); older checkpoints are untouched."
+            f"{target} could not be written ({reason}); older checkpoints are untouched."
         ) from None
     return target
+
+
+def _commit(
+    target: Path, files: ModelWriter, weights: Share, optimizer: Share, state: Facts
+) -> None:
+    """Write a checkpoint under a temporary name, and rename it to ``target``."""
+    team = weights.team
+    with contextlib.ExitStack() as committing:
+
+        def begin() -> Path:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _check_space(target.parent, weights.byte_count + optimizer.byte_count)
+            working = committing.enter_context(new_folder(target))
+            (working / "model").mkdir()
+            (working / "optimizer").mkdir()
+            return working
+
+        working = team.main(begin)
+        written_weights = team.each(
+            lambda: write_tensors(working, f"model/{files.weights}", weights)
+        )
+        written_optimizer = team.each(
+            lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
+        )
+        if not team.is_main:
+            return
+
+        hashes: Facts = {}
+        for written in [*written_weights, *written_optimizer]:
+            hashes.update(written)
+        _write_all_but_weights(working / "model", files, weights)
+        hashes["state.json"] = write_hashed(working / "state.json", [_as_json(with_version(state))])
+        for name in _file_names(working) - hashes.keys():
+            hashes[name] = read_hashed(working / name)
+        manifest = with_version({"files": hashes})
+        write_hashed(working / MANIFEST, [_as_json(manifest)])
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    """Check that the disk of a folder has room for so many bytes of tensors.
+
+    Raises:
+        OSError: it has not.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE_BYTES:
+        raise OSError(
+            f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk"
+        )
 
 
 def write_model(
@@ -90,39 +128,59 @@ def write_model(
     files: ModelWriter,
     tensors: DistributedTensors,
     team: Team = ALONE,
-    published: Published = as_it_is,
+    convert: Published = unchanged,
 ) -> None:
-    """Write a complete model folder in the place of ``folder``; the ranks of a team call this together."""
-    weights = Share(tensors, team, files.divisible, published)
+    """Write a complete model folder. The ranks of a team call this together.
+
+    Args:
+        folder: the folder, which is replaced if it exists.
+        files: how the model becomes a folder.
+        tensors: the tensors of the model.
+        team: the ranks that write.
+        convert: see :class:`llmtrain.record.tensors.Share`.
+    """
+    weights = Share(tensors, team, divisible=files.divisible, convert=convert)
     with contextlib.ExitStack() as committing:
         working = team.main(lambda: committing.enter_context(new_folder(folder)))
         team.each(lambda: write_tensors(working, files.weights, weights))
         if team.is_main:
-            _write_beside(working, files, weights)
+            _write_all_but_weights(working, files, weights)
 
 
-def _write_beside(folder: Path, files: ModelWriter, weights: Share) -> None:
-    """Write all of a model folder but the weights; with an index, where those are several files."""
+def _write_all_but_weights(folder: Path, files: ModelWriter, weights: Share) -> None:
+    """Write all of a model folder except for the weights.
+
+    If there are several files of weights, this includes an index of them.
+    """
     files.write(folder, sum(tensor.numel() for tensor in weights.source.tensors.values()))
-    names = weights.files(files.weights)
-    if len(names) > 1:
-        files_of = zip(names, weights.dealt, strict=True)
-        places = {name: file for file, dealt in files_of for name, _, _ in weights.headers(dealt)}
-        index = {
-            "metadata": {"total_size": weights.bytes},
-            "weight_map": dict(sorted(places.items())),
-        }
-        (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))
+
+    file_names = weights.file_names(files.weights)
+    if len(file_names) == 1:
+        return
+    weight_map = {}
+    for file_name, names in zip(file_names, weights.names_by_writer, strict=True):
+        for header in weights.headers(names):
+            weight_map[header.name] = file_name
+    index = {
+        "metadata": {"total_size": weights.byte_count},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the committed checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    """Return the committed checkpoints in a folder, oldest first."""
+    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
 
 
 def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = None) -> Path | None:
-    """Return the newest checkpoint that is whole, or ``None`` if the run has never saved one.
+    """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
     Args:
         folder: the run's folder ``checkpoints``.
@@ -130,7 +188,7 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
         identity: sha256 of the run's identity. A checkpoint of another run counts as damaged.
 
     Raises:
-        UserError: there are checkpoints, and none is whole: starting afresh would hide the loss.
+        UserError: there are checkpoints, and none is intact: starting afresh would hide the loss.
             Or the newest is in a newer format: an older one would silently repeat its steps.
     """
     candidates = checkpoints(folder)
@@ -138,24 +196,27 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
         fault = find_fault(path, identity)
         if fault is None:
             return path
+
         say("resume", f"{path.name} is damaged: {fault}")
         if set_aside:
             aside = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+
     if candidates or [*folder.glob("damaged-*")]:
         raise UserError(
-            f"no checkpoint in {folder} is whole; use --resume_from_checkpoint never for a new run."
+            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start a "
+            "new run."
         )
     return None
 
 
 def find_fault(path: Path, identity: str | None = None) -> str | None:
-    """Return why a checkpoint cannot be trusted, or ``None``.
+    """Return why a checkpoint cannot be trusted, or ``None`` if it is intact.
 
-    The folder must hold exactly the files of its manifest, with their bytes. Its state must
-    belong to the step in its name, and to the run whose identity has this sha256. Neither a link
-    nor a name in a manifest is followed.
+    The folder must hold exactly the files of its manifest, with their bytes. Its state must belong
+    to the step in its name, and to the run whose identity has this sha256. Links are not followed,
+    and names in the manifest never lead out of the folder.
 
     Raises:
         UserError: the checkpoint is in a newer format, which is no damage.
@@ -167,20 +228,23 @@ def find_fault(path: Path, identity: str | None = None) -> str | None:
 
 
 def _faults(path: Path, identity: str | None) -> Iterator[str]:
+    """Yield the faults of a checkpoint. After the first one, a later check may raise an error."""
     if path.is_symlink():
         yield "it is a link"
-    present = _files(path)
+    present = _file_names(path)
     if MANIFEST not in present:
         yield f"{MANIFEST} is missing"
     manifest = json.loads((path / MANIFEST).read_text())
     check_not_newer(path / MANIFEST, manifest)
-    if fault := version_fault(MANIFEST, manifest):
-        yield fault
+    manifest_fault = version_fault(MANIFEST, manifest)
+    if manifest_fault:
+        yield manifest_fault
 
+    # Is every file there, and no other?
     hashes = manifest["files"]
-    for part in _PARTS:
-        if not any(Path(name).match(part) for name in present):
-            yield f"{part} is missing"
+    for pattern in _TENSOR_FILES:
+        if not any(Path(name).match(pattern) for name in present):
+            yield f"{pattern} is missing"
     for name in sorted({"state.json", *hashes} - present):
         yield f"{name} is missing"
     for name in sorted(present - {MANIFEST} - hashes.keys()):
@@ -193,11 +257,12 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
                 yield f"{name} differs from its hash"
 
     state = read_state(path)
-    if fault := version_fault("state.json", state):
-        yield fault
-    if state["step"] != int(path.name.removeprefix("step-")):
-        yield f"it is of step {state['step']}"
-    if identity not in (None, state.get("identity_sha256")):
+    state_fault = version_fault("state.json", state)
+    if state_fault:
+        yield state_fault
+    if state["step"] != _step_of(path):
+        yield f"it holds step {state['step']}"
+    if identity is not None and identity != state.get("identity_sha256"):
         yield "it belongs to another run"
 
 
@@ -219,35 +284,62 @@ def bytes_of(path: Path) -> int:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     """Delete old checkpoints, after a newer one was committed.
 
-    The newest ``keep`` stay, and so do the newest two of those that this process has written or read whole, the one
-    with the lowest held-out loss, and the one that early stopping has found the best.
+    These stay:
+
+    - the newest ``keep``,
+    - the newest two that this process has written, or read completely,
+    - the one with the lowest eval loss,
+    - the best one by the metric of early stopping.
+
+    Args:
+        folder: the folder of the checkpoints.
+        keep: how many of the newest checkpoints stay, at least 1.
+        verified: the checkpoints that this process has written, or read completely.
     """
-    every = checkpoints(folder)
-    losses = held_out_losses(every)
-    best = {min(losses, key=losses.__getitem__, default=None)}
-    if every and (judged := read_object(every[-1] / "state.json").get("best")):
-        best.add(path_of(folder, judged[1]))
-    staying = {*every[-max(keep, 1) :], *[path for path in every if path in verified][-2:], *best}
-    for path in every:
-        if path not in staying:
+    paths = checkpoints(folder)
+    kept = {
+        *paths[-max(keep, 1) :],
+        *[path for path in paths if path in verified][-2:],
+        *_best_checkpoints(folder, paths),
+    }
+    for path in paths:
+        if path not in kept:
             # Rename it first: a crash must not leave half of a committed checkpoint.
             doomed = path.rename(temporary_sibling(path, "doomed"))
             shutil.rmtree(doomed, ignore_errors=True)
 
 
+def _best_checkpoints(folder: Path, paths: list[Path]) -> list[Path]:
+    """Return the checkpoints that are the best by the eval loss, and by early stopping."""
+    best = []
+    losses = held_out_losses(paths)
+    if losses:
+        best.append(min(losses, key=losses.__getitem__))
+
+    if paths:
+        # The state of early stopping, see `Patience.state`.
+        patience = read_object(paths[-1] / "state.json").get("best")
+        if patience:
+            best_step = patience[1]
+            best.append(path_of(folder, best_step))
+    return best
+
+
 def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
-    """Return the loss of each checkpoint that was evaluated when it was made."""
-    said = {path: read_object(path / "state.json").get("eval_loss") for path in paths}
-    return {
-        path: loss for path, loss in said.items() if isinstance(loss, float) and math.isfinite(loss)
-    }
+    """Return the eval loss of each checkpoint that was evaluated when it was made."""
+    losses = {}
+    for path in paths:
+        loss = read_object(path / "state.json").get("eval_loss")
+        if isinstance(loss, float) and math.isfinite(loss):
+            losses[path] = loss
+    return losses
 
 
 def digest_of(path: Path) -> str:
@@ -265,50 +357,56 @@ def digest_of(path: Path) -> str:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state as ``{parameter name}.{key}`` tensors."""
+    """Return the optimizer's state as tensors, by the parameter's name and the state's key.
+
+    An example of a name is ``wte.weight.exp_avg``.
+    """
     names: dict[torch.Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters()
     }
-    return {
-        f"{names[parameter]}.{key}": value
-        if isinstance(value, torch.Tensor)
-        else torch.as_tensor(value)
-        for parameter, entries in optimizer.state.items()
-        for key, value in entries.items()
-    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            tensors[f"{names[parameter]}.{key}"] = tensor
+    return tensors
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Weights) -> None:
-    """Load what :func:`optimizer_tensors` returned, by name, one full tensor at a time.
+    """Load the state that :func:`optimizer_tensors` returned into an optimizer.
 
-    The groups' settings stay those of this run.
+    The settings of its parameter groups stay as they are.
+
+    Args:
+        model: the model of the optimizer, whose parameters may be sharded.
+        optimizer: the optimizer.
+        tensors: names and full tensors, one at a time.
     """
     parameters = dict(model.named_parameters())
-    places = {
-        p: place
-        for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
+    trained = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    indices = {parameter: index for index, parameter in enumerate(trained)}
+
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, whole in tensors:
-        name, _, entry = key.rpartition(".")
-        parameter, held = parameters[name], whole
-        if (
-            parameter.is_meta or parameter not in places
-        ):  # another rank holds it, or this run does not train it
+    for full_name, full in tensors:
+        name, _, key = full_name.rpartition(".")
+        parameter = parameters[name]
+        # Another pipeline stage holds the parameter, or this run does not train it.
+        if parameter.is_meta or parameter not in indices:
             continue
-        if (
-            isinstance(parameter, DTensor) and whole.shape == parameter.shape
-        ):  # not the count of steps, which all hold
-            held = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-            fill({key: held}, [(key, whole)])
-        state.setdefault(places[parameter], {})[entry] = held
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
+
+        value = full
+        # The count of steps is not sharded, and has another shape.
+        if isinstance(parameter, DTensor) and full.shape == parameter.shape:
+            value = torch.empty_like(parameter.detach(), dtype=full.dtype)
+            fill({full_name: value}, [(full_name, full)])
+        state.setdefault(indices[parameter], {})[key] = value
+
+    param_groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
-def _files(folder: Path) -> set[str]:
-    """Return the relative names of all files; a link is none of them."""
+def _file_names(folder: Path) -> set[str]:
+    """Return the names of all files below a folder, relative to it. Links are left out."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""A run's folder, as the run itself writes it: status, incidents and ledgers. Only rank 0 writes."""
+"""A run's folder, as the run itself writes it: status, events and logs. Only rank 0 writes."""
 
 import contextlib
 import os
@@ -9,17 +9,26 @@ import time
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import append_json_line, forget_after, read_object, sync_file, write_json
+from llmtrain.files import append_json_line, drop_lines_after, read_object, sync_file, write_json
 from llmtrain.types import Facts
 
-_LEDGERS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
+# Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
+_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
 
 
 class RunFolder:
-    """The folder at ``path``; ``incarnation`` tells this start from another that takes it over."""
+    """The folder of a run.
+
+    Args:
+        path: the folder.
+        incarnation: tells this start of the run from another one that takes over the folder.
+        is_main: whether this is rank 0.
+    """
 
     def __init__(self, path: Path, incarnation: str, is_main: bool) -> None:
-        self.path, self.incarnation, self.is_main = path, incarnation, is_main
+        self.path = path
+        self.incarnation = incarnation
+        self.is_main = is_main
 
     def begin(self, step: int) -> None:
         """Delete files that a killed process left half-written, and log entries after ``step``.
@@ -31,12 +40,13 @@ class RunFolder:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-        for name in _LEDGERS:
-            forget_after(self.path / name, step)
+
+        for name in _LOGS:
+            drop_lines_after(self.path / name, step)
         self._write_status("running", step)
 
     def append(self, name: str, line: Facts) -> None:
-        """Append a JSON line to a ledger."""
+        """Append a line to a JSON-lines file."""
         if self.is_main:
             append_json_line(self.path / name, line)
 
@@ -46,49 +56,66 @@ class RunFolder:
             write_json(self.path / name, content)
 
     def sync_ledgers(self) -> None:
-        """Make what is logged of the updates before a checkpoint as durable as the checkpoint."""
-        for path in (self.path / name for name in _LEDGERS):
+        """Force the logs to the disk.
+
+        Call this before a checkpoint is written: the log of its steps is then as durable as the
+        checkpoint.
+        """
+        for name in _LOGS:
+            path = self.path / name
             if path.exists():
                 sync_file(path)
 
     def incident(self, step: int, kind: str, text: str) -> None:
-        """Keep something to know of when the run is looked at later."""
-        with contextlib.suppress(UserError):  # a full disk, which the run itself will meet
-            self.append(
-                "incidents.jsonl",
-                {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text},
-            )
+        """Record an event that a later reader of the run should know of."""
+        event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
+        # If the disk is full, the run itself will fail on its next write, and report it.
+        with contextlib.suppress(UserError):
+            self.append("incidents.jsonl", event)
 
     def status(self, state: str, step: int, reason: str = "") -> None:
-        """Write ``status.json``, unless another start has taken over."""
-        if self.is_main and not self.taken_over():
-            self._write_status(state, step, reason)
-            if state not in ("finished", "running"):
-                self.incident(step, state, reason)
+        """Write ``status.json``, unless another start has taken over the folder.
+
+        Args:
+            state: ``running``, ``finished``, ``preempted`` or ``failed``.
+            step: the steps made so far.
+            reason: why the run is in this state.
+        """
+        if not self.is_main or self.taken_over():
+            return
+        self._write_status(state, step, reason)
+        if state not in ("finished", "running"):
+            self.incident(step, state, reason)
 
     def _write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Say how the run stands, for whoever looks at its folder: launchers hide exit statuses."""
-        content = {
+        """Write ``status.json``, which says how the run ended. Launchers hide exit statuses."""
+        status = {
             "state": state,
             "step": step,
             "reason": reason,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
+            "host": platform.node(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(self.path / "status.json", {**content, "host": platform.node(), "time": now})
+        write_json(self.path / "status.json", status)
 
     def taken_over(self) -> bool:
-        """Return whether another start writes here: seen where a file system does not keep locks."""
-        return read_object(self.path / "status.json").get("incarnation") not in (
-            None,
-            self.incarnation,
-        )
+        """Return whether another start of the run writes here.
+
+        This can happen on file systems that do not keep locks between machines.
+        """
+        incarnation = self._stored_incarnation()
+        return incarnation is not None and incarnation != self.incarnation
 
     def can_write(self) -> bool:
-        """Return whether this rank sees the folder of this very start, and may write there."""
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path):
-            return bool(
-                read_object(self.path / "status.json").get("incarnation") == self.incarnation
-            )
-        return False
+        """Return whether this rank sees the folder that rank 0 writes, and may write there."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path):
+                return self._stored_incarnation() == self.incarnation
+        except OSError:
+            return False
+
+    def _stored_incarnation(self) -> str | None:
+        incarnation: str | None = read_object(self.path / "status.json").get("incarnation")
+        return incarnation

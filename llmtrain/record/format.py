@@ -1,4 +1,4 @@
-"""The version of the format in which a run is written to the disk, and the refusal of newer ones."""
+"""The version of a run's files on disk. Files of a newer version are refused."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from llmtrain.files import read_object
 if TYPE_CHECKING:
     from llmtrain.types import Facts
 
-FORMAT_VERSION = 1  # of run.json, state.json and MANIFEST.json; raise it when a reader must change
+# The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
+FORMAT_VERSION = 1
 _KEY = "format_version"
 
 
 def with_version(content: Facts) -> Facts:
-    """Return the content with the format version in front."""
+    """Return the content with the format version as its first key."""
     return {_KEY: FORMAT_VERSION, **content}
 
 
 def check_not_newer(path: Path, content: Facts) -> None:
-    """Raise :class:`UserError` if a newer llmtrain has written this content of ``path``."""
+    """Check that the content of a file is not in a newer format.
+
+    Raises:
+        UserError: it is.
+    """
     version = content.get(_KEY)
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise UserError(
@@ -31,7 +36,15 @@ def check_not_newer(path: Path, content: Facts) -> None:
 
 
 def version_fault(name: str, content: Facts) -> str | None:
-    """Return what is wrong with the format version of a file that must have this one."""
+    """Return a description of the fault if a file does not have the current format version.
+
+    Args:
+        name: the name of the file, for the description.
+        content: the content of the file.
+
+    Returns:
+        ``None`` if the version is current.
+    """
     version = content.get(_KEY)
     if type(version) is int and version == FORMAT_VERSION:
         return None
@@ -39,7 +52,7 @@ def version_fault(name: str, content: Facts) -> str | None:
 
 
 def read_versioned(path: Path) -> Facts:
-    """Return the JSON object of a file, empty if it cannot be read.
+    """Return the JSON object in a file, or an empty one if the file cannot be read.
 
     Raises:
         UserError: a newer llmtrain has written the file.

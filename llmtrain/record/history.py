@@ -1,4 +1,4 @@
-"""A run's folder for those who did not write it, while it is written or long after. Nothing is changed."""
+"""Reads a run's folder, while the run writes it or long after. It changes nothing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class History(NamedTuple):
-    """The record that a run left; what could not be read is empty."""
+    """The record of a run. Files that could not be read are empty."""
 
     folder: Path
     record: Facts  # run.json
     status: Facts  # status.json
-    readings: list[Facts]  # metrics.jsonl
-    incidents: list[Facts]  # incidents.jsonl
+    readings: list[Facts]  # metrics.jsonl, an item for each log entry
+    incidents: list[Facts]  # incidents.jsonl, an item for each event
     samples: list[Facts]  # samples.jsonl
-    scores: list[Facts]  # scores.jsonl, of llmtrain eval
-    in_progress: bool  # a process holds its lock
+    scores: list[Facts]  # scores.jsonl, written by llmtrain eval
+    in_progress: bool  # whether a process holds the run's lock
 
     @classmethod
     def of(cls, folder: Path) -> History:
@@ -41,18 +41,19 @@ class History(NamedTuple):
         """
         if not is_run(folder):
             raise UserError(
-                f"{folder} is no run's folder: it has neither run.json nor status.json."
+                f"{folder} is not a run's folder: it has neither run.json nor status.json."
             )
         history = cls.found(folder)
         if history.record and version_fault("run.json", history.record):
             raise UserError(
-                f"{folder}/run.json was written by an earlier llmtrain, whose format is no longer read."
+                f"{folder}/run.json was written by an earlier llmtrain, in a format that this one "
+                "does not read: use the earlier llmtrain."
             )
         return history
 
     @classmethod
     def found(cls, folder: Path) -> History:
-        """Read whatever there is in a folder.
+        """Read whatever is in a folder, which need not be a complete run.
 
         Raises:
             UserError: a newer llmtrain has written ``run.json``.
@@ -65,99 +66,122 @@ class History(NamedTuple):
             incidents=read_lines(folder / "incidents.jsonl"),
             samples=read_lines(folder / "samples.jsonl"),
             scores=read_lines(folder / "scores.jsonl"),
-            in_progress=_is_held(folder / ".lock"),
+            in_progress=_is_locked(folder / ".lock"),
         )
 
     @property
     def state(self) -> str:
-        """The state in ``status.json``; killed where that says running and no process does; unknown without one."""
-        said = str(self.status.get("state", "unknown"))
-        return (
-            "killed"
-            if said == "running" and not self.in_progress and not self._is_elsewhere
-            else said
-        )
+        """The state of the run: the one in ``status.json``, ``killed`` or ``unknown``.
+
+        A run is killed if its state is ``running``, but no process runs. It is unknown without a
+        state in ``status.json``.
+        """
+        state = str(self.status.get("state", "unknown"))
+        if state == "running" and not self.in_progress and not self._is_elsewhere:
+            return "killed"
+        return state
 
     @property
     def step(self) -> int:
-        """Updates made, where it is known."""
-        known = [self.status.get("step"), *(reading.get("step") for reading in self.readings[-1:])]
-        return max((step for step in known if isinstance(step, int)), default=0)
+        """The steps made so far; 0 if the record does not say."""
+        candidates = [self.status.get("step")]
+        if self.readings:
+            candidates.append(self.readings[-1].get("step"))
+        return max((step for step in candidates if isinstance(step, int)), default=0)
 
     @property
     def settings(self) -> Facts:
-        """Every flag's value."""
-        found = self.record.get("settings")
-        entries = found.items() if isinstance(found, dict) else ()
-        return {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
+        """The value of every flag."""
+        settings = self.record.get("settings")
+        if not isinstance(settings, dict):
+            return {}
+        return {
+            name: setting.get("value")
+            for name, setting in settings.items()
+            if isinstance(setting, dict)
+        }
 
     @property
     def starts(self) -> list[Facts]:
-        """Every start of the run, the first one first."""
-        found = self.record.get("starts")
-        return (
-            [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
-        )
+        """The starts of the run, in their order."""
+        starts = self.record.get("starts")
+        if not isinstance(starts, list):
+            return []
+        return [start for start in starts if isinstance(start, dict)]
 
     def began(self) -> list[float | None]:
         """Return the time of each start, in seconds since 1970."""
         return [_seconds(start.get("time")) for start in self.starts]
 
     def series(self, key: str) -> dict[int, float]:
-        """Return the values of one key of the readings, by step."""
+        """Return a metric by step."""
         return {
-            line["step"]: line[key]
-            for line in self.readings
-            if isinstance(line.get(key), int | float)
+            entry["step"]: entry[key]
+            for entry in self.readings
+            if isinstance(entry.get(key), int | float)
         }
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of one key of the readings, where there is one."""
+        """Return the newest value of a metric, or ``None`` if there is none."""
         return next(reversed(self.series(key).values()), None)
 
     def hours(self) -> list[float | None]:
-        """Return the hours that were trained until each reading; ``None`` where the readings have no time.
+        """Return the hours of training until each log entry.
 
-        Pauses between starts do not count, nor does what was trained and lost.
+        Pauses between two starts do not count. Neither do steps that were lost in a crash.
+
+        Returns:
+            A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        begun = sorted(when for when in self.began() if when is not None)
-        total, before = 0.0, begun[0] if begun else None
-        found: list[float | None] = []
-        for reading in self.readings:
-            now = reading.get("time")
-            if not isinstance(now, int | float) or before is None:
-                found.append(None)
+        start_times = sorted(start for start in self.began() if start is not None)
+        if not start_times:
+            return [None] * len(self.readings)
+
+        total_seconds = 0.0
+        last_time = start_times[0]
+        hours: list[float | None] = []
+        for entry in self.readings:
+            now = entry.get("time")
+            if not isinstance(now, int | float):
+                hours.append(None)
                 continue
-            total += max(0.0, now - max([before, *(when for when in begun if when <= now)]))
-            before = now
-            found.append(total / 3600)
-        return found
+
+            # Count from the last log entry, or from the newest start if that was later.
+            starts_until_now = [start for start in start_times if start <= now]
+            begin = max([last_time, *starts_until_now])
+            total_seconds += max(0.0, now - begin)
+            last_time = now
+            hours.append(total_seconds / 3600)
+        return hours
 
     def age(self) -> float:
-        """Return the seconds since anything was written here."""
+        """Return the seconds since the run last wrote to its folder."""
         files = [self.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
-        return max(
-            0.0,
-            time.time()
-            - max((path.stat().st_mtime for path in files if path.exists()), default=0.0),
-        )
+        newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+        return max(0.0, time.time() - newest)
 
     def standing(self) -> str:
-        """Return how it stands, in one line."""
+        """Describe the state of the run in one line."""
         if not self.status:
-            return "in progress; " * self.in_progress + "no status.json can be read"
-        said = f"{self.status.get('state')} at step {self.status.get('step')}, {self.status.get('time')}"
+            prefix = "in progress; " if self.in_progress else ""
+            return f"{prefix}no status.json can be read"
+
+        state = self.status.get("state")
+        line = f"{state} at step {self.status.get('step')}, {self.status.get('time')}"
         if self.status.get("reason"):
-            said += f": {self.status['reason']}"
+            line += f": {self.status['reason']}"
+
         if self.in_progress:
-            said += "; in progress, a process holds its lock"
-        elif self.status.get("state") == "running":
-            elsewhere = f", or it runs on {self.status.get('host')}" if self._is_elsewhere else ""
-            said += f"; no process holds its lock: it was killed{elsewhere}"
-        return said
+            line += "; in progress, a process holds its lock"
+        elif state == "running":
+            line += "; no process holds its lock: it was killed"
+            if self._is_elsewhere:
+                line += f", or it runs on {self.status.get('host')}"
+        return line
 
     @property
     def _is_elsewhere(self) -> bool:
+        """Whether the run was last started on another machine, whose locks may be invisible."""
         return self.status.get("host") not in (None, platform.node())
 
 
@@ -167,46 +191,51 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders below a folder that are runs. A run's own folders are not searched."""
-    found = []
-    for path, folders, _ in os.walk(folder):
-        if is_run(Path(path)):
-            found.append(Path(path))
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
+    """Return the runs in a folder and its subfolders. Folders inside a run are not searched."""
+    runs = []
+    for name, subfolders, _ in os.walk(folder):
+        path = Path(name)
+        if is_run(path):
+            runs.append(path)
+            subfolders.clear()
+        # os.walk goes on with the names that are left in this list, in its order.
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+    return runs
 
 
 def read_lines(path: Path) -> list[Facts]:
-    """Return the JSON objects with a ``step`` of a file that has one a line. Half a line is left out."""
-    found = []
+    """Return the objects of a JSON-lines file that have a ``step``.
+
+    Lines that cannot be parsed are left out: a crash may have left half a line.
+    """
+    contents = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
+                contents.append(json.loads(line))
     return [
         content
-        for content in found
+        for content in contents
         if isinstance(content, dict) and isinstance(content.get("step"), int)
     ]
 
 
-def _seconds(said: object) -> float | None:
-    """Return the seconds since 1970 of a time in the format of ``run.json``."""
-    with contextlib.suppress(ValueError):
-        return datetime.strptime(str(said), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    return None
+def _seconds(timestamp: object) -> float | None:
+    """Return the seconds since 1970 of a time as in ``run.json``, or ``None`` for anything else."""
+    try:
+        return datetime.strptime(str(timestamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
 
 
-def _is_held(lock: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     """Return whether a process has locked a file.
 
-    It is not opened to be written, as :class:`filelock.FileLock` would, and the shared lock is given back at once.
+    This takes a shared lock for a moment and opens the file only to read it.
+    :class:`filelock.FileLock` would open it to write.
     """
-    with (
-        contextlib.suppress(OSError),
-        lock.open("rb") as file,
-    ):  # there is none, or a file system without locks
+    # Without the file, or on a file system without locks, no process holds the lock.
+    with contextlib.suppress(OSError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

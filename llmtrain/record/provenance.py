@@ -1,4 +1,8 @@
-"""The identity of a run, and what it ran on: the content of ``run.json``, and what all ranks must agree on."""
+"""Where a run's numbers come from: the content of ``run.json``, and what all ranks must agree on.
+
+The *identity* of a run is its fingerprint: everything that determines its numbers, by key. A run is
+resumed only by a command of the same identity.
+"""
 
 import contextlib
 import hashlib
@@ -25,7 +29,7 @@ from llmtrain.types import Facts
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
-# Flags that may differ between machines: where things are, and what only rank 0 does.
+# Flags that may differ between machines: paths, and what only rank 0 does.
 _LOCAL_FLAGS = {
     "dataset",
     "tokenizer",
@@ -36,34 +40,41 @@ _LOCAL_FLAGS = {
 }
 
 
-def digest(identity: Facts) -> str:
-    """Return the sha256 of an identity, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+def digest(content: Facts) -> str:
+    """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; an empty string where there is none."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    """Return the version of a package, or an empty string if it is not installed."""
+    try:
         return importlib.metadata.version(package)
-    return ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of every package that the numbers depend on."""
-    own = {"python": platform.python_version(), "llmtrain": version_of("llmtrain") or __version__}
-    return own | {package: version_of(package) or "absent" for package in _PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "llmtrain": version_of("llmtrain") or __version__,
+        **{package: version_of(package) or "absent" for package in _PACKAGES},
+    }
 
 
 def code_digest() -> str:
-    """Return one sha256 over all the code of :func:`code_digests`."""
+    """Return one sha256 over all the code that :func:`code_digests` covers."""
     return digest(code_digests())
 
 
 def code_digests() -> dict[str, str]:
-    """Return the sha256 of the code that runs: ``package``, ``script``, and helper modules by file name.
+    """Return the sha256 of the code that runs.
 
-    Helper modules are those that the process has imported from the script's folder or below it.
-    Installed packages are left out: :func:`versions` names the ones that matter.
+    Installed packages are left out: :func:`versions` has those that matter.
+
+    Returns:
+        A sha256 for ``package``, for ``script``, and for each helper module by its file name.
+        Helper modules are those that the process has imported from the script's folder or below it.
     """
     package = Path(__file__).resolve().parents[1]
     script = Path(sys.argv[0]).resolve()
@@ -86,7 +97,8 @@ def _modules_below(folder: Path, leave_out: Path) -> dict[str, Path]:
     libraries = Path(sysconfig.get_path("stdlib"))
     files = {}
     for module in list(sys.modules.values()):
-        name = getattr(module, "__dict__", {}).get("__file__")  # no lazy import is set off
+        # Reading `module.__file__` itself could start a lazy import.
+        name = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(name, str):
             continue
         path = Path(os.path.abspath(name))  # noqa: PTH100 - resolve() is slow for so many files
@@ -98,7 +110,7 @@ def _modules_below(folder: Path, leave_out: Path) -> dict[str, Path]:
 
 
 def _sha256_of(paths: list[Path]) -> str:
-    """Return one sha256 over the files that can be read."""
+    """Return one sha256 over the contents of files. Files that cannot be read are left out."""
     total = hashlib.sha256()
     for path in paths:
         with contextlib.suppress(OSError):
@@ -107,22 +119,28 @@ def _sha256_of(paths: list[Path]) -> str:
 
 
 def difference(before: object, now: object) -> str:
-    """Return two values of one identity key, for a person; of dictionaries only what differs."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-        return ", ".join(
-            f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys)
-        )
-    return f"{before} there, {now} here"
+    """Describe the difference between two values, for an error message.
+
+    For two dictionaries, only the keys that differ are listed.
+
+    Args:
+        before: the value of another run or rank.
+        now: the value of this one.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return f"{before} there, {now} here"
+
+    keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
 
 
 def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
-    """Return what this rank is about to train, and with which code.
+    """Describe what this rank is about to train, and with which code.
 
     Args:
         identity: the identity of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
-        precision: Accelerate's name of it.
+        precision: the precision as Accelerate names it, such as ``bf16``.
     """
     flags = {
         name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS
@@ -136,33 +154,38 @@ def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Fa
     }
 
 
-def check_same_everywhere(team: Team, mine: Facts) -> None:
-    """Raise :class:`UserError`, on all ranks, if a rank is about to train something else than rank 0.
+def check_same_everywhere(team: Team, description: Facts) -> None:
+    """Check that all ranks are about to train the same.
 
-    Each machine may have its own command, data, packages and code.
+    They may not, because each machine may have its own command, data, packages and code.
 
     Args:
-        mine: what :func:`what_runs` returns on this rank.
+        team: all ranks.
+        description: what :func:`what_runs` returns on this rank.
+
+    Raises:
+        UserError: on all ranks, if a rank is about to train something else than rank 0.
     """
-    first, *others = team.each(lambda: mine)
-    for rank, theirs in enumerate(others, 1):
-        for key in first:
-            here, there = _comparable(key, first, theirs)
-            if here != there:
+    main_description, *descriptions = team.each(lambda: description)
+    for rank, other_description in enumerate(descriptions, start=1):
+        for key in main_description:
+            expected, actual = _comparable(key, main_description, other_description)
+            if expected != actual:
                 raise UserError(
-                    f"rank {rank} differs from rank 0 in {key}: {difference(there, here)}."
+                    f"rank {rank} differs from rank 0 in {key}: {difference(actual, expected)}."
                 )
 
 
-def _comparable(key: str, first: Facts, other: Facts) -> tuple[Any, Any]:
-    """Return the values under a key that two ranks must have in common."""
-    here = first[key]
-    there: Any = other.get(key)
-    if key == "code":  # a rank may import a helper module that the other ranks do not need
-        shared = here.keys() & there.keys()
-        here = {name: here[name] for name in shared}
-        there = {name: there[name] for name in shared}
-    return here, there
+def _comparable(key: str, main: Facts, other: Facts) -> tuple[Any, Any]:
+    """Return the values of a key that must be the same on rank 0 and on another rank."""
+    expected = main[key]
+    actual: Any = other.get(key)
+    if key == "code":
+        # A rank may import a helper module that the other ranks do not need.
+        shared = expected.keys() & actual.keys()
+        expected = {name: expected[name] for name in shared}
+        actual = {name: actual[name] for name in shared}
+    return expected, actual
 
 
 def run_record(
@@ -173,24 +196,24 @@ def run_record(
     resume_point: ResumePoint,
     start: Facts,
 ) -> Facts:
-    """Return the content of ``run.json``: what is there already, and this start.
+    """Return the new content of ``run.json``: that of the file so far, plus this start.
 
     Args:
+        folder: the run's folder.
+        identity: the identity of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
-        details: what else belongs there: facts of the data.
+        details: further keys of the file, about the data.
+        resume_point: where this start begins.
         start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.
     """
     this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": resume_point.step,
         "from": str(resume_point.checkpoint) if resume_point.checkpoint else None,
-        "restart": int(
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        ),  # by the launcher (--max_restarts)
+        # How often the launcher has restarted the run (--max_restarts).
+        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "command": []
-        if "ipykernel" in sys.modules
-        else redacted(sys.argv),  # which a notebook's is not
+        "command": _command(),
         "host": platform.node(),
         **start,
         "threads": torch.get_num_threads(),
@@ -203,20 +226,30 @@ def run_record(
         "identity": identity,
         "identity_sha256": digest(identity),
         "processes": start["processes"],
-        "settings": {
-            k: {**redacted(v), "value": redacted(v["value"], k)} for k, v in settings.items()
-        },
+        "settings": {name: _redacted_setting(name, setting) for name, setting in settings.items()},
         **redacted(details),
         "starts": [*read_versioned(folder / "run.json").get("starts", []), this_start],
     }
     return with_version(record)
 
 
+def _command() -> list[str]:
+    """Return the command line without secrets; empty in a notebook, whose command says nothing."""
+    if "ipykernel" in sys.modules:
+        return []
+    return redacted(sys.argv)
+
+
+def _redacted_setting(name: str, setting: Facts) -> Facts:
+    """Return a setting without secrets. The name of its flag tells whether its value is one."""
+    return {**redacted(setting), "value": redacted(setting["value"], name)}
+
+
 def git_commit() -> str | None:
     """Return the commit of the repository that holds the script, or ``None`` without a repository.
 
-    It ends in ``-dirty`` if a tracked file has changed since, and in ``-unknown`` if git could not
-    tell.
+    The commit ends in ``-dirty`` if a tracked file has changed since then, and in ``-unknown`` if
+    git could not tell.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:
@@ -227,11 +260,16 @@ def git_commit() -> str | None:
     return f"{commit}-dirty" if changes else commit
 
 
-def _git(*words: str) -> str | None:
-    """Return what git prints in the script's folder, or ``None`` if it fails or takes too long."""
+def _git(*arguments: str) -> str | None:
+    """Run git in the script's folder.
+
+    Returns:
+        What git prints, or ``None`` if it fails or takes more than five seconds.
+    """
     folder = str(Path(sys.argv[0]).resolve().parent)
-    command = ["git", "-C", folder, "--no-optional-locks", *words]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-    return None
+    command = ["git", "-C", folder, "--no-optional-locks", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

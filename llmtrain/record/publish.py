@@ -1,4 +1,4 @@
-"""A finished model on the hub."""
+"""Upload a finished model to the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -7,9 +7,15 @@ from llmtrain.errors import hub_said
 
 
 def publish(folder: Path, repository: str | None) -> None:
-    """Upload a model's folder, where a repository is named; a new one is private.
+    """Upload a model's folder to the hub.
 
-    The account is that of Hugging Face's own login or of ``HF_TOKEN``. A failure is a note: the model is on the disk.
+    The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
+    so, and the program goes on: the model is still on the disk.
+
+    Args:
+        folder: the model's folder.
+        repository: the name of the repository, which is made private if it does not exist. ``None``
+            uploads nothing.
     """
     if repository is None:
         return
@@ -19,10 +25,13 @@ def publish(folder: Path, repository: str | None) -> None:
         hub = HfApi()
         hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="A model trained with llmtrain"
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="A model trained with llmtrain",
         )
         say("uploaded", f"{folder} to {repository}")
-    except Exception as error:  # no login, no network, no such name: each with an error of its own
+    except Exception as error:  # the hub has many types of errors: for the login, network and name
         note(
-            f"uploading to {repository} failed: {hub_said(error)}; later: hf upload {repository} {folder}"
+            f"uploading to {repository} failed: {hub_said(error)}; to try again: "
+            f"hf upload {repository} {folder}"
         )

@@ -21,15 +21,14 @@ from llmtrain.record.resume_point import ResumePoint
 from llmtrain.types import Facts
 
 if TYPE_CHECKING:
-    Held: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
+    HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
 
-_WAIT_SECONDS = 60.0  # for an unfinished run that another process still holds
-_READER_SECONDS = 1.0  # for a process that only asks whether a run is in progress
-_MAY_CHANGE = ("update", "exchange", "stopping")  # if the user has named the checkpoint
-_RESTART_COUNTS = (
-    "TORCHELASTIC_RESTART_COUNT",
-    "SLURM_RESTART_COUNT",
-)  # above 0 if the launcher or Slurm has started the same command again
+_WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
+_READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
+# Keys of the identity that may differ from those of a checkpoint that the user has named.
+_MAY_CHANGE = ("update", "exchange", "stopping")
+# Above 0 if the launcher or Slurm has started the same command again.
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @contextlib.contextmanager
@@ -46,8 +45,8 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Res
         identity: the identity of this run. Only a run of the same identity is resumed.
 
     Raises:
-        UserError: what ``resume`` names cannot be resumed, no checkpoint of the run is whole, or a
-            newer llmtrain has written it.
+        UserError: the checkpoint that ``resume`` names cannot be used, no checkpoint of the run is
+            complete, or a newer llmtrain has written it.
     """
     point = ResumePoint(
         folder=Path(output_dir),
@@ -55,17 +54,19 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Res
         incarnation=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
-        point = _resumed_from(point, *_named_checkpoint(Path(resume), identity))
+        named_checkpoint, named_identity = _named_checkpoint(Path(resume), identity)
+        point = _resumed_from(point, named_checkpoint, named_identity)
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
     for folder in names(output_dir):
         is_absent = not folder.exists()
         if is_free(folder):
-            lock_of_new = _lock_new(folder, is_absent)
-            if lock_of_new is not None:
-                with lock_of_new:
-                    yield point._replace(folder=folder, why=_why_new(point, folder, output_dir))
+            new_lock = _lock_new(folder, is_absent)
+            if new_lock is not None:
+                reason = _reason_for_new(point, folder, output_dir)
+                with new_lock:
+                    yield point._replace(folder=folder, why=reason)
                 return
         elif may_continue:
             unfinished = _lock_unfinished(folder, identity, point.checkpoint)
@@ -76,16 +77,24 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Res
     raise AssertionError("there is always a next name")
 
 
-def _why_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
+def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
+    """Return why a run begins in a new folder, for the start-up log."""
     if point.checkpoint:
-        return f"goes on from {point.checkpoint}"
+        return f"resumes from {point.checkpoint}"
     if folder != next(names(output_dir)):
         return f"new; {output_dir} is taken"
     return "new"
 
 
 def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts) -> ResumePoint:
-    """Return the point of an unfinished run, with its newest checkpoint if it has one."""
+    """Return where an unfinished run continues: at its newest checkpoint, if it has one.
+
+    Args:
+        point: the resume point so far. It is kept if the run has no checkpoint yet.
+        folder: the folder of the unfinished run.
+        record: its ``run.json``.
+        identity: the identity of this run.
+    """
     point = point._replace(folder=folder, run_id=record["run_id"])
     newest = checkpoint.newest_valid(
         folder / "checkpoints",
@@ -93,19 +102,19 @@ def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts)
         identity=digest(identity),
     )
     if newest is None:
-        return point._replace(why="begun before, with no checkpoint yet; starts again")
+        return point._replace(why="unfinished, without a checkpoint yet; starts again")
 
     point = _resumed_from(point, newest)
-    return point._replace(why=f"goes on from step {point.step}")
+    return point._replace(why=f"resumes from step {point.step}")
 
 
 def names(output_dir: str) -> Iterator[Path]:
-    """Yield the folders that a run may live in: ``output_dir``, then with -2, -3, ... at its end."""
+    """Yield the folders that a run may use: ``output_dir``, then with -2, -3, ... at its end."""
     base = Path(output_dir)
     if not base.name or base.name == "..":
         base = base.resolve()
     if not base.name:
-        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; name one inside it.")
+        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; use one inside it.")
 
     yield base
     for number in itertools.count(2):
@@ -113,13 +122,14 @@ def names(output_dir: str) -> Iterator[Path]:
 
 
 def newest_model(output_dir: str, command: str) -> str:
-    """Return the model of the newest finished run in ``output_dir``, or in its name with -2, ...
+    """Return the model folder of the newest finished run.
 
     Args:
-        command: the command that makes such a run, for the error.
+        output_dir: the folder of the runs, which may also have -2, -3, ... at its end.
+        command: a command that makes such a run, for the error message.
 
     Raises:
-        UserError: there is no finished run.
+        UserError: no run is finished.
     """
     models = []
     for folder in names(output_dir):
@@ -130,11 +140,11 @@ def newest_model(output_dir: str, command: str) -> str:
 
     if not models:
         raise UserError(
-            f"no finished run in {output_dir} to go on from: first {command}, then this again; or name a model with "
+            f"no run in {output_dir} has finished: run {command} first, or name a model with "
             "--model_name_or_path."
         )
     newest = max(models, key=lambda folder: folder.stat().st_mtime)
-    say("model", f"{newest}, the newest finished run's")
+    say("model", f"{newest} (of the newest finished run)")
     return str(newest)
 
 
@@ -142,12 +152,12 @@ def is_free(folder: Path) -> bool:
     """Return whether a folder is absent or holds only leftovers.
 
     Raises:
-        UserError: there is a file of this name.
+        UserError: it is a file.
     """
     if not folder.exists():
         return True
     if not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file.")
+        raise UserError(f"--output_dir {folder} is a file; use the name of a folder.")
     return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
@@ -156,64 +166,74 @@ def lock(folder: Path) -> filelock.FileLock:
     return filelock.FileLock(folder / ".lock")
 
 
-def _lock_new(folder: Path, is_absent: bool) -> "Held | None":
+def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
     """Lock a free folder, and make it if it is absent.
 
-    Return ``None`` if another start has just taken it.
+    Returns:
+        ``None`` if another start has just taken the folder.
     """
     try:
         if is_absent:
-            folder.mkdir(parents=True)  # fails for the slower start, with or without locks
-        held = lock(folder).acquire(timeout=_READER_SECONDS)
+            # This fails for the slower one of two starts, even without locks.
+            folder.mkdir(parents=True)
+        held_lock = lock(folder).acquire(timeout=_READER_SECONDS)
     except (FileExistsError, filelock.Timeout):
         return None
 
-    if not is_free(folder):  # another start has held the lock and ended
-        held.lock.release()
+    if not is_free(folder):  # another start has held the lock, and has ended by now
+        held_lock.lock.release()
         return None
-    return held
+    return held_lock
 
 
 class _Unfinished(NamedTuple):
     """A run that this start may continue, and its folder's lock."""
 
-    lock: "Held"
+    lock: "HeldLock"
     record: Facts  # run.json
 
 
 def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unfinished | None:
-    """Lock a run that this start may continue. Return ``None`` for any other run.
+    """Lock a run that this start may continue.
 
-    The lock may be held by processes that save and end because their launcher was killed. They are
-    given a minute.
+    Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
+
+    Returns:
+        ``None`` for a run that this start may not continue.
     """
     if _unfinished_record(folder, identity, source) is None:
         return None
     try:
-        held = lock(folder).acquire(blocking=False)
+        held_lock = lock(folder).acquire(blocking=False)
     except filelock.Timeout:
         say(
             "run",
-            f"{folder} is in use; waiting {_WAIT_SECONDS:g} s for it to end before taking another "
-            "name",
+            f"{folder} is in use; waiting up to {_WAIT_SECONDS:g} s for that run to end before "
+            "using another folder",
         )
         try:
-            held = lock(folder).acquire(timeout=_WAIT_SECONDS)
+            held_lock = lock(folder).acquire(timeout=_WAIT_SECONDS)
         except filelock.Timeout:
             return None
 
     record = _unfinished_record(folder, identity, source)  # it may have finished in the meantime
     if record is None:
-        held.lock.release()
+        held_lock.lock.release()
         return None
-    return _Unfinished(held, record)
+    return _Unfinished(held_lock, record)
 
 
 def _unfinished_record(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
-    """Return ``run.json`` of an unfinished run of the same identity, or ``None`` for any other.
+    """Return ``run.json`` of an unfinished run that this start may continue.
 
     Args:
-        source: the checkpoint that the user has named, if any: the run must have begun from it.
+        folder: the folder of the run.
+        identity: the identity of this run, which the unfinished run must have.
+        source: the checkpoint that the user has named, if any. The unfinished run must have begun
+            from it.
+
+    Returns:
+        ``None`` for any other run.
 
     Raises:
         UserError: a newer llmtrain has written the unfinished run.
@@ -234,16 +254,20 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
     """Return a checkpoint that the user has named, and its identity.
 
     Args:
-        path: the folder of a checkpoint, or of a run, whose newest checkpoint is taken.
-        identity: the identity of this run. The settings of the update may differ.
+        path: the folder of a checkpoint, or of a run, whose newest checkpoint is used.
+        identity: the identity of this run. It must be that of the checkpoint, except for a few keys
+            such as the optimizer settings.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or it has another identity.
     """
     flag = f"--resume_from_checkpoint {path}"
     if (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints")
-        if found is None:
+        named = checkpoint.newest_valid(path / "checkpoints")
+        if named is None:
             raise UserError(f"{flag}: this run has no checkpoint yet.")
     elif (path / checkpoint.MANIFEST).exists():
-        found = path
+        named = path
         fault = checkpoint.find_fault(path)
         if fault:
             raise UserError(f"{flag} is damaged: {fault}.")
@@ -252,23 +276,35 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
             f"{flag} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
         )
 
-    before: Facts = checkpoint.read_state(found)["identity"]
-    as_json = json.loads(json.dumps(identity))  # whose keys are strings, as those of a file
+    named_identity: Facts = checkpoint.read_state(named)["identity"]
+    # Numbers as keys become strings in JSON, as they did in the checkpoint's file.
+    as_json = json.loads(json.dumps(identity))
     for key, value in as_json.items():
-        if key not in _MAY_CHANGE and before.get(key) != value:
-            raise UserError(f"{flag} has another {key}: {difference(before.get(key), value)}.")
-    if before.get("exchange") != identity.get("exchange"):
-        exchanges = [facts.get("exchange") or "exactly" for facts in (before, identity)]
-        say("changed", f"how gradients are exchanged: {exchanges[0]} -> {exchanges[1]}")
-    return found, before
+        named_value = named_identity.get(key)
+        if key not in _MAY_CHANGE and named_value != value:
+            raise UserError(f"{flag} has a different {key}: {difference(named_value, value)}.")
+
+    if named_identity.get("exchange") != identity.get("exchange"):
+        old_exchange = named_identity.get("exchange") or "exact"
+        new_exchange = identity.get("exchange") or "exact"
+        say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
+    return named, named_identity
 
 
-def _resumed_from(point: ResumePoint, path: Path, before: Facts | None = None) -> ResumePoint:
-    """Return the same folder with a checkpoint to resume from."""
+def _resumed_from(
+    point: ResumePoint, path: Path, named_identity: Facts | None = None
+) -> ResumePoint:
+    """Return the resume point with a checkpoint to resume from.
+
+    Args:
+        point: the resume point so far.
+        path: the checkpoint.
+        named_identity: its identity, if the user has named it.
+    """
     state = checkpoint.read_state(path)
     return point._replace(
         checkpoint=path,
         step=state["step"],
         tokens=state["tokens"],
-        before=before,
+        before=named_identity,
     )

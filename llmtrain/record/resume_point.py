@@ -1,4 +1,4 @@
-"""Where a run starts: its folder, and the checkpoint that it resumes from."""
+"""Where a run begins: its folder, and the checkpoint that it resumes from."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +11,12 @@ class ResumePoint(NamedTuple):
 
     folder: Path
     checkpoint: Path | None = None
-    step: int = 0  # steps that the checkpoint has made
+    step: int = 0  # steps made until the checkpoint
     tokens: int = 0  # target tokens of those steps
     run_id: str = ""
     incarnation: str = ""  # tells this start from another one in the same folder
     why: str = ""  # the reason for this start, for the start-up log
-    before: Facts | None = None  # identity of a checkpoint that the user has named
+    before: Facts | None = None  # the identity of a checkpoint that the user has named
 
     @property
     def optim_settings(self) -> Facts | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of one run, one after the other: at once, or from a copy in the background."""
+"""Saves the checkpoints of a run, at once or in the background."""
 
 import time
 from collections.abc import Callable
@@ -16,9 +16,20 @@ from llmtrain.types import Facts, ModelWriter
 
 
 class Saver:
-    """Writes checkpoints of a run into its folder and deletes old ones; used by the ranks of a team, together.
+    """Writes checkpoints into a folder, and deletes old ones. All ranks of a team use it together.
 
-    In the background there is one save at a time; an error there is raised by the next :meth:`wait`.
+    In the background, one save runs at a time. The next :meth:`wait` raises its error.
+
+    Args:
+        folder: the folder of the checkpoints.
+        files: how the model becomes a folder.
+        keep: how many of the newest checkpoints stay.
+        in_background: copy the tensors to the host, and write them while training goes on.
+        team: the ranks that save together.
+
+    Attributes:
+        verified: the checkpoints that this process has written, or read completely.
+        longest_seconds: the longest time that writing a checkpoint has taken so far.
     """
 
     def __init__(
@@ -29,17 +40,20 @@ class Saver:
         in_background: bool = False,
         team: Team = ALONE,
     ) -> None:
-        self.folder, self.files, self.keep, self.team = folder, files, keep, team
-        self.verified: list[Path] = []  # what this process has written, or read whole
-        self.longest_seconds = 0.0  # that a checkpoint took to be written
+        self.folder = folder
+        self.files = files
+        self.keep = keep
+        self.team = team
+        self.verified: list[Path] = []
+        self.longest_seconds = 0.0
         self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
-        self._under_way: Future[None] | None = None
-        self._copies: dict[tuple[str, str], torch.Tensor] = {}
+        self._pending: Future[None] | None = None
+        self._host_copies: dict[tuple[str, str], torch.Tensor] = {}  # by part and name
 
     @property
     def failed(self) -> bool:
-        """A save in the background has ended with an error, which :meth:`wait` will raise."""
-        pending = self._under_way
+        """Whether a save in the background has failed. :meth:`wait` will raise its error."""
+        pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(
@@ -50,46 +64,82 @@ class Saver:
         state: Facts,
         done: Callable[[], None],
     ) -> None:
-        """Commit a checkpoint of the tensors as they are now, then call ``done``."""
+        """Commit a checkpoint of the tensors as they are now.
+
+        Args:
+            step: the steps made so far.
+            weights: the tensors of the model.
+            optimizer: the state of the optimizer.
+            state: the content of ``state.json``.
+            done: called on rank 0 when the checkpoint is committed.
+
+        Raises:
+            UserError: the checkpoint cannot be written, or an earlier save in the background has
+                failed.
+        """
         self.wait()
-        shares = Share(weights, self.team, self.files.divisible), Share(optimizer, self.team)
+        weights_share = Share(weights, self.team, divisible=self.files.divisible)
+        optimizer_share = Share(optimizer, self.team)
         if self._pool is None:
-            self._write(step, *shares, state, done)
-        else:
-            copies = self._copy("weights", shares[0]), self._copy("optimizer", shares[1])
-            self._under_way = self._pool.submit(self._write, step, *copies, state, done)
+            self._write(step, weights_share, optimizer_share, state, done)
+            return
+
+        weights_copy = self._copy_to_host("weights", weights_share)
+        optimizer_copy = self._copy_to_host("optimizer", optimizer_share)
+        self._pending = self._pool.submit(
+            self._write, step, weights_copy, optimizer_copy, state, done
+        )
 
     def wait(self) -> None:
-        """Wait until no save is under way. Raises the error of the last one."""
-        pending, self._under_way = self._under_way, None
+        """Wait until no save is under way, and raise the error of the last one if it has failed."""
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
-    def _copy(self, part: str, share: Share) -> Share:
-        """Return a copy on the host of what this rank writes; of what others write the shapes stay.
+    def _copy_to_host(self, part: str, share: Share) -> Share:
+        """Return a share with copies, on the host, of the tensors that this rank writes.
 
-        Its memory is kept from save to save: new pages cost more than the copying.
+        Of all other tensors it has only the shapes. The memory of the copies is used again by the
+        next save: allocating new pages would take longer than copying.
+
+        Args:
+            part: ``weights`` or ``optimizer``, whose names may be the same.
+            share: the tensors.
         """
         copies = {name: meta_like(tensor) for name, tensor in share.source.tensors.items()}
-        for name, tensor in share.wholes():
-            key = part, name
-            if key not in self._copies:
-                self._copies[key] = torch.empty(
+        for name, tensor in share.full_tensors():
+            key = (part, name)
+            if key not in self._host_copies:
+                self._host_copies[key] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
-            copies[name] = self._copies[key].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            host_copy = self._host_copies[key]
+            copies[name] = host_copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
         if any(tensor.is_cuda for tensor in share.source.tensors.values()):
             torch.cuda.synchronize()
         return share._replace(source=DistributedTensors(copies))
 
     def _write(
-        self, step: int, weights: Share, optimizer: Share, state: Facts, done: Callable[[], None]
+        self,
+        step: int,
+        weights: Share,
+        optimizer: Share,
+        state: Facts,
+        done: Callable[[], None],
     ) -> None:
-        began = time.monotonic()
-        self.verified.append(
-            write_checkpoint(self.folder, step, self.files, weights, optimizer, state)
+        start = time.monotonic()
+        path = write_checkpoint(
+            self.folder,
+            step,
+            files=self.files,
+            weights=weights,
+            optimizer=optimizer,
+            state=state,
         )
+        self.verified.append(path)
         if self.team.is_main:
             prune(self.folder, self.keep, self.verified)
             done()
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""Why a run stops before its last update: a signal, its own budget, the end of its batch job, or no more progress."""
+"""Reasons to stop a run before its last step: a signal, a time limit, or early stopping."""
 
 import contextlib
 import math
@@ -14,14 +14,22 @@ from llmtrain.errors import UserError
 from llmtrain.types import Facts
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_PATIENCE_SECONDS = 3.0  # between a first signal, which saves, and one that does not wait
-_MARGIN_SECONDS = 30.0  # at most, for the step at hand and for processes to end
-_SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set in every job (sbatch(1), output environment variables)
+_REPEAT_SECONDS = 3.0  # a second signal within this time after the first one is ignored
+# The most time that is reserved for the current step, and for the processes to end.
+_MAX_MARGIN_SECONDS = 30.0
+# Seconds since 1970, set in every job; see "output environment variables" in sbatch(1).
+_SLURM_END = "SLURM_JOB_END_TIME"
 
 
 @dataclass
 class Deadline:
-    """The moment by which a run must have ended: ``at`` on the monotonic clock, in seconds."""
+    """The time by which a run must have ended.
+
+    Attributes:
+        at: the time on the monotonic clock, in seconds.
+        why: why the run must end then.
+        reserved: seconds to keep free before the deadline, by purpose.
+    """
 
     at: float = math.inf
     why: str = ""
@@ -29,102 +37,137 @@ class Deadline:
 
     @classmethod
     def of(cls, max_hours: float | None) -> "Deadline":
-        """Return the earlier of ``max_hours`` from now and the end of the Slurm job that this process is part of."""
-        left = [(math.inf, "")]
+        """Return the deadline of a run: ``max_hours`` from now, or the end of its Slurm job.
+
+        If there are both, the earlier one counts.
+        """
+        limits = [(math.inf, "")]
         if max_hours is not None:
-            left.append((max_hours * 3600, f"--max_hours {max_hours:g} are over"))
-        if os.environ.get(_SLURM_END, "").isdigit():
-            left.append(
-                (float(os.environ[_SLURM_END]) - time.time(), "the Slurm job is about to end")
-            )
-        seconds, why = min(left)
+            limits.append((max_hours * 3600, f"--max_hours {max_hours:g} have passed"))
+        slurm_end = os.environ.get(_SLURM_END, "")
+        if slurm_end.isdigit():
+            limits.append((float(slurm_end) - time.time(), "the Slurm job is about to end"))
+
+        seconds_left, reason = min(limits)
+        margin = min(_MAX_MARGIN_SECONDS, max(0.0, seconds_left) / 10)
         return cls(
-            time.monotonic() + seconds,
-            why,
-            {"margin": min(_MARGIN_SECONDS, max(0.0, seconds) / 10)},
+            at=time.monotonic() + seconds_left,
+            why=reason,
+            reserved={"margin": margin},
         )
 
     def reserve(self, purpose: str, seconds: float) -> None:
-        """Keep so many seconds free before the end, or more where more were reserved for this purpose before."""
+        """Keep time free before the deadline.
+
+        If more was reserved for this purpose before, that stays.
+        """
         self.reserved[purpose] = max(self.reserved.get(purpose, 0.0), seconds)
 
     def is_near(self) -> bool:
-        """Return whether nothing is left but what is reserved."""
+        """Return whether only the reserved time is left."""
         return time.monotonic() > self.at - sum(self.reserved.values())
 
 
 @dataclass
 class Patience:
-    """Early stopping: how many evaluations in a row may be no better than the best, in which ``metric``.
+    """Early stopping: ends a run when its evaluations no longer improve.
 
-    ``allowed`` 0 never stops. ``best`` is the value, or its negative where higher is better: where the name has no
-    loss, perplexity or bits in it.
+    Attributes:
+        allowed: the number of evaluations in a row without an improvement that ends the run; 0
+            disables early stopping.
+        metric: the metric that should improve, such as ``eval/loss``. Lower is better if its name
+            contains loss, perplexity or bits. Otherwise higher is better.
+        best: the best value so far, negated if higher is better.
+        best_step: the step of the best value; 0 if there is none yet.
+        worse: the number of evaluations since then.
     """
 
     allowed: int
     metric: str
     best: float = math.inf
-    best_step: int = 0  # 0: none yet
-    worse: int = 0  # evaluations since
+    best_step: int = 0
+    worse: int = 0
 
     @property
     def over(self) -> bool:
-        """True where the run ends early."""
-        return bool(self.allowed) and self.worse >= self.allowed
+        """Whether the run ends early."""
+        return self.allowed > 0 and self.worse >= self.allowed
 
     @property
     def why(self) -> str:
-        """The reason for that."""
+        """Why the run ends early."""
         if not self.best_step:
-            return f"{self.worse} evaluations gave no number for {self.metric}"
-        return f"{self.worse} evaluations were no better in {self.metric} than that after step {self.best_step}"
+            return f"{self.metric} was not a number in {self.worse} evaluations"
+        return (
+            f"{self.metric} has not improved in {self.worse} evaluations since step "
+            f"{self.best_step}"
+        )
 
     @property
     def state(self) -> list[float | None]:
-        """The part of it that a checkpoint keeps, as JSON has it."""
+        """The part that a checkpoint stores as JSON: ``best``, ``best_step`` and ``worse``."""
         return [self.best if self.best_step else None, self.best_step, self.worse]
 
     def restore(self, state: list[Any]) -> None:
-        """Take what a checkpoint has kept."""
-        best, self.best_step, self.worse = state
+        """Restore a :attr:`state` from a checkpoint."""
+        best, best_step, worse = state
         self.best = math.inf if best is None else best
+        self.best_step = best_step
+        self.worse = worse
 
     def judge(self, step: int, reading: Facts) -> None:
-        """Take an evaluation; that before the first update is no candidate, but must have the metric.
+        """Record an evaluation.
 
-        Raises :class:`UserError` where it has none of this name.
+        The evaluation before the first step is never the best, but it must have the metric, too.
+
+        Args:
+            step: the steps made so far.
+            reading: the metrics of the evaluation.
+
+        Raises:
+            UserError: the evaluation does not have the metric.
         """
         if self.metric not in reading:
-            known = ", ".join(name for name in reading if name.startswith("eval/"))
-            raise UserError(f"--metric_for_best_model {self.metric}: evaluations have {known}.")
-        if not step:
+            names = ", ".join(name for name in reading if name.startswith("eval/"))
+            raise UserError(
+                f"--metric_for_best_model {self.metric} is not measured; choose one of {names}."
+            )
+        if step == 0:
             return
-        lower = re.search("loss|perplexity|bits", self.metric) is not None
-        value = float(reading[self.metric]) * (1 if lower else -1)
+
+        is_lower_better = re.search("loss|perplexity|bits", self.metric) is not None
+        value = float(reading[self.metric]) * (1 if is_lower_better else -1)
         if value < self.best:
-            self.best, self.best_step, self.worse = value, step, 0
-        else:  # also where it is no number
+            self.best = value
+            self.best_step = step
+            self.worse = 0
+        else:  # not better, or not a number
             self.worse += 1
 
 
 @contextlib.contextmanager
-def stop_signals(asked: Callable[[str], None]) -> Iterator[None]:
-    """Call ``asked`` with a reason at SIGTERM, SIGINT or SIGUSR1.
+def stop_signals(on_stop: Callable[[str], None]) -> Iterator[None]:
+    """Call a function on SIGTERM, SIGINT or SIGUSR1, while the block runs.
 
-    A second one is obeyed at once, as KeyboardInterrupt; but launchers and batch systems repeat themselves: only where
-    it comes some seconds after the first. Outside the main thread, as in a notebook's helper, signals stay the host's.
+    A second signal raises KeyboardInterrupt, but only if it comes some seconds after the first one:
+    launchers and batch systems repeat their signals. Outside the main thread, signal handlers
+    cannot be set and stay unchanged, for example in a thread of a notebook.
+
+    Args:
+        on_stop: called with a reason at the first signal.
     """
     times: list[float] = []
 
-    def ask(number: int, _: object) -> None:
+    def on_signal(number: int, _: object) -> None:
         times.append(time.monotonic())
         if len(times) == 1:
-            asked(f"asked to stop by {signal.Signals(number).name}")
-        elif times[-1] - times[0] > _PATIENCE_SECONDS:
+            on_stop(f"asked to stop by {signal.Signals(number).name}")
+        elif times[-1] - times[0] > _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
     with contextlib.ExitStack() as restoring:
         with contextlib.suppress(ValueError):  # not the main thread
             for number in _SIGNALS:
-                restoring.callback(signal.signal, number, signal.signal(number, ask))
+                previous_handler = signal.signal(number, on_signal)
+                restoring.callback(signal.signal, number, previous_handler)
         yield

@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
 def test_where_all_are_damaged_the_run_stops_rather_than_start_afresh(tmp_path: Path) -> None:
     flip(save(tmp_path, 10) / "model/model.safetensors")
     for _ in range(2):  # the second time too, when the damaged one has been set aside
-        with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
             newest_valid(tmp_path, set_aside=True)
 
 
@@ -217,5 +217,5 @@ def test_bytes_that_are_staged_are_the_same(
     monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
     given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size, 5)]
     staged = {id(tensor) for i, tensor in enumerate(given) if i not in on_host}
-    found = tensors._bytes_of(iter(given), staged=lambda tensor: id(tensor) in staged)
+    found = tensors._bytes_of(iter(given), is_staged=lambda tensor: id(tensor) in staged)
     assert b"".join(map(bytes, found)) == b"".join(tensor.numpy().tobytes() for tensor in given)

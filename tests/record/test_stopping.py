@@ -27,7 +27,7 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
     now += 2
     assert deadline.is_near()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
-    assert Deadline.of(0.5).why == "--max_hours 0.5 are over"
+    assert Deadline.of(0.5).why == "--max_hours 0.5 have passed"
 
 
 def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(

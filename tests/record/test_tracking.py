@@ -117,7 +117,9 @@ def test_a_tracker_that_stalls_holds_up_neither_the_run_nor_another_tracker(
     assert tensorboard.finished.is_set()
     assert not wandb.finished.is_set()
     said = capsys.readouterr().err
-    assert said == "note: wandb: no answer in 2 s, left behind; metrics.jsonl has everything.\n"
+    assert (
+        said == "note: wandb: no answer in 2 s, so it is abandoned; metrics.jsonl has everything.\n"
+    )
 
 
 def test_a_tracker_that_never_finishes_is_left_behind(
@@ -127,7 +129,7 @@ def test_a_tracker_that_never_finishes_is_left_behind(
     wandb = Tracker("wandb", nothing)
     monkeypatch.setattr(wandb, "finish", lambda **_: never.wait())
     opened(wandb=wandb).close(exit_code=0)
-    assert capsys.readouterr().err.count("left behind") == 1
+    assert capsys.readouterr().err.count("abandoned") == 1
 
 
 def test_a_tracker_that_raises_is_told_nothing_more_and_no_other_notices(
@@ -143,7 +145,9 @@ def test_a_tracker_that_raises_is_told_nothing_more_and_no_other_notices(
     assert len(tensorboard.told) == len(lines(tmp_path)) == 5
     assert wandb.finished.is_set()
     said = capsys.readouterr().err
-    assert said == "note: wandb: tracking stopped: division by zero; metrics.jsonl goes on.\n"
+    assert (
+        said == "note: wandb: tracking stopped: division by zero; metrics.jsonl is still written.\n"
+    )
 
 
 def test_a_tracker_that_does_not_open_is_left_out(
@@ -211,7 +215,7 @@ def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(
     wandb.log_artifact = lambda _: never.wait()
     (tmp_path / "model").mkdir()
     opened(model_seconds=1, wandb=wandb).close(exit_code=0, model=tmp_path / "model")
-    assert "no answer in 1 s, left behind" in capsys.readouterr().err
+    assert "no answer in 1 s, so it is abandoned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_a_model_that_is_to_be_sent_and_is_not_is_told(
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     opened(tensorboard=Tracker("tensorboard", nothing)).close(exit_code=0)
     assert capsys.readouterr().err == (
-        "note: WANDB_LOG_MODEL is set and the model is not sent: that needs --report_to wandb.\n"
+        "note: WANDB_LOG_MODEL is set, but the model is not sent: that needs --report_to wandb.\n"
     )
 
 

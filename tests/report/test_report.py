@@ -280,7 +280,7 @@ def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
 ) -> None:
     status, _, err = ended(capsys, "report", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
-    assert "no run's folder" in err
+    assert "is not a run's folder" in err
     status, _, err = ended(
         capsys, "report", str(run), "--output", str(tmp_path / "absent" / "page.html")
     )

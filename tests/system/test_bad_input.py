@@ -162,7 +162,7 @@ def test_a_port_that_is_taken_is_named(text_file: Path, tmp_path: Path) -> None:
             env,
         )
     assert ended.status == 2
-    assert_one_line(ended.err, f"port {port} is in use; name another")
+    assert_one_line(ended.err, f"port {port} is in use; choose another")
     assert not (tmp_path / "run").exists()
 
 

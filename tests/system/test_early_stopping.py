@@ -76,9 +76,7 @@ def test_it_ends_after_so_many_evaluations_and_keeps_the_best(alone: Path) -> No
     assert last == best + 3 * 4 < 400
     status = read_json(alone / "status.json")
     assert (status["state"], status["step"]) == ("finished", last)
-    assert (
-        status["reason"] == f"3 evaluations were no better in eval/loss than that after step {best}"
-    )
+    assert status["reason"] == f"eval/loss has not improved in 3 evaluations since step {best}"
     assert same(alone / "model", alone / "checkpoints" / f"step-{best:08d}" / "model")
     others = [
         path for path in alone.glob("checkpoints/*/model") if str(best) not in path.parent.name
@@ -147,7 +145,7 @@ def test_what_cannot_be_is_one_line(noise: Path, tmp_path: Path) -> None:
         (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "evaluations have eval/loss, eval/perplexity" in told(
+    assert "is not measured; choose one of eval/loss, eval/perplexity" in told(
         "--metric_for_best_model", "eval/accuracy"
     )
     assert "needs held-out rows to evaluate" in told("--eval_fraction", "0")

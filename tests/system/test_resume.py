@@ -83,7 +83,7 @@ def test_one_process_ends_in_the_same_bits(
     else:
         assert stopped_at["state"] == "running"
     ended = run(command).assert_ok()
-    assert "goes on from step" in ended.out
+    assert "resumes from step" in ended.out
     assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [
         0,
         stopped_at["step"],

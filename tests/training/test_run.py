@@ -136,7 +136,7 @@ def test_a_run_that_another_process_holds_is_left_alone(
     with filelock.FileLock(tmp_path / "run/.lock"):
         assert begin() == ("run-2", 0)
     assert (
-        "is in use; waiting 0.1 s for it to end before taking another name"
+        "is in use; waiting up to 0.1 s for that run to end before using another folder"
         in capsys.readouterr().out
     )
 
@@ -251,7 +251,7 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
     begin, tmp_path: Path
 ) -> None:
     begin(steps=(10,))
-    with pytest.raises(UserError, match=r"another model: width 4 there, 5 here") as error:
+    with pytest.raises(UserError, match=r"a different model: width 4 there, 5 here") as error:
         begin({**IDENTITY, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
     assert "\n" not in str(error.value)
     assert begin({**IDENTITY, "update": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
@@ -368,7 +368,7 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
         finish(run, torch.nn.Linear(2, 2))
     said = capsys.readouterr()
     assert "W&B does not answer" in said.err
-    assert "offline; later: wandb login && wandb sync" in said.out
+    assert "offline; to upload it later: wandb login && wandb sync" in said.out
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     assert [line["train/loss"] for line in read_history(file)] == [0.5]
 
