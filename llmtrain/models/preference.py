@@ -103,7 +103,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     is_near_zero = x > -math.log(2)
 
-    # Both branches are computed everywhere. Where a branch is not used, its input is -1, because NaN
+    # Both branches are computed everywhere. A branch that is not used gets -1, because NaN in it
     # would also become NaN in the gradient.
     near_zero = torch.log(-torch.expm1(x.where(is_near_zero, -1)))
     far_from_zero = torch.log1p(-torch.exp(x.where(~is_near_zero, -1)))
