@@ -143,7 +143,7 @@ def _second_changes_with_first(model: CausalLM, rows: "PackedRows") -> bool:
     """Return whether logits of the second documents depend on the first ones."""
     change, is_beyond_rounding = _change_in_second(model, rows, rows.positions)
 
-    # The rounding of bfloat16 can hide a leak. But without positions, the two documents are one, and
+    # The rounding of bfloat16 can hide a leak. But without positions the two documents are one, and
     # a leak is about as large as the change in that case.
     change_if_unpacked, _ = _change_in_second(model, rows, positions=None)
     return is_beyond_rounding or bool(change > change_if_unpacked / 2)
