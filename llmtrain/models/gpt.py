@@ -121,7 +121,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """Split the last dimension into heads: [B, T, C] -> [B, H, T, D]."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):

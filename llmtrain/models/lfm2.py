@@ -89,7 +89,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(wide, scale, weight, *angles)
         ctx.dtype = x.dtype
 
-        y = (wide * scale).mul_(weight)
+        y: Tensor = (wide * scale).mul_(weight)
         if angles:
             y = _rotate(y, *angles)
         return y.to(_matmul_dtype(x))
@@ -241,7 +241,8 @@ class SelfAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """Split the last dimension into heads: [B, T, C] -> [B, T, H, D]."""
-        return x.unflatten(-1, (-1, self.head_size))
+        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        return heads
 
 
 class MLP(nn.Module):
