@@ -1,4 +1,4 @@
-"""How the answers of preference pairs lie in rows of tokens."""
+"""Where the answers of preference pairs are in rows of tokens."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,18 @@ from llmtrain.types import IGNORED, Batch
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """How the answers of preference pairs lie in rows of tokens.
+    """Where the answers of preference pairs are in rows of tokens.
 
-    The column ``answers`` [B, T] says of each position to which answer it belongs: four times the
-    number of the pair in its row, plus 2 if the answer is undesirable, plus 1 if it is the second
-    answer of its pair.
+    The column ``answers`` [B, T] has a code for the answer that each position belongs to. The code
+    is four times the number of the pair in its row, plus 2 if the answer is undesirable, plus 1 if
+    it is the second answer of its pair.
 
     Attributes:
         answers_per_row: the most answers that a row has.
-        are_packed: whether a row holds several pairs. Otherwise each answer has half of a row.
+        are_packed: whether a row holds several pairs. Otherwise each answer of a pair has half of a
+            row.
         share_prompts: whether the two answers of a pair follow one copy of their prompt.
-        are_scored: whether answers get a score at their last token, instead of log-probabilities.
+        are_scored: whether answers have a score at their last token instead of a log-probability.
     """
 
     answers_per_row: int
@@ -32,28 +33,33 @@ class AnswerRows:
 
     def unfold(self, column: Tensor) -> Tensor:
         """Return rows with one answer each, if a row has two halves."""
-        return column if self.are_packed else column.view(2 * len(column), -1)
+        if self.are_packed:
+            return column
+        return column.view(2 * len(column), -1)
 
     def unfold_columns(self, batch: Batch) -> Batch:
         """Return a micro-batch whose columns of tokens are unfolded."""
-        return {
-            name: column if name == "reference" else self.unfold(column)
-            for name, column in batch.items()
-        }
+        unfolded = Batch()
+        for name, column in batch.items():
+            is_of_tokens = name != "reference"
+            unfolded[name] = self.unfold(column) if is_of_tokens else column
+        return unfolded
 
     def answer_of_targets(self, labels: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return to which answer each target belongs, and whether it is a target token at all.
+        """Return the answer that each target belongs to, and whether it is a target token.
 
         Args:
             labels: unfolded [R, T].
             answers: unfolded [R, T].
 
         Returns:
-            int64 [R * (T - 1)], which counts the answers of all rows, and bool [R * (T - 1)].
+            The number of the answer among those of all rows, int64 [R * (T - 1)], and whether the
+            target is a target token, bool [R * (T - 1)].
         """
         codes = targets_of(answers)
-        rows_of_batch = torch.arange(len(codes), device=codes.device)[:, None]
-        rows = rows_of_batch // (1 if self.are_packed else 2)
+        rows = torch.arange(len(codes), device=codes.device)[:, None]
+        if not self.are_packed:
+            rows = rows // 2
         numbers = rows * self.answers_per_row + (codes >> 2) * 2 + (codes & 1)
         is_target = targets_of(labels) != IGNORED
         return numbers.clamp(min=0).flatten(), is_target.flatten()
@@ -63,7 +69,7 @@ class AnswerRows:
         return targets_of(answers).flatten() & 2 > 0
 
     def count_pairs(self, labels: Tensor, answers: Tensor) -> Tensor:
-        """Return the number of pairs in rows [B, T] that have target tokens, an int64 scalar."""
+        """Return the number of pairs with target tokens in rows [B, T], an int64 scalar."""
         numbers, is_target = self.answer_of_targets(self.unfold(labels), self.unfold(answers))
         tokens = torch.zeros(
             len(labels) * self.answers_per_row, dtype=torch.int64, device=is_target.device
@@ -84,7 +90,15 @@ class AnswerRows:
         return documents.to(position_ids.device)
 
     def prepare_batch(self, batch: Batch, on_gpu: bool) -> Batch:
-        """Find on the host where the documents of a micro-batch begin, and where its targets are."""
+        """Find the documents and the target tokens of a micro-batch, on the host.
+
+        Args:
+            batch: a micro-batch by column.
+            on_gpu: prepare what a GPU takes, in shapes that recur.
+
+        Returns:
+            Further columns of the micro-batch.
+        """
         unfolded = self.unfold_columns(batch)
         prepared = Batch()
         if not self.are_scored:

@@ -1,4 +1,4 @@
-"""Build Hugging Face models without weights, from a configuration that is loaded or made."""
+"""Build Hugging Face models without weights, from their configuration."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from llmtrain.models.weight_loading import load_buffers
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-# Sizes of a model that is named only by its type, for a laptop. Each configuration takes those that it knows.
+# Sizes of a model that only its type names, for a laptop. Each configuration takes the ones it has.
 _SMALL = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -49,57 +49,65 @@ def build_model(
     config: ModelConfig,
     tokenizer: "PreTrainedTokenizerFast",
     dtype: torch.dtype,
-    frozen: bool,
-    scores: bool,
+    *,
+    is_frozen: bool,
+    is_reward_model: bool,
 ) -> "PreTrainedModel":
-    """Build a Hugging Face model whose parameters are on the meta device; its buffers are real.
+    """Build a Hugging Face model whose parameters are on the meta device.
+
+    Its buffers are real. If the weights are quantized, all of the model is real, and loaded.
 
     Args:
-        config: Names the model.
-        tokenizer: Gives the size of the vocabulary to a model with random weights.
-        dtype: The type of the parameters.
-        frozen: The model's own weights are not trained (LoRA).
-        scores: Build a reward model, which has one output per token instead of a vocabulary.
-
-    Returns:
-        The model. If its weights are quantized they are loaded already.
+        config: which model, and how it is used.
+        tokenizer: its size is the vocabulary of a model with random weights.
+        dtype: of the parameters.
+        is_frozen: whether the model's own weights are not trained (LoRA).
+        is_reward_model: build the family's class for sequence classification, with one output per
+            token instead of a vocabulary.
 
     Raises:
-        UserError: If there is no such model, or if it cannot be used this way.
+        UserError: there is no such model, or it cannot be used this way.
     """
     from accelerate import init_empty_weights
-    from transformers import GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
     name = config.model_name_or_path
     if config.load_in_4bit and name is None:
         raise UserError(
-            "--load_in_4bit needs --model_name_or_path: it is for training an adapter of existing weights."
+            "--load_in_4bit needs --model_name_or_path: it is for training an adapter of existing "
+            "weights."
         )
     options: dict[str, object] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
 
-    asked = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
-    with refused_as(asked):
+    flag = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
+    with refused_as(flag):
         if name is None:
             model_config = configuration_of(config, tokenizer)
         else:
-            model_config = _stored_configuration(name, config.trust_remote_code)
+            model_config = _load_configuration(name, config.trust_remote_code)
             is_quantized = getattr(model_config, "quantization_config", None) is not None
             if config.load_in_4bit or is_quantized:
-                return _quantized(name, config.load_in_4bit, options, frozen)
+                return _load_quantized(name, config.load_in_4bit, options, is_frozen)
 
-        model_class = _model_class(model_config, tokenizer, scores)
+        if is_reward_model:
+            model_class = _reward_model_class(model_config, tokenizer)
+        else:
+            model_class = AutoModelForCausalLM
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = model_class.from_config(model_config, **options)
-        if scores and not hasattr(model, "score"):
+        if is_reward_model and not hasattr(model, "score"):
             raise UserError(
-                f"--loss_type reward: {type(model).__name__} has no head named score; use another model."
+                f"--loss_type reward: {type(model).__name__} has no head named score; "
+                "use another model."
             )
-        model.tie_weights()  # again, because each parameter became an empty one of its own
+        # `init_empty_weights` made a separate parameter of each tied one.
+        model.tie_weights()
         if name is not None:
             load_buffers(model.train(False), local_folder(name))
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
@@ -107,8 +115,12 @@ def build_model(
     return model
 
 
-def _stored_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
-    """Load the configuration of the model to start from."""
+def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+    """Load the configuration of a model from its folder or the hub.
+
+    Raises:
+        UserError: its weights are pickles, or it is an adapter.
+    """
     from transformers import AutoConfig
 
     refuse_pickles(name)
@@ -121,31 +133,43 @@ def _stored_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConf
     return loaded
 
 
-def _model_class(
-    model_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast", scores: bool
+def _reward_model_class(
+    model_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast"
 ) -> Any:
-    """Return the Auto class that builds the model, and set what a reward model needs in its configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    """Return the Auto class that builds a reward model, and complete the configuration for it.
 
-    if not scores:
-        return AutoModelForCausalLM
+    Raises:
+        UserError: the family has no class for sequence classification.
+    """
+    from transformers import AutoModelForSequenceClassification
+
     if type(model_config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
-            f"--loss_type reward: transformers has no sequence classification for {model_config.model_type}; "
-            "use another model."
+            "--loss_type reward: transformers has no sequence classification for "
+            f"{model_config.model_type}; use another model."
         )
     model_config.num_labels = 1
     model_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return AutoModelForSequenceClassification
 
 
-def _quantized(
-    name: str, load_in_4bit: bool, options: dict[str, object], frozen: bool
+def _load_quantized(
+    name: str, load_in_4bit: bool, options: dict[str, object], is_frozen: bool
 ) -> "PreTrainedModel":
-    """Load a model with quantized weights: stored as such, or quantized to 4 bits while they are loaded."""
+    """Load a model with quantized weights.
+
+    Args:
+        name: the folder or hub name of the model.
+        load_in_4bit: quantize the weights to 4 bits. Otherwise they are stored quantized.
+        options: further arguments of ``from_pretrained``.
+        is_frozen: whether the model's own weights are not trained.
+
+    Raises:
+        UserError: weights are missing, or 4 bits cannot be used here.
+    """
     from transformers import BitsAndBytesConfig
 
-    if load_in_4bit and not frozen:
+    if load_in_4bit and not is_frozen:
         raise UserError("--load_in_4bit needs --lora_r: weights in 4 bits cannot be trained.")
     if load_in_4bit and not torch.cuda.is_available():
         raise UserError("--load_in_4bit needs a CUDA GPU; leave it out on this machine.")
@@ -158,11 +182,13 @@ def _quantized(
         )
     loaded: object = load_causal_lm(name, **options, output_loading_info=True)
     model, info = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
-    absent = [*sorted(map(str, info["missing_keys"])), *map(str, info["mismatched_keys"])]
-    if absent:
+    missing = sorted(map(str, info["missing_keys"]))
+    mismatched = [str(key) for key in info["mismatched_keys"]]
+    unusable = [*missing, *mismatched]
+    if unusable:
         raise UserError(
-            f"--model_name_or_path {name}: {len(absent)} weights are missing or have another shape, such as "
-            f"{absent[0]}."
+            f"--model_name_or_path {name}: {len(unusable)} weights are missing or have another "
+            f"shape, such as {unusable[0]}."
         )
     return model
 
@@ -172,8 +198,12 @@ def configuration_of(
 ) -> "PreTrainedConfig":
     """Return the configuration of a model with random weights.
 
-    Its vocabulary is the tokenizer's. If only its type is named, its sizes are small ones. ``--config_overrides`` wins
-    over both.
+    ``--from_config`` names a model type, which gets the sizes of a small model, or a model whose
+    configuration is used. The vocabulary is the tokenizer's. ``--config_overrides`` takes
+    precedence over both.
+
+    Raises:
+        UserError: ``--config_overrides`` is malformed or has a key that the configuration lacks.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -185,44 +215,51 @@ def configuration_of(
         make = functools.partial(
             AutoConfig.from_pretrained, trust_remote_code=config.trust_remote_code
         )
-    plain = make(name)
-    defaults = plain.to_dict()
-    has_latent_attention = "qk_rope_head_dim" in defaults
+    original = make(name)
+    original_values = original.to_dict()
+    has_latent_attention = "qk_rope_head_dim" in original_values
 
     sizes: dict[str, object] = {}
     if is_type:
         sizes = {"max_position_embeddings": config.block_size, **_SMALL}
         if has_latent_attention:
-            # Its keys have two parts with sizes of their own, and one for each attention head.
+            # Each attention head has its own key, in two parts with their own sizes.
             del sizes["head_dim"]
             del sizes["num_key_value_heads"]
     sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         sizes[token] = getattr(tokenizer, token)
 
-    known = {*defaults, *plain.attribute_map}
+    valid_keys = {*original_values, *original.attribute_map}
     overrides = _overrides(config.config_overrides or "")
-    for key in overrides.keys() - known:
+    for key in overrides.keys() - valid_keys:
         raise UserError(
-            f"--config_overrides: {plain.model_type} has no '{key}'{did_you_mean(key, known)}"
+            f"--config_overrides: {original.model_type} has no '{key}'"
+            f"{did_you_mean(key, valid_keys)}"
         )
-    values = {key: value for key, value in sizes.items() if key in known} | overrides
-    if "qk_rope_head_dim" in values and "num_key_value_heads" in known:
+
+    values = {key: value for key, value in sizes.items() if key in valid_keys} | overrides
+    if "qk_rope_head_dim" in values and "num_key_value_heads" in valid_keys:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    # Some classes, such as GPT-2's, have names of their own for the common ones.
-    renamed = {plain.attribute_map.get(key, key): value for key, value in values.items()}
+    # Some classes, such as GPT-2's, have their own names for the common keys.
+    renamed = {original.attribute_map.get(key, key): value for key, value in values.items()}
     return make(name, **renamed)
 
 
 def _overrides(text: str) -> dict[str, object]:
-    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values."""
+    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
+
+    Raises:
+        UserError: the text has another form.
+    """
     try:
         overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
     except yaml.YAMLError:
         overrides = None
-    is_complete = isinstance(overrides, dict) and (
-        None not in overrides.values() or "null" in text  # a key without a value becomes None
-    )
-    if not is_complete:
+
+    is_valid = isinstance(overrides, dict)
+    if is_valid and None in overrides.values():
+        is_valid = "null" in text  # a key without a value becomes None, too
+    if not is_valid:
         raise UserError(f"--config_overrides {text}: write key=value,key=value.")
     return cast(dict[str, object], overrides)

@@ -1,4 +1,4 @@
-"""Settings of models: this package's GPT, Hugging Face models, LoRA, and preference losses."""
+"""Settings of this package's GPT, of Hugging Face models, LoRA and preference losses."""
 
 import re
 from dataclasses import dataclass
@@ -19,19 +19,24 @@ class GPTConfig(Config):
     n_head: int = flag(4, "attention heads per block; must divide --n_embd")
     n_embd: int = flag(256, "embedding size, the width of the residual stream")
     block_size: int = flag(
-        128, "context length of the model and length of a row, in tokens", acts="model data"
+        128,
+        "context length of the model, and the length of a row, in tokens",
+        acts="model data",
     )
     dropout: float = flag(
-        0.0, "dropout probability, after the embedding and in each residual branch", acts="pass"
+        0.0,
+        "dropout probability, after the embedding and in each residual branch",
+        acts="pass",
     )
     gradient_checkpointing: bool = flag(
         False,
-        "save memory: do not keep activations, but compute them again in the backward pass",
+        "save memory: compute activations again in the backward pass instead of keeping them",
         acts="layout",
     )
     architecture: Literal["gpt2", "lfm2"] = flag(
         "gpt2",
-        "transformers class that can load the finished model: gpt2 is the simplest to study, lfm2 learns faster",
+        "transformers class that can load the finished model: gpt2 is the simplest to study, lfm2 "
+        "learns faster",
     )
 
     def __post_init__(self) -> None:
@@ -44,10 +49,10 @@ class GPTConfig(Config):
             divisors = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
             nearest = sorted(divisors, key=lambda n: abs(n - self.n_head))[:3]
             heads = ", ".join(map(str, sorted(nearest)))
-            wider = -(-self.n_embd // self.n_head) * self.n_head
+            next_multiple = -(-self.n_embd // self.n_head) * self.n_head
             raise UserError(
-                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; use one of --n_head {heads}, "
-                f"or --n_embd {wider}."
+                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; use one of "
+                f"--n_head {heads}, or --n_embd {next_multiple}."
             )
 
 
@@ -61,17 +66,18 @@ class ModelConfig(Config):
     model_name_or_path: str | None = flag(None, "folder or hub name of the causal LM to start from")
     from_config: str | None = flag(
         None,
-        "start from random weights instead: a model type such as llama, qwen3 or gpt2 (a small model), or the folder "
-        "or hub name of a model whose configuration to use",
+        "start from random weights instead: a model type such as llama, qwen3 or gpt2 (a small "
+        "model), or the folder or hub name of a model whose configuration to use",
     )
     config_overrides: str | None = flag(
         None,
-        'changes to the configuration of --from_config, such as "hidden_size=256,num_hidden_layers=8"',
+        "changes to the configuration of --from_config, such as "
+        '"hidden_size=256,num_hidden_layers=8"',
     )
     block_size: int = flag(
         512,
-        "longest conversation, or answer with its prompt, in tokens (see --overlong for longer ones); plain text is cut "
-        "into rows of this length",
+        "longest conversation, or answer with its prompt, in tokens (see --overlong for longer "
+        "ones); plain text is cut into rows of this length",
         acts="model data",
     )
     attn_implementation: str | None = flag(
@@ -81,20 +87,22 @@ class ModelConfig(Config):
     )
     gradient_checkpointing: bool = flag(
         False,
-        "save memory: do not keep activations, but compute them again in the backward pass",
+        "save memory: compute activations again in the backward pass instead of keeping them",
         acts="layout",
     )
     router_aux_loss_coef: float | None = flag(
         None,
-        "weight of the loss that balances the experts of a mixture-of-experts model (default: the one in the model's "
-        "configuration); 0 turns it off",
+        "weight of the loss that balances the experts of a mixture-of-experts model (default: the "
+        "one in the model's configuration); 0 turns it off",
     )
     freeze: str | None = flag(
-        None, "regular expression; parameters whose names contain a match are not trained"
+        None,
+        "regular expression; parameters whose names contain a match are not trained",
     )
     load_in_4bit: bool = flag(
         False,
-        "with --lora_r: keep the frozen weights in 4 bits to save memory (needs a CUDA GPU and bitsandbytes)",
+        "with --lora_r: keep the frozen weights in 4 bits to save memory (needs a CUDA GPU and "
+        "bitsandbytes)",
     )
     trust_remote_code: bool = flag(
         False,
@@ -113,12 +121,12 @@ class ModelConfig(Config):
             ) from None
         if self.config_overrides and self.model_name_or_path:
             raise UserError(
-                "--config_overrides is for --from_config: the weights of --model_name_or_path fit only their own "
-                "configuration."
+                "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
+                "only their own configuration."
             )
 
     def fit_block_size(self) -> None:
-        """Lower a default block size to the number of positions of the model to load, and log it."""
+        """Lower the default block size to the positions of the model to load, and log it."""
         from transformers import AutoConfig
 
         name = self.model_name_or_path
@@ -130,7 +138,7 @@ class ModelConfig(Config):
         except Exception:  # loading the model will report what is wrong with it
             return
         if positions and positions < self.block_size:
-            self.default("block_size", positions, "what this model has positions for")
+            self.default("block_size", positions, f"a model with {positions} positions")
 
 
 @dataclass
@@ -144,21 +152,24 @@ class LoraConfig(Config):
     acts: ClassVar[str] = "model"
 
     lora_r: int = flag(
-        0, "train a LoRA adapter of this rank instead of the model; 0: train the model itself"
+        0,
+        "train a LoRA adapter of this rank instead of the model; 0: train the model itself",
     )
     lora_alpha: int = flag(32, "scale of the adapter: its output is multiplied by alpha / r")
     lora_target_modules: list[str] = flag(
         ["all-linear"],
-        "modules that get LoRA matrices, given by the end of their names, such as q_proj; all-linear: every linear layer "
-        "but the output head",
+        "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
+        "all-linear: every linear layer except the output head",
     )
     lora_dropout: float = flag(
-        0.0, "dropout probability on the inputs of the LoRA matrices", acts="pass"
+        0.0,
+        "dropout probability on the inputs of the LoRA matrices",
+        acts="pass",
     )
     use_dora: bool = flag(
         False,
-        "DoRA: train the magnitude of each weight vector separately from its direction (Liu et al. 2024, "
-        "arXiv:2402.09353)",
+        "DoRA: train the magnitude of each weight vector separately from its direction (Liu et al. "
+        "2024, arXiv:2402.09353)",
     )
 
     def __post_init__(self) -> None:
@@ -167,13 +178,15 @@ class LoraConfig(Config):
             raise UserError("--lora_dropout and --use_dora need --lora_r.")
         if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
             raise UserError(
-                "--lora_target_modules: all-linear already means every module; name no others with it."
+                "--lora_target_modules: all-linear already means every module; leave the other "
+                "names out."
             )
         if self.lora_alpha <= 0:
             raise UserError(f"--lora_alpha {self.lora_alpha} is out of range: it must be above 0.")
         if not 0 <= self.lora_dropout < 1:
             raise UserError(
-                f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and below 1."
+                f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and "
+                "below 1."
             )
 
 
@@ -186,24 +199,27 @@ class PreferenceConfig(Config):
 
     loss_type: Literal["sigmoid", "ipo", "robust", "kto", "orpo", "simpo", "reward"] = flag(
         "sigmoid",
-        "sigmoid is DPO; ipo, robust (DPO for noisy labels), kto (single answers with a label), orpo and simpo are the "
-        "losses of those names; reward trains a reward model, which gives an answer a score",
+        "sigmoid is DPO; ipo, robust (DPO for noisy labels), kto (single answers with a label), "
+        "orpo and simpo are the losses of those names; reward trains a reward model, which gives "
+        "an answer a score",
     )
     beta: float = flag(
         0.1,
-        "sigmoid, ipo, robust, kto: how strongly the model is kept close to its initial weights (larger: closer); "
-        "orpo: weight of the odds-ratio loss; simpo: scale of the rewards; reward: not used",
+        "sigmoid, ipo, robust, kto: how close the model stays to its initial weights (a larger "
+        "value keeps it closer); orpo: weight of the odds-ratio loss; simpo: scale of the rewards; "
+        "reward: not used",
     )
     label_smoothing: float = flag(
         0.0,
-        "sigmoid, robust, simpo: assumed share of pairs whose chosen and rejected answers are swapped",
+        "sigmoid, robust, simpo: assumed share of pairs whose chosen and rejected answers are "
+        "swapped",
     )
     desirable_weight: float = flag(1.0, "kto: weight of the loss of desirable answers")
     undesirable_weight: float = flag(1.0, "kto: weight of the loss of undesirable answers")
     simpo_gamma: float = flag(
         0.5,
-        "simpo: margin by which the reward of the chosen answer should exceed that of the rejected one; a reward is beta "
-        "times the mean log-probability of a token, in nats",
+        "simpo: margin by which the reward of the chosen answer should exceed that of the rejected "
+        "one; a reward is beta times the mean log-probability of a token, in nats",
     )
 
     def __post_init__(self) -> None:
@@ -211,7 +227,8 @@ class PreferenceConfig(Config):
             raise UserError(f"--beta {self.beta} is out of range: it must be above 0.")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError(
-                f"--label_smoothing {self.label_smoothing} is out of range: it must be at least 0 and below 0.5."
+                f"--label_smoothing {self.label_smoothing} is out of range: it must be at least 0 "
+                "and below 0.5."
             )
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "simpo"):
             raise UserError(
@@ -228,10 +245,13 @@ class PreferenceConfig(Config):
 
     @property
     def alone(self) -> bool:
-        """True if the loss judges single answers instead of pairs."""
+        """Whether the loss takes single answers instead of pairs."""
         return self.loss_type == "kto"
 
     @property
     def takes_reference(self) -> bool:
-        """True if the loss compares with the reference model, the weights that a run starts from."""
+        """Whether the loss takes log-probabilities of the reference model.
+
+        The reference model is the model with its initial weights.
+        """
         return self.loss_type not in ("orpo", "simpo", "reward")

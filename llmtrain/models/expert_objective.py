@@ -1,4 +1,4 @@
-"""The objective of a mixture of experts: next tokens, and routers that use all experts."""
+"""The objective of a mixture of experts: the nll of next tokens, plus the balancing loss."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ class ExpertObjective(Objective):
     The balancing loss changes the gradient, but not the value that is logged as the loss.
 
     Args:
-        weight: of the balancing loss. 0 leaves it out, and with it the counting pass.
+        weight: the weight of the balancing loss. If it is 0, there is no counting pass.
     """
 
     def __init__(self, weight: float) -> None:
@@ -39,6 +39,7 @@ class ExpertObjective(Objective):
             nll = model.nll(**batch)
         is_routed = routed_positions(targets_of(batch["labels"]))
         balancing = balancing_loss(router_logits, is_routed, extra["expert_weights"])
+        # The difference is zero, and has the gradient of the balancing loss.
         return LossSums(nll + (balancing - balancing.detach()), metrics={})
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
@@ -55,13 +56,13 @@ class ExpertObjective(Objective):
         return {"balance_loss": float(extra["balance_loss"])}
 
     def check(self, model: CausalLM) -> None:
-        """Leave the balancing loss out if the model's own class has none."""
+        """Turn the balancing loss off if the model's own class has none."""
         if not self.weight or not _has_balancing_loss(model):
             self.weight = 0.0
 
 
 def count_choices_of_batch(model: CausalLM, batch: Batch) -> Tensor:
-    """Return the counts of a micro-batch, as :func:`count_choices` does."""
+    """Run the layers on a micro-batch, and return the counts of :func:`count_choices`."""
     with router_logits_of(model.base_model) as router_logits:
         model.run_layers(**batch)
     is_routed = routed_positions(targets_of(batch["labels"]))
@@ -70,7 +71,10 @@ def count_choices_of_batch(model: CausalLM, batch: Batch) -> Tensor:
 
 
 def _has_balancing_loss(model: CausalLM) -> bool:
-    """Return whether the model's own class has a balancing loss, and its base returns router logits."""
+    """Return whether the balancing loss of a model can be computed.
+
+    Its own class must have such a loss, and its base must return router logits.
+    """
     module = sys.modules[model.own_class.__module__]
     if not hasattr(module, "load_balancing_loss_func") or model.base_model is model:
         return False

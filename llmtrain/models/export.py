@@ -1,4 +1,4 @@
-"""A model as every Hugging Face tool loads it: config.json, safetensors, tokenizer files."""
+"""The folder of a finished model, which every Hugging Face tool can load."""
 
 import json
 from collections.abc import Mapping
@@ -17,19 +17,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model folder, and how a model's tensors come into it and back."""
+    """The files of a model folder, and the conversion between its tensors and a checkpoint's.
 
-    config: Facts  # config.json
+    Attributes:
+        config: ``config.json``.
+        tokenizer: the tokenizer of the model.
+        trained_on: the name of the data, for the model card.
+        base: the folder or hub name of the model that this one was trained from.
+        generation: ``generation_config.json``.
+        weights: the name of the file with the weights.
+        divisible: whether the weights may be split over several files.
+    """
+
+    config: Facts
     tokenizer: "PreTrainedTokenizerFast"
     trained_on: str = "unknown data"
-    base: str | None = None  # the model that it was trained from
-    generation: Facts = field(default_factory=dict)  # generation_config.json
+    base: str | None = None
+    generation: Facts = field(default_factory=dict)
 
     weights: ClassVar[str] = "model.safetensors"
-    divisible: ClassVar[bool] = True  # into several files
+    divisible: ClassVar[bool] = True
 
     def write(self, folder: Path, parameters: int) -> None:
-        """Write all of a model folder but the weights."""
+        """Write everything but the weights.
+
+        Args:
+            folder: the model folder, which may exist.
+            parameters: the number of parameters, for the model card.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if self.generation:
             (folder / "generation_config.json").write_text(
@@ -40,73 +55,81 @@ class ModelFiles:
         self.write_config(folder)
 
     def write_config(self, folder: Path) -> None:
-        """Write what describes the model."""
+        """Write ``config.json``."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, by the names of the model at hand; of tied weights one."""
-        first: dict[int, tuple[str, Tensor]] = {}
+        """Return the tensors that a checkpoint keeps, by the model's own names.
+
+        A tensor with several names, such as a tied weight, has only its first one.
+        """
+        named_tensors: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            first.setdefault(id(tensor), (name, tensor.detach()))
-        return dict(first.values())
+            named_tensors.setdefault(id(tensor), (name, tensor.detach()))
+        return dict(named_tensors.values())
 
     def exported(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the finished model's tensors, by the names that published models of this kind have."""
+        """Return the tensors of the finished model, by the names of published checkpoints."""
         return self.published(model, self.tensors(model))
 
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors of a checkpoint to those of a finished model."""
+        """Convert the tensors of a checkpoint to those of a finished model."""
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
 
-        if not isinstance(
-            model, PreTrainedModel
-        ):  # this package's GPT, whose names are published ones
+        # The names of this package's GPT are those of published checkpoints.
+        if not isinstance(model, PreTrainedModel):
             return tensors
         return cast(dict[str, Tensor], revert_weight_conversion(model, dict(tensors)))
 
     def publishing(self, model: nn.Module) -> Published:
-        """Return what turns one tensor of a checkpoint into those that :meth:`exported` has of it.
+        """Return a function that converts one tensor of a checkpoint without the others.
 
-        The other tensors need not be there. Where published tensors are made of several, it leaves all unchanged,
-        which transformers loads, too.
+        Together, the results for all tensors of a checkpoint are those of :meth:`exported`. That is
+        impossible if a published tensor is made of several tensors. The function then changes
+        nothing, and transformers can load these tensors, too.
         """
 
-        def converted(name: str, whole: Tensor) -> dict[str, Tensor]:
-            return self.published(model, {name: whole})
+        def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return self.published(model, {name: tensor})
 
-        def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
-            return {name: tensor.shape for name, tensor in tensors.items()}
+        def leave_unchanged(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return {name: tensor}
 
-        kept = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
-        together = shapes(self.published(model, kept))
-        if together != shapes(kept):
-            apart = {
-                key: each
-                for name, tensor in kept.items()
-                for key, each in converted(name, tensor).items()
-            }
-            if shapes(apart) == together:
-                return converted
-        return lambda name, whole: {name: whole}
+        # Try it on tensors without memory.
+        tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
+        expected_shapes = _shapes(self.published(model, tensors))
+        if expected_shapes == _shapes(tensors):
+            return leave_unchanged
+
+        converted: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            converted.update(convert(name, tensor))
+        return convert if _shapes(converted) == expected_shapes else leave_unchanged
 
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
-        base = f"base_model: {self.base}\n" if self.base and not Path(self.base).exists() else ""
-        start = (
-            f"Fine-tuned from {Path(self.base).name if base == '' else self.base}"
-            if self.base
-            else "Trained"
-        )
-        auto, task = "AutoModelForCausalLM", "text-generation"
+        hub_line = ""
+        origin = "Trained"
+        if self.base:
+            is_local = Path(self.base).exists()
+            if not is_local:
+                hub_line = f"base_model: {self.base}\n"
+            origin = f"Fine-tuned from {Path(self.base).name if is_local else self.base}"
+
+        auto_class = "AutoModelForCausalLM"
+        task = "text-generation"
         if gives_scores(self.config):
-            auto, task = "AutoModelForSequenceClassification", "text-classification"
+            auto_class = "AutoModelForSequenceClassification"
+            task = "text-classification"
+
         return (
-            f"---\nlibrary_name: transformers\npipeline_tag: {task}\n{base}tags: [llmtrain]\n---\n\n"
+            f"---\nlibrary_name: transformers\npipeline_tag: {task}\n{hub_line}"
+            "tags: [llmtrain]\n---\n\n"
             f"# {self.title(parameters)}\n\n"
-            f"{start} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
-            f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
-            f"model = {auto}.from_pretrained(FOLDER)\n"
+            f"{origin} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
+            f"```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+            f"model = {auto_class}.from_pretrained(FOLDER)\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"
         )
 
@@ -115,6 +138,11 @@ class ModelFiles:
         return f"A {self.config['model_type']} of {parameters:,} parameters"
 
 
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def gives_scores(config: Facts) -> bool:
-    """Return whether a model with this config.json gives answers scores, and writes none."""
-    return "ForSequenceClassification" in "".join(config.get("architectures") or ())
+    """Return whether ``config.json`` is of a reward model, which scores answers and writes none."""
+    architectures = config.get("architectures") or ()
+    return "ForSequenceClassification" in "".join(architectures)

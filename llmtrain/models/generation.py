@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. A ``temperature`` of 0 takes the likeliest token; a ``top_k`` of 0 keeps all tokens."""
+    """How tokens are sampled.
+
+    Attributes:
+        max_new_tokens: the most tokens of a continuation.
+        temperature: logits are divided by it. 0 takes the likeliest token.
+        top_k: sample from so many of the likeliest tokens. 0 samples from all.
+        seed: of the random numbers.
+    """
 
     max_new_tokens: int = 200
     temperature: float = 0.8
@@ -41,10 +48,16 @@ class TextModel:
     """A causal LM and its tokenizer, loaded from a folder or hub name to generate text.
 
     Attributes:
-        model: The model, on the GPU if there is one.
-        tokenizer: Its tokenizer.
-        context: The largest number of tokens that the model can take.
-        ends: The tokens at which it stops.
+        model: the model, on the GPU if there is one.
+        tokenizer: its tokenizer.
+        context: the largest number of tokens that the model can take.
+        ends: the tokens that end a text.
+
+    Args:
+        name: the folder of a model or of an adapter, or a hub name.
+
+    Raises:
+        UserError: there is no such model, or it cannot generate text.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,9 +66,11 @@ class TextModel:
             raise UserError(f"{name} holds no model (no config.json).")
         if gives_scores(read_object(folder / "config.json")):
             raise UserError(
-                f"{name} is a reward model, which scores answers and cannot write; name a causal LM."
+                f"{name} is a reward model, which scores answers and cannot write text; "
+                "name a causal LM."
             )
         refuse_pickles(name)
+
         self.tokenizer = tokenizer_of(name)
         with refused_as(f"{name}: no model could be loaded"):
             loaded: PeftModel | PreTrainedModel
@@ -66,15 +81,17 @@ class TextModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        self.ends = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
 
+    def _stop_token_ids(self, folder: Path) -> list[int | None]:
+        """Return the stop tokens of the generation settings."""
         stop_token_ids = getattr(self.model.generation_config, "eos_token_id", None)
-        # An adapter has a file of its own: its base does not know what ends the turns that it was trained on.
-        own_settings = folder / "generation_config.json"
-        if is_adapter(folder) and own_settings.exists():
-            stop_token_ids = json.loads(own_settings.read_text())["eos_token_id"]
-        if not isinstance(stop_token_ids, list):
-            stop_token_ids = [stop_token_ids]
-        self.ends = {*stop_token_ids, self.tokenizer.eos_token_id}
+        # The base of an adapter does not know the tokens that end the turns of a conversation. The
+        # adapter's folder has its own settings.
+        adapter_settings = folder / "generation_config.json"
+        if is_adapter(folder) and adapter_settings.exists():
+            stop_token_ids = json.loads(adapter_settings.read_text())["eos_token_id"]
+        return stop_token_ids if isinstance(stop_token_ids, list) else [stop_token_ids]
 
     def check_chats(self) -> None:
         """Raise :class:`UserError` if the tokenizer has no chat template."""
@@ -89,21 +106,23 @@ class TextModel:
         """Render the prompt for the next answer, without the oldest messages if they do not fit.
 
         Args:
-            messages: The conversation, which ends with a question.
-            kept: The number of messages at its beginning that are never dropped.
-            answer: The number of tokens to leave for the answer.
-            thinking: If false, ask the template for an answer without reasoning, if it has that switch.
+            messages: the conversation, which ends with a question.
+            kept: how many messages at its beginning are never dropped.
+            answer: how many tokens to leave for the answer.
+            thinking: if false, ask the template for an answer without reasoning. Templates without
+                such a switch ignore this.
 
         Returns:
-            The number of messages that were dropped, always questions with their answers, and the tokens of the prompt.
+            The number of dropped messages, which are questions with their answers, and the tokens
+            of the prompt.
         """
-        switch: dict[str, Any] = {} if thinking else {"enable_thinking": False}
+        template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         dropped = 0
         while True:
-            shown = [*messages[:kept], *messages[kept + dropped :]]
+            remaining = [*messages[:kept], *messages[kept + dropped :]]
             with refused_as("the chat template refuses this", first_line):
                 text = self.tokenizer.apply_chat_template(
-                    shown, add_generation_prompt=True, tokenize=False, **switch
+                    remaining, add_generation_prompt=True, tokenize=False, **template_options
                 )
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             fits = len(ids) + answer <= self.context
@@ -116,12 +135,13 @@ class TextModel:
     def stream(self, prompt: str | list[int], sampling: Sampling) -> Iterator[str]:
         """Generate a continuation of a prompt, and yield it in pieces of text.
 
-        Generation ends at a stop token or after ``max_new_tokens``. If the prompt and the continuation fill the model's
-        ``context``, the older half is dropped, and the cache is computed again from the rest.
+        Generation ends at a stop token or after ``max_new_tokens``. If the prompt and the
+        continuation fill the model's ``context``, the older half is dropped, and the cache is
+        computed again from the rest.
 
         Args:
-            prompt: A text or its tokens.
-            sampling: How tokens are drawn.
+            prompt: a text or its tokens.
+            sampling: how tokens are sampled.
         """
         generator = torch.Generator().manual_seed(sampling.seed)
         ids = self._prompt_ids(prompt)
@@ -157,17 +177,20 @@ class TextModel:
                 yielded = text
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the tokens of a prompt; of an empty one, the token that begins a text."""
+        """Return the tokens of a prompt. An empty one becomes the token that begins a text."""
         tokenizer = self.tokenizer
+        ids: list[int] = []
         if not prompt:
-            first = (
-                tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-            )
-            ids = [] if first is None else [first]
+            first_token = tokenizer.bos_token_id
+            if first_token is None:
+                first_token = tokenizer.eos_token_id
+            if first_token is not None:
+                ids = [first_token]
         elif isinstance(prompt, str):
             ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         else:
             ids = prompt
+
         if not ids:
             raise UserError(
                 "this model's tokenizer has no token to begin a text with; give a --prompt."
@@ -175,20 +198,23 @@ class TextModel:
         return ids
 
 
-def logits_apart(one: str, other: str) -> tuple[float, float]:
+def logits_apart(first_name: str, second_name: str) -> tuple[float, float]:
     """Compare the logits of two model folders, in float32.
 
     Returns:
-        Their largest difference, and the largest logit of the first.
+        Their largest difference, and the largest absolute logit of the first model.
     """
-    first = _some_logits(TextModel(one))
-    second = _some_logits(TextModel(other))
+    first = _some_logits(TextModel(first_name))
+    second = _some_logits(TextModel(second_name))
     return float((first - second).abs().max()), float(first.abs().max())
 
 
 @torch.no_grad()
 def _some_logits(model: TextModel) -> torch.Tensor:
-    """Return logits [1, T, V] for tokens from all over the vocabulary; the first ones are its last, often new ones."""
+    """Return float32 logits [1, T, V] for tokens from all over the vocabulary.
+
+    The first tokens are the last of the vocabulary, which a chat template may have added.
+    """
     model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
     size = len(model.tokenizer)
     newest = range(size - min(16, size), size)
@@ -199,18 +225,23 @@ def _some_logits(model: TextModel) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw the next token from its ``logits`` [V]."""
+    """Sample the next token from its logits [V]."""
     if sampling.temperature < 1e-6:
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k:
-        kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+        k = min(sampling.top_k, len(logits))
+        smallest_kept = logits.topk(k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
 def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer of a model folder or hub name; raises :class:`UserError` if there is none."""
+    """Load the tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: there is none.
+    """
     from transformers import AutoTokenizer
 
     with refused_as(f"{name}: no model could be loaded"):
@@ -223,13 +254,13 @@ def holds_model(folder: Path) -> bool:
 
 
 def model_folder(name: str) -> str:
-    """Return the model folder that a name stands for.
+    """Return the model folder that a name refers to.
 
-    In a run folder, that is the finished model, or else the newest checkpoint's. A model folder or a hub name stands for
-    itself.
+    For a run folder, that is the finished model, or else the model of the newest checkpoint. A
+    model folder or a hub name is returned as it is.
 
     Raises:
-        UserError: If there is no such folder, or if it holds no model yet.
+        UserError: there is no such folder, or it holds no model yet.
     """
     folder = Path(name)
     if not folder.is_dir():

@@ -1,7 +1,9 @@
-"""A GPT-2 to read in one sitting: GPT-2's parameter names and shapes, and nothing else of its history.
+"""A GPT-2 to read in one sitting: GPT-2's parameter names and shapes, without its other history.
 
-B rows, T positions, C = n_embd, H heads, V vocabulary. The state dict of this module is that of Hugging Face's
-``GPT2LMHeadModel`` without the tied head, name by name and shape by shape.
+The state dict of this model is the one of Hugging Face's ``GPT2LMHeadModel`` without the tied head,
+name by name and shape by shape.
+
+Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 """
 
 import math
@@ -26,14 +28,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _INIT_STD = 0.02
+_MASK31 = 2**31 - 1
 
 
 class Projection(nn.Module):
-    """A linear layer x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints."""
+    """A linear layer x @ weight + bias, with the weight stored [in, out] as in GPT-2's checkpoints.
 
-    bias: (
-        nn.Parameter | None
-    )  # none where each rank has rows of the weight: it is added to the sum of all ranks
+    Attributes:
+        weight: [in, out].
+        bias: [out]. It is ``None`` if tensor parallelism shards the rows of the weight: the bias is
+            then added to the sum over all ranks.
+    """
+
+    bias: nn.Parameter | None
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -48,46 +55,55 @@ class Projection(nn.Module):
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of each row's key and the place in the row.
+    """Dropout whose mask is a function of each row's key and of the position in the row.
 
-    A row is dropped alike in whatever micro-batch and on whatever process it is computed, and again when activations
-    are recomputed. Without keys it is the identity, as in evaluation. Each site of the network has keys of its own
-    (:func:`keys_at`), and no number of its own, for which a compiler would make code of its own.
+    A row gets the same mask in any micro-batch and on any process, and again if its activations are
+    recomputed. Without keys, as in evaluation, nothing is dropped.
+
+    Each use of dropout in the network needs different keys, which :func:`keys_at` makes. A module
+    has no number of its own instead, because a compiler would compile it once for each number.
     """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # x [B, T, C], keys [B]
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Drop elements of x [B, T, C], with keys int64 [B]."""
         if keys is None or not self.p or not self.training:
             return x
-        low, high = keys & _MASK31, (keys >> 31) & _MASK31
-        places = torch.arange(x[0].numel(), device=x.device)
-        bits = _mix31(_mix31(places ^ low[:, None]) ^ high[:, None])
-        kept = bits >= int(self.p * 2**31)  # [B, T*C]
-        return x * kept.view_as(x).to(x.dtype) / (1 - self.p)
-
-
-_MASK31 = 2**31 - 1
+        low = keys & _MASK31
+        high = (keys >> 31) & _MASK31
+        indices = torch.arange(x[0].numel(), device=x.device)
+        bits = _mix31(_mix31(indices ^ low[:, None]) ^ high[:, None])
+        is_kept = bits >= int(self.p * 2**31)  # [B, T * C]
+        return x * is_kept.view_as(x).to(x.dtype) / (1 - self.p)
 
 
 def keys_at(keys: Tensor | None, site: int) -> Tensor | None:
-    """Return the keys of rows, int64 [B], at one of the sites that come after them in the network."""
-    return (
-        None if keys is None else keys + ((site * 0x9E3779B1 & _MASK31) << 31)
-    )  # what overflows is not used
+    """Return the keys of rows, int64 [B], for another use of dropout in the network.
+
+    Args:
+        keys: the keys of the rows, or ``None``.
+        site: which use of dropout it is. At 0, the keys stay as they are.
+    """
+    if keys is None:
+        return None
+    return keys + ((site * 0x9E3779B1 & _MASK31) << 31)  # the bits that overflow are not used
 
 
 def _mix31(h: Tensor) -> Tensor:
-    """Return a multiply-xorshift hash of 31-bit integers (the shape of MurmurHash3's finaliser), exact in int64."""
+    """Return a multiply-xorshift hash of 31-bit integers, exact in int64.
+
+    It has the shape of MurmurHash3's finaliser.
+    """
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK31
     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & _MASK31
     return h ^ (h >> 16)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -95,15 +111,18 @@ class Attention(nn.Module):
         self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
         self.c_proj = Projection(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for y in self.c_attn(x).chunk(3, dim=-1)
-        )
-        x = self.c_proj(
-            causal_attention(q, k, v).transpose(1, 2).flatten(2)
-        )  # q, k, v [B, H, T, C/H]
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        y = causal_attention(self._heads(q), self._heads(k), self._heads(v))
+        y = y.transpose(1, 2).flatten(2)
+        x = self.c_proj(y)
         return x
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split the last dimension into heads: [B, T, C] -> [B, H, T, D]."""
+        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -120,7 +139,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind its norm and added to the residual stream."""
+    """Attention and an MLP, each with a norm before it, and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -137,24 +156,45 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks that are computed one after the other, or those of one stage of a pipeline."""
+    """Blocks that are computed one after the other.
+
+    Attributes:
+        recomputes: whether activations are computed again in the backward pass.
+        stage_blocks: the indices of the blocks that are computed: all, or those of one stage of a
+            pipeline.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.compute_again = config.gradient_checkpointing
-        self.held = range(config.n_layer)  # the blocks of this stage
+        self.recomputes = config.gradient_checkpointing
+        self.stage_blocks = range(config.n_layer)
 
-    def through(
-        self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *others: Tensor
+    def run_blocks(
+        self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *extra: Tensor
     ) -> Tensor:
-        for index in self.held:
-            block, own = blocks[index], keys_at(keys, 2 * index + 1)
-            if self.compute_again and self.training:  # dropout has its keys
+        """Return the hidden states [B, T, C] after the blocks of this stage.
+
+        Args:
+            blocks: the blocks of all stages.
+            x: hidden states [B, T, C].
+            keys: the keys of dropout, int64 [B].
+            extra: further inputs of every block.
+        """
+        for index in self.stage_blocks:
+            block = blocks[index]
+            block_keys = keys_at(keys, 2 * index + 1)
+            if self.recomputes and self.training:
+                # Dropout depends on its keys only, so no state of a generator has to be restored.
                 x = checkpoint(
-                    block, x, own, *others, use_reentrant=False, preserve_rng_state=False
+                    block,
+                    x,
+                    block_keys,
+                    *extra,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
-                x = block(x, own, *others)
+                x = block(x, block_keys, *extra)
         return x
 
 
@@ -169,18 +209,33 @@ class Transformer(Stack):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # [B, T] -> [B, T, C]
-        if self.held.start == 0:
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """[B, T] -> [B, T, C]."""
+        if self.stage_blocks.start == 0:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.drop(self.wte(x) + self.wpe(positions), keys)
-        x = self.through(self.h, x, keys)
-        if self.held.stop == len(self.h):
+
+        x = self.run_blocks(self.h, x, keys)
+
+        if self.stage_blocks.stop == len(self.h):
             x = self.ln_f(x)
         return x
 
 
 class GPT(TrainableModel):
-    """Embedding, ``n_layer`` blocks, layer norm, and a head that is the embedding's own matrix (tied)."""
+    """Embeddings, ``n_layer`` blocks, a norm, and a head that is tied to the token embedding.
+
+    Attributes:
+        tp_plan: how tensor parallelism shards each module
+            (:func:`llmtrain.parallel.tensor.parallelize`).
+        stages_outside_blocks: the pipeline stages that hold each module outside the blocks. -1 is
+            the last stage.
+
+    Args:
+        config: the sizes.
+        vocab_size: the number of tokens that the model knows, V.
+        seed: of the initial weights. On the meta device they are not initialised yet.
+    """
 
     tp_plan: ClassVar[dict[str, str]] = {
         "transformer.wte": "embedding_rowwise",
@@ -189,16 +244,16 @@ class GPT(TrainableModel):
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
-    ends: ClassVar[dict[str, tuple[int, ...]]] = {
+    stages_outside_blocks: ClassVar[dict[str, tuple[int, ...]]] = {
         "wte": (0, -1),
         "wpe": (0,),
         "ln_f": (-1,),
-    }  # stages that hold them
+    }
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
-        """Draw the first weights from ``seed``, but on the meta device, where they are filled later."""
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
+        self.vocab_size = vocab_size
         self._build(config, vocab_size)
         if not self.head.is_meta:
             fill(dict(self.named_parameters()), self.first_weights(seed))
@@ -208,70 +263,80 @@ class GPT(TrainableModel):
 
     @property
     def body(self) -> Stack:
-        """All but the head."""
+        """Everything but the head."""
         return self.transformer
 
     @property
     def head(self) -> Tensor:
-        """The matrix [V, C] that makes logits."""
+        """The matrix [V, C] that hidden states are multiplied with to get logits."""
         return self.transformer.wte.weight
 
     @property
-    def embedded(self) -> int:
-        """The number of weights that are looked up and not multiplied with."""
+    def num_lookup_weights(self) -> int:
+        """The number of weights that are only looked up, and are in no matrix product."""
         return self.transformer.wpe.weight.numel()
 
     @property
-    def attending(self) -> int:
+    def num_attention_layers(self) -> int:
         """The number of layers with attention."""
         return self.config.n_layer
 
     def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the first weights of every parameter, one at a time, drawn from ``seed`` alone.
+        """Yield the initial weights of every parameter by name, one at a time.
 
-        They are normal, with the deviation that :meth:`deviation_of` says.
+        They depend only on ``seed``. Matrices are normal with the standard deviation of
+        :meth:`init_std`, the weights of norms are 1, and biases are 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
             if parameter.dim() < 2:
-                nn.init.constant_(
-                    drawn, 1.0 if name.endswith("weight") else 0.0
-                )  # of norms; the others are biases
+                is_norm = name.endswith("weight")
+                nn.init.constant_(values, 1.0 if is_norm else 0.0)
             else:
-                nn.init.normal_(drawn, std=self.deviation_of(name), generator=generator)
-            yield name, drawn
+                nn.init.normal_(values, std=self.init_std(name), generator=generator)
+            yield name, values
 
-    def deviation_of(self, name: str) -> float:
-        """Return the deviation that a matrix is drawn with.
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation of the initial weights of a matrix.
 
-        It is 0.02, and 0.02 / sqrt(2 n_layer) for what is added to the residual stream (Radford et al. 2019, section
-        2.3).
+        It is 0.02, or 0.02 / sqrt(2 n_layer) for projections whose output is added to the residual
+        stream (Radford et al. 2019, section 2.3).
         """
-        return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 1.0)
+        if "c_proj" in name:
+            return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer))
+        return _INIT_STD
 
     def nll(  # type: ignore[override]
         self, input_ids: Tensor, labels: Tensor, dropout_keys: Tensor | None = None
     ) -> Tensor:
-        """Return the summed negative log-likelihood in nats, of labels [B, T] that are not shifted.
+        """Return the summed negative log-likelihood of the labels, in nats.
 
-        In a stage of a pipeline, hidden states [B, T - 1, C] go in, except for the first stage, and
-        come out, except for the last.
+        Args:
+            input_ids: tokens [B, T]. Later stages of a pipeline take hidden states [B, T - 1, C].
+            labels: [B, T], which are not shifted.
+            dropout_keys: int64 [B].
+
+        Returns:
+            A scalar. Earlier stages of a pipeline return hidden states [B, T - 1, C].
         """
-        held = self.body.held
-        inputs = inputs_of(input_ids) if held.start == 0 else input_ids
+        stage_blocks = self.body.stage_blocks
+        is_first_stage = stage_blocks.start == 0
+        inputs = inputs_of(input_ids) if is_first_stage else input_ids
         hidden: Tensor = self.body(inputs, dropout_keys)
-        if held.stop < self.config.n_layer:
+        if stage_blocks.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.head, targets_of(labels))
 
-    def outputs(self, input_ids: Tensor, dropout_keys: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Return logits [B, T, V] of ``input_ids`` [B, T]."""
+    def outputs(  # type: ignore[override]
+        self, input_ids: Tensor, dropout_keys: Tensor | None = None
+    ) -> Tensor:
+        """Return logits [B, T, V] for ``input_ids`` [B, T]."""
         return linear_logits(self.body(input_ids, dropout_keys), self.head)
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns of a batch that it takes beside tokens and labels."""
+        """The columns of a batch that the model takes besides ``input_ids`` and ``labels``."""
         return frozenset({"dropout_keys"} if self.config.dropout else ())
 
     @property
@@ -282,32 +347,45 @@ class GPT(TrainableModel):
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
         """Return the stages of a pipeline that hold a parameter."""
         _, module, *rest = name.split(".")
-        if module in self.ends:
-            return tuple(stage % stages for stage in self.ends[module])
-        return (int(rest[0]) * stages // self.config.n_layer,)
+        if module in self.stages_outside_blocks:
+            return tuple(stage % stages for stage in self.stages_outside_blocks[module])
+        block = int(rest[0])
+        return (self._stage_of_block(block, stages),)
 
     def keep(self, stage: int, stages: int) -> None:
-        """Compute one stage of a pipeline from now on. Raises :class:`UserError` where a stage has no layer."""
-        if stages > self.config.n_layer:
+        """Compute only one stage of a pipeline from now on.
+
+        Raises:
+            UserError: there are more stages than layers.
+        """
+        layers = self.config.n_layer
+        if stages > layers:
             raise UserError(
-                f"--pipeline_stages {stages}: there are {self.config.n_layer} layers (--n_layer)."
+                f"--pipeline_stages {stages} is more than --n_layer {layers}; lower it."
             )
-        held = [n for n in range(self.config.n_layer) if n * stages // self.config.n_layer == stage]
-        self.body.held = range(held[0], held[-1] + 1)
+        blocks = [n for n in range(layers) if self._stage_of_block(n, stages) == stage]
+        self.body.stage_blocks = range(blocks[0], blocks[-1] + 1)
+
+    def _stage_of_block(self, block: int, stages: int) -> int:
+        return block * stages // self.config.n_layer
 
     def flops_per_token(self) -> int:
-        """Return the operations of forward and backward, matrix products alone.
+        """Return the floating-point operations of a forward and backward pass, per token.
 
-        They are 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), of L layers with attention.
+        Only matrix products count: 6 N + 12 L C T for N weights and L layers with attention
+        (Chowdhery et al. 2022, appendix B).
         """
-        c = self.config
-        weights = sum(p.numel() for p in self.parameters()) - self.embedded
-        return 6 * weights + 12 * self.attending * c.n_embd * c.block_size
+        config = self.config
+        weights = sum(p.numel() for p in self.parameters()) - self.num_lookup_weights
+        attention = self.num_attention_layers * config.n_embd * config.block_size
+        return 6 * weights + 12 * attention
 
     def bundle(
         self, tokenizer: "PreTrainedTokenizerFast", trained_on: str, seed: int
     ) -> ModelBundle:
-        """Return the model, whose parameters are on the meta device, with everything it needs.
+        """Return the model with everything that training needs.
+
+        The parameters of the model are on the meta device.
 
         Args:
             tokenizer: of the data.
@@ -322,28 +400,28 @@ class GPT(TrainableModel):
         )
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
-        """Return the files of a folder that transformers loads as a stock model."""
+        """Return the files of a model folder that transformers loads as a stock model."""
         return ModelFiles(self.hf_config(tokenizer.eos_token_id), tokenizer, trained_on)
 
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""
-        c = self.config
-        sizes = {
-            "n_positions": c.block_size,
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-        }
-        drops = {"embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0}
-        ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        kind: Facts = {
+        config = self.config
+        return {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "activation_function": "gelu",
-        }
-        kind |= {
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
             "initializer_range": _INIT_STD,
+            "dtype": "float32",
+            "vocab_size": self.vocab_size,
+            "n_positions": config.block_size,
+            "n_embd": config.n_embd,
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+            "attn_pdrop": 0.0,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text,
         }
-        return {**kind, "dtype": "float32", "vocab_size": self.vocab_size, **sizes, **drops, **ends}

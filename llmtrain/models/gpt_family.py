@@ -13,6 +13,6 @@ def build_gpt(config: GPTConfig, vocab_size: int, seed: int = 0) -> GPT:
     Args:
         config: the architecture and its sizes.
         vocab_size: the number of tokens that the model knows.
-        seed: of the initial weights. On the meta device they are not drawn yet.
+        seed: of the initial weights. On the meta device they are not initialised yet.
     """
     return _ARCHITECTURES[config.architecture](config, vocab_size, seed)

@@ -1,4 +1,7 @@
-"""Scores on tasks of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness), of one model on all ranks."""
+"""Evaluate a model on tasks of lm-evaluation-harness, on all ranks.
+
+The harness is github.com/EleutherAI/lm-evaluation-harness.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -22,16 +25,25 @@ from llmtrain.types import Facts
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-class _OnAllRanks(HFLM):  # type: ignore[misc]
-    """A model that each rank holds whole, and asks its share of the questions."""
+class _ReplicatedModel(HFLM):  # type: ignore[misc]
+    """A model for the harness. Each rank holds all of it, and answers its share of the questions.
+
+    Args:
+        name: the folder of a model or of an adapter, or a hub name.
+        accelerator: knows the ranks, the device and the precision.
+        batch_size: the number of questions that each rank answers at a time.
+    """
 
     def __init__(self, name: str, accelerator: Accelerator, batch_size: int) -> None:
-        text = TextModel(name)
-        # merged, because peft's wrappers of tied embeddings cannot be tied again, which is done here
-        model: Any = text.model
+        text_model = TextModel(name)
+        model: Any = text_model.model
+        if is_adapter(Path(name)):
+            # HFLM ties the embeddings again, which fails with peft's wrappers.
+            model = model.merge_and_unload()
+
         super().__init__(
-            (model.merge_and_unload() if is_adapter(Path(name)) else model).to(accelerator.device),
-            tokenizer=text.tokenizer,
+            model.to(accelerator.device),
+            tokenizer=text_model.tokenizer,
             batch_size=batch_size,
             mixed_precision_dtype=_DTYPES.get(accelerator.mixed_precision),
             softmax_dtype="float32",  # sums in 16 bits would make answers equally likely
@@ -43,32 +55,36 @@ class _OnAllRanks(HFLM):  # type: ignore[misc]
         self._world_size = ranks.world_size
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts.
+        """Return the log-likelihoods of texts.
 
-        Ranks do not wait for each other, as those of a sharded model must: one that has kept its answers is not here.
+        With several ranks, HFLM waits for all of them, as a sharded model needs. But a rank that
+        has its answers in the cache does not call this. So every rank computes as if it were the
+        only one.
         """
-        size, self._world_size = self._world_size, 1
+        world_size = self._world_size
+        self._world_size = 1
         try:
             return cast(list[float], super().loglikelihood_rolling(requests, disable_tqdm))
         finally:
-            self._world_size = size
+            self._world_size = world_size
 
 
-class _Cuts(logging.Handler):
-    """Counts the prompts that the harness cuts, which it warns of one by one."""
+class _TruncationCounter(logging.Handler):
+    """Counts the prompts that the harness truncates. It logs a warning for each."""
 
     count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count a record if it tells of one."""
-        self.count += "runcat" in record.getMessage()
+        """Count a record if it is a warning about a truncated prompt."""
+        if "runcat" in record.getMessage():  # in "Truncating" or "truncated"
+            self.count += 1
 
 
 def scores(
     accelerator: Accelerator,
     name: str,
     tasks: Sequence[str],
-    include: str | None,
+    include_path: str | None,
     batch_size: int,
     answers: Path,
     **options: object,
@@ -76,33 +92,28 @@ def scores(
     """Evaluate a model on tasks of the harness.
 
     Args:
-        accelerator: Knows the ranks, the device and the precision.
-        name: The folder of a model or of an adapter, or a hub name.
-        tasks: Names of tasks, groups or tags; ``*`` matches any characters.
-        include: A folder with further tasks, in YAML.
-        batch_size: The number of questions that each rank answers at a time.
-        answers: Where each rank keeps its answers, so that an interrupted evaluation can go on. :func:`forget` removes
-            them.
-        options: Further arguments of ``lm_eval.simple_evaluate``.
+        accelerator: knows the ranks, the device and the precision.
+        name: the folder of a model or of an adapter, or a hub name.
+        tasks: names of tasks, groups or tags. ``*`` matches any characters.
+        include_path: a folder with further tasks, in YAML.
+        batch_size: the number of questions that each rank answers at a time.
+        answers: where each rank keeps its answers, so that an interrupted evaluation can continue.
+            :func:`forget` removes them.
+        options: further arguments of ``lm_eval.simple_evaluate``.
 
     Returns:
-        One entry for each metric of each task, on rank 0. An empty list on the other ranks.
+        An entry for each metric of each task, on rank 0. An empty list on the other ranks.
 
     Raises:
-        UserError: If the harness does not have a task, or cannot load or run one.
+        UserError: the harness does not have a task, or cannot load or run one.
     """
-    cuts = _Cuts()
+    truncations = _TruncationCounter()
     log = logging.getLogger("lm_eval")
-    log.addHandler(cuts)
+    log.addHandler(truncations)
     log.propagate = False
 
-    manager = TaskManager(include_path=include)
-    for task in tasks:
-        if not manager.match_tasks([task]):
-            guess = did_you_mean(task, manager.all_tasks)
-            raise UserError(
-                f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){guess}"
-            )
+    manager = TaskManager(include_path=include_path)
+    _check_tasks(manager, tasks)
     limit = cast("int | None", options.get("limit"))
     processes = Ranks(accelerator).world_size
     if limit and limit < processes:
@@ -111,7 +122,7 @@ def scores(
         )
 
     try:
-        model = _OnAllRanks(name, accelerator, batch_size)
+        model = _ReplicatedModel(name, accelerator, batch_size)
         results: Facts | None = simple_evaluate(
             model,
             tasks=sorted(manager.match_tasks([*tasks])),
@@ -123,38 +134,54 @@ def scores(
         )
     except UserError:
         raise
-    except Exception as error:  # of the harness, datasets, the hub or a template
+    except Exception as error:
+        # The harness, a dataset, the hub or a chat template may fail.
         reason = explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}"
         raise UserError(reason) from error
 
-    cut = int(accelerator.reduce(torch.tensor(cuts.count, device=accelerator.device)))
-    if cut:
+    truncated = torch.tensor(truncations.count, device=accelerator.device)
+    truncated_everywhere = int(accelerator.reduce(truncated))
+    if truncated_everywhere:
         say(
-            "cut",
-            f"{cut:,} prompts are longer than the model's {model.max_length:,} positions, and lose their beginning",
+            "truncated",
+            f"{truncated_everywhere:,} prompts are longer than the model's "
+            f"{model.max_length:,} positions, and lose their beginning",
         )
-    return [] if results is None else [*_lines(results)]
+    return [] if results is None else list(_entries(results))
+
+
+def _check_tasks(manager: TaskManager, tasks: Sequence[str]) -> None:
+    """Raise :class:`UserError` if the harness does not have one of the tasks."""
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            suggestion = did_you_mean(task, manager.all_tasks)
+            raise UserError(
+                f"--tasks: the harness has no '{task}' (lm-eval ls tasks prints all){suggestion}"
+            )
 
 
 def forget(accelerator: Accelerator, answers: Path) -> None:
-    """Remove the answers that ranks have kept, when all are done with them."""
+    """Remove the answers that all ranks have kept, once no rank needs them any more."""
     accelerator.wait_for_everyone()
     Path(f"{answers}_rank{Ranks(accelerator).rank}.db").unlink(missing_ok=True)
 
 
-def _lines(found: Facts) -> Iterator[Facts]:
-    """Yield the metrics of what the harness returns, which names them such as ``acc,none``: metric and filter."""
-    for task, values in found["results"].items():
+def _entries(results: Facts) -> Iterator[Facts]:
+    """Yield an entry for each metric in the results of the harness.
+
+    The harness names a metric together with its filter, such as ``acc,none``.
+    """
+    for task, values in results["results"].items():
         for key, value in values.items():
-            metric, comma, how = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = values.get(f"{metric}_stderr,{how}")
+            stderr = values.get(f"{metric}_stderr,{filter_name}")
             yield {
                 "task": task,
-                "metric": metric if how == "none" else key,
+                "metric": metric if filter_name == "none" else key,
                 "value": value,
-                "stderr": error if isinstance(error, float) else None,
+                "stderr": stderr if isinstance(stderr, float) else None,
                 "questions": values.get("sample_len"),
-                "num_fewshot": found["n-shot"].get(task),
+                "num_fewshot": results["n-shot"].get(task),
             }

@@ -1,11 +1,17 @@
-"""A modern GPT to read in one sitting: parameter by parameter Hugging Face's ``Lfm2ForCausalLM``.
+"""A modern GPT to read in one sitting: Hugging Face's ``Lfm2ForCausalLM`` in plain torch.
 
-Every other block has a gated convolution over the last three positions in place of attention (LFM2, Liquid AI 2025,
-arXiv:2511.23404). What differs from GPT-2 beside that: RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), normalised
-queries and keys (Henry et al. 2020, arXiv:2010.04245), rotary positions (Su et al. 2021, arXiv:2104.09864), SwiGLU
-(Shazeer 2020, arXiv:2002.05202), a head that is not the embedding, and no biases.
+Parameters have the names and shapes of the stock class. Every other block has a gated convolution
+over the last three positions instead of attention (LFM2, Liquid AI 2025, arXiv:2511.23404). The
+other differences from GPT-2:
 
-B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
+- RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467),
+- normalised queries and keys (Henry et al. 2020, arXiv:2010.04245),
+- rotary positions (Su et al. 2021, arXiv:2104.09864),
+- SwiGLU (Shazeer 2020, arXiv:2002.05202),
+- a head that is not the embedding's own matrix,
+- no biases.
+
+Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
 """
 
 from typing import Any, ClassVar
@@ -22,49 +28,71 @@ from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
 from llmtrain.parallel.shards import to_local
 from llmtrain.types import Facts
 
-_EPS, _THETA, _TAPS = 1e-5, 10_000.0, 3
+_EPS = 1e-5
+_THETA = 10_000.0
+_TAPS = 3
+
 _INIT_STD = 0.02
-_STDS = {"embed_tokens": 0.1, "conv": 0.5}  # of modules that are drawn otherwise
+# Standard deviations of the initial weights of modules that do not use _INIT_STD.
+_SPECIAL_INIT_STDS = {"embed_tokens": 0.1, "conv": 0.5}
+
+
+# --- functions with a backward pass of their own
 
 
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, 1, D / 2], float32, of the angles by which the pairs of a head of size D turn."""
+    """Return the cosines and sines of the angles of rotary positions.
+
+    Args:
+        positions: how many positions there are, T.
+        size: the size of a head, D.
+        device: where the result is needed.
+
+    Returns:
+        Two float32 tensors [T, 1, D / 2], with an angle for each pair of dimensions.
+    """
     steps = torch.arange(0, size, 2, device=device, dtype=torch.float32)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / _THETA ** (
-        steps / size
-    )
+    indices = torch.arange(positions, device=device, dtype=torch.float32)
+    angles = indices[:, None] / _THETA ** (steps / size)
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-def _rotate(x: Tensor, sign: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of dimensions (i, i + D / 2) of x [B, T, H, D]."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate each pair of dimensions (i, i + D / 2) of x [B, T, H, D], or rotate them back."""
+    sign = -1 if inverse else 1
     first, second = x.chunk(2, dim=-1)
-    left = (first * cos).addcmul_(second, sin, value=-sign)
-    return torch.cat([left, (second * cos).addcmul_(first, sin, value=sign)], dim=-1)
+    new_first = (first * cos).addcmul_(second, sin, value=-sign)
+    new_second = (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat([new_first, new_second], dim=-1)
 
 
-def _dtype_of_products(x: Tensor) -> torch.dtype:
-    """Return the dtype of the matrix product that takes x: autocast's, or its own."""
-    device, exact = x.device.type, x.dtype == torch.float64
-    return (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device) and not exact
-        else x.dtype
-    )
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a matrix product of x is computed: autocast's, or its own."""
+    device = x.device.type
+    # Autocast leaves float64 as it is.
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
-class _Normed(torch.autograd.Function):
-    """RMSNorm times a weight, rotated where there are angles. Autograd would keep, and pass over, six more tensors."""
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm times a weight, followed by a rotation if there are angles.
+
+    Autograd would save six more tensors, and pass over them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        scale = (mean + _EPS).rsqrt()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+        scale = (mean_square + _EPS).rsqrt()
         ctx.save_for_backward(wide, scale, weight, *angles)
         ctx.dtype = x.dtype
-        y = (wide * scale).mul_(weight)
-        return (_rotate(y, 1, *angles) if angles else y).to(_dtype_of_products(x))
+
+        y: Tensor = (wide * scale).mul_(weight)
+        if angles:
+            y = _rotate(y, *angles)
+        return y.to(_matmul_dtype(x))
 
     @staticmethod
     @once_differentiable
@@ -72,59 +100,89 @@ class _Normed(torch.autograd.Function):
         wide, scale, weight, *angles = ctx.saved_tensors
         incoming = incoming.to(wide.dtype)
         if angles:
-            incoming = _rotate(incoming, -1, *angles)
-        # LayerNorm's, in one pass, of a mean that is zero; it subtracts the mean of the gradient, which is put back
-        sizes, zero = [len(weight)], torch.zeros_like(scale)
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            incoming, wide, sizes, zero, scale, weight, None, [True, True, False]
+            incoming = _rotate(incoming, *angles, inverse=True)
+
+        # LayerNorm's backward pass with a mean of zero computes this in one pass over memory. It
+        # also subtracts the mean of the gradient, which is added again below.
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            incoming,
+            wide,
+            [len(weight)],
+            torch.zeros_like(scale),
+            scale,
+            weight,
+            None,
+            [True, True, False],
         )
-        of_x += (incoming @ (weight / len(weight)))[..., None] * scale
-        return of_x.to(ctx.dtype), of_weight.to(weight.dtype), *(None for _ in angles)
+        grad_x += (incoming @ (weight / len(weight)))[..., None] * scale
+
+        no_grads = [None for _ in angles]
+        return grad_x.to(ctx.dtype), grad_weight.to(weight.dtype), *no_grads
 
 
-class _Gated(torch.autograd.Function):
-    """A causal convolution between two gates. It keeps its input alone, and computes in float32 or wider."""
+class _GatedConvolution(torch.autograd.Function):
+    """A causal convolution between two gates.
+
+    It saves only its input, and computes in float32 or wider.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(x, taps)
-        before, after, values = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(3, dim=-1)
-        return (after * _filtered(before * values, taps)).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        gate_before, gate_after, values = wide.chunk(3, dim=-1)
+        return (gate_after * _convolve(gate_before * values, taps)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor]:
         x, taps = ctx.saved_tensors
-        before, after, values = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(3, dim=-1)
-        gated, wide = before * values, incoming.to(before.dtype)
-        of_after, wide = wide * _filtered(gated, taps), wide * after
-        of_gated, of_taps = torch.zeros_like(gated), torch.empty_like(taps, dtype=gated.dtype)
-        for tap, of_tap, (now, then) in zip(taps.T, of_taps.T, _shifts(x, taps), strict=True):
-            of_tap.copy_((wide[:, now] * gated[:, then]).flatten(0, 1).sum(0))
-            of_gated[:, then].addcmul_(wide[:, now], tap)
-        return torch.cat([of_gated * values, of_after, of_gated * before], dim=-1).to(
-            x.dtype
-        ), of_taps.to(taps.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        gate_before, gate_after, values = wide.chunk(3, dim=-1)
+        gated = gate_before * values
+        incoming = incoming.to(gate_before.dtype)
+
+        grad_gate_after = incoming * _convolve(gated, taps)
+        incoming = incoming * gate_after
+
+        grad_gated = torch.zeros_like(gated)
+        grad_taps = torch.empty_like(taps, dtype=gated.dtype)
+        shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
+        for tap, grad_tap, (outputs, inputs) in zip(taps.T, grad_taps.T, shifts, strict=True):
+            grad_tap.copy_((incoming[:, outputs] * gated[:, inputs]).flatten(0, 1).sum(0))
+            grad_gated[:, inputs].addcmul_(incoming[:, outputs], tap)
+
+        grad_x = torch.cat([grad_gated * values, grad_gate_after, grad_gated * gate_before], dim=-1)
+        return grad_x.to(x.dtype), grad_taps.to(taps.dtype)
 
 
-def _filtered(x: Tensor, taps: Tensor) -> Tensor:
-    """Return at each position of x [B, T, C] the sum of the last K, each times the tap [C, K] of its channel."""
+def _convolve(x: Tensor, taps: Tensor) -> Tensor:
+    """Return the causal convolution of each channel of x [B, T, C] with its taps [C, K]."""
     y = torch.zeros_like(x)
-    for tap, (now, then) in zip(taps.T, _shifts(x, taps), strict=True):
-        y[:, now].addcmul_(x[:, then], tap)
+    shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
+    for tap, (outputs, inputs) in zip(taps.T, shifts, strict=True):
+        y[:, outputs].addcmul_(x[:, inputs], tap)
     return y
 
 
-def _shifts(x: Tensor, taps: Tensor) -> list[tuple[slice, slice]]:
-    """Return for each tap the positions that it adds to, and the earlier ones that it multiplies."""
-    (_, length, _), (_, count) = x.shape, taps.shape
-    return [(slice(back, None), slice(max(length - back, 0))) for back in reversed(range(count))]
+def _shifts(length: int, taps: int) -> list[tuple[slice, slice]]:
+    """Return for each tap its output positions, and the earlier input positions it multiplies."""
+    shifts = []
+    for distance in reversed(range(taps)):
+        outputs = slice(distance, None)
+        inputs = slice(max(length - distance, 0))
+        shifts.append((outputs, inputs))
+    return shifts
+
+
+# --- modules
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last dimension. With the ``angles`` of :func:`rotation` heads [B, T, H, D] are rotated after.
+    """RMSNorm over the last dimension.
 
-    The result has the dtype of the matrix products that take it.
+    If ``forward`` gets the cosines and sines of :func:`rotation`, it also rotates heads
+    [B, T, H, D]. The result has the dtype of the matrix products that take it.
     """
 
     def __init__(self, size: int) -> None:
@@ -132,56 +190,73 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
-        y: Tensor = _Normed.apply(x, self.weight, *angles)  # type: ignore[no-untyped-call]
+        y: Tensor = _RMSNorm.apply(x, self.weight, *angles)  # type: ignore[no-untyped-call]
         return y
 
 
 class ShortConv(nn.Module):
-    """A causal convolution of each channel over the last three positions, gated before and after."""
+    """A causal convolution of each channel over the last three positions, between two gates."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.n_embd
         self.in_proj = nn.Linear(width, 3 * width, bias=False)
-        self.conv = nn.Conv1d(
-            width, width, _TAPS, groups=width, bias=False
-        )  # never called: it holds the weight
+        # This module is never called. It gives its weight the name that it has in the stock class.
+        self.conv = nn.Conv1d(width, width, _TAPS, groups=width, bias=False)
         self.out_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
         x = self.in_proj(x)
         taps = to_local(self.conv.weight).flatten(1).to(x.dtype)
-        x = self.out_proj(_Gated.apply(x, taps))  # type: ignore[no-untyped-call]
+        x = self.out_proj(_GatedConvolution.apply(x, taps))  # type: ignore[no-untyped-call]
         return x
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with several heads, whose queries and keys are normalised and rotated."""
+    """Causal multi-head self-attention with normalised and rotated queries and keys."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        width, self.head_size = config.n_embd, config.n_embd // config.n_head
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-        self.q_layernorm, self.k_layernorm = Norm(self.head_size), Norm(self.head_size)
+        width = config.n_embd
+        self.head_size = config.n_embd // config.n_head
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width, bias=False)
+        self.q_layernorm = Norm(self.head_size)
+        self.k_layernorm = Norm(self.head_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, C]
-        projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in projected)  # [B, T, H, D]
-        q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
-        y = causal_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        q = self._heads(self.q_proj(x))
+        k = self._heads(self.k_proj(x))
+        v = self._heads(self.v_proj(x))
+        q = self.q_layernorm(q, cos, sin)
+        k = self.k_layernorm(k, cos, sin)
+
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = self.out_proj(y.transpose(1, 2).flatten(2))
         return x
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split the last dimension into heads: [B, T, C] -> [B, T, H, D]."""
+        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        return heads
+
 
 class MLP(nn.Module):
-    """SwiGLU: a projection, gated by the SiLU of another, and one back. It has as many weights as GPT-2's."""
+    """SwiGLU: a projection, gated by the SiLU of another, and a projection back.
+
+    It has about as many weights as GPT-2's MLP.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        width, inner = config.n_embd, inner_size(config)
-        self.w1, self.w3 = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        width = config.n_embd
+        inner = inner_size(config)
+        self.w1 = nn.Linear(width, inner, bias=False)
+        self.w3 = nn.Linear(width, inner, bias=False)
         self.w2 = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,28 +265,38 @@ class MLP(nn.Module):
 
 
 def inner_size(config: GPTConfig) -> int:
-    """Return the width of an MLP: the multiple of 32 nearest to 8 / 3 of ``n_embd``, for even matrix products."""
+    """Return the inner width of an MLP: about 8 / 3 of ``n_embd``.
+
+    It is the nearest multiple of 32, for even matrix products.
+    """
     return 32 * max(round(config.n_embd / 12), 1)
 
 
 class Layer(nn.Module):
-    """Attention or a short convolution, and an MLP, each behind a norm and added to the residual stream."""
+    """Attention or a short convolution, then an MLP, each normalised and added to the residual."""
 
-    def __init__(self, config: GPTConfig, attends: bool) -> None:
+    def __init__(self, config: GPTConfig, has_attention: bool) -> None:
         super().__init__()
-        self.attends = attends
-        if attends:
+        self.has_attention = has_attention
+        if has_attention:
             self.self_attn = SelfAttention(config)
         else:
             self.conv = ShortConv(config)
         self.feed_forward = MLP(config)
-        self.operator_norm, self.ffn_norm = Norm(config.n_embd), Norm(config.n_embd)
+        self.operator_norm = Norm(config.n_embd)
+        self.ffn_norm = Norm(config.n_embd)
         self.drop = KeyedDropout(config.dropout)
 
     def forward(self, x: Tensor, keys: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.operator_norm(x)
-        x = x + self.drop(self.self_attn(y, cos, sin) if self.attends else self.conv(y), keys)
+        x = x + self.drop(self._operator(self.operator_norm(x), cos, sin), keys)
         x = x + self.drop(self.feed_forward(self.ffn_norm(x)), keys_at(keys, 1))
+        return x
+
+    def _operator(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.has_attention:
+            x = self.self_attn(x, cos, sin)
+        else:
+            x = self.conv(x)
         return x
 
 
@@ -223,53 +308,61 @@ class Model(Stack):
         self.embed_tokens = nn.Embedding(vocab_size, config.n_embd)
         self.drop = KeyedDropout(config.dropout)
         self.layers = nn.ModuleList(
-            Layer(config, index in attending_layers(config)) for index in range(config.n_layer)
+            Layer(config, has_attention=index in attention_layers(config))
+            for index in range(config.n_layer)
         )
         self.embedding_norm = Norm(config.n_embd)
         self.head_size = config.n_embd // config.n_head
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:  # [B, T] -> [B, T, C]
-        if self.held.start == 0:
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """[B, T] -> [B, T, C]."""
+        if self.stage_blocks.start == 0:
             x = self.drop(self.embed_tokens(x), keys)
-        x = self.through(self.layers, x, keys, *rotation(x.shape[1], self.head_size, x.device))
-        return self.embedding_norm(x) if self.held.stop == len(self.layers) else x
+
+        cos, sin = rotation(x.shape[1], self.head_size, x.device)
+        x = self.run_blocks(self.layers, x, keys, cos, sin)
+
+        if self.stage_blocks.stop == len(self.layers):
+            x = self.embedding_norm(x)
+        return x
 
 
-def attending_layers(config: GPTConfig) -> set[int]:
-    """Return the layers that attend: every other, and the last."""
+def attention_layers(config: GPTConfig) -> set[int]:
+    """Return the indices of the layers with attention: every other one, and the last."""
     return {*range(1, config.n_layer, 2), config.n_layer - 1}
 
 
 class LFM2(GPT):
-    """Embedding, ``n_layer`` layers of two kinds, and a head of its own."""
+    """An embedding, ``n_layer`` layers of two kinds, and a head with its own matrix."""
 
     tp_plan: ClassVar[dict[str, str]] = {
         "model.embed_tokens": "embedding_rowwise",
         "model.layers.*.conv.in_proj": "colwise_of_3",
         "model.layers.*.conv.conv": "by_itself",
         "model.layers.*.conv.out_proj": "rowwise",
-        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
         "model.layers.*.self_attn.q_layernorm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.k_layernorm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.out_proj": "rowwise",
-        **dict.fromkeys(
-            (f"model.layers.*.feed_forward.{name}" for name in ("w1", "w3")), "colwise"
-        ),
+        "model.layers.*.feed_forward.w1": "colwise",
+        "model.layers.*.feed_forward.w3": "colwise",
         "model.layers.*.feed_forward.w2": "rowwise",
         "lm_head": "by_itself",
     }
-    ends: ClassVar[dict[str, tuple[int, ...]]] = {
+    stages_outside_blocks: ClassVar[dict[str, tuple[int, ...]]] = {
         "embed_tokens": (0,),
         "embedding_norm": (-1,),
-        "weight": (-1,),
+        "weight": (-1,),  # of lm_head
     }
 
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
         head_size = config.n_embd // config.n_head
         if head_size % 2:
             raise UserError(
-                f"--n_head {config.n_head} gives each head --n_embd / --n_head = {head_size} dimensions, which must be "
-                "even; use another --n_head."
+                f"--n_head {config.n_head} gives each head --n_embd / --n_head = {head_size} "
+                "dimensions, which must be even; use another --n_head."
             )
         self.model = Model(config, vocab_size)
         self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
@@ -283,55 +376,56 @@ class LFM2(GPT):
         return self.lm_head.weight
 
     @property
-    def embedded(self) -> int:
+    def num_lookup_weights(self) -> int:
         return self.model.embed_tokens.weight.numel()
 
     @property
-    def attending(self) -> int:
-        return len(attending_layers(self.config))
+    def num_attention_layers(self) -> int:
+        return len(attention_layers(self.config))
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head, which is not one of the hidden matrices."""
+        """Return the head. Optimizers and sharding treat it unlike the matrices of the layers."""
         return self.lm_head
 
-    def deviation_of(self, name: str) -> float:
-        """Return the deviation that a parameter is drawn with: 0 of what is added to the residual stream."""
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation of a parameter's initial weights.
+
+        It is 0 for projections whose output is added to the residual stream.
+        """
         if name.endswith(("out_proj.weight", "w2.weight")):
             return 0.0
-        return _STDS.get(name.split(".")[-2], _INIT_STD)
+        module_name = name.split(".")[-2]
+        return _SPECIAL_INIT_STDS.get(module_name, _INIT_STD)
 
     def hf_config(self, end_of_text: int | None = None) -> Facts:
         """Return ``config.json`` of the stock ``lfm2`` model that computes the same."""
-        c = self.config
-        kinds = [
-            "full_attention" if index in attending_layers(c) else "conv"
-            for index in range(c.n_layer)
-        ]
-        sizes = {
-            "hidden_size": c.n_embd,
-            "intermediate_size": inner_size(c),
-            "num_hidden_layers": c.n_layer,
-        }
-        sizes |= {
-            "num_attention_heads": c.n_head,
-            "num_key_value_heads": c.n_head,
-            "conv_L_cache": _TAPS,
-        }
-        sizes |= {"max_position_embeddings": c.block_size, "vocab_size": self.vocab_size}
-        # a padding token's row of the embedding would not be trained
-        ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
-        kind: Facts = {
+        config = self.config
+        layer_types = []
+        for index in range(config.n_layer):
+            has_attention = index in attention_layers(config)
+            layer_types.append("full_attention" if has_attention else "conv")
+
+        return {
             "model_type": "lfm2",
             "architectures": ["Lfm2ForCausalLM"],
-            "layer_types": kinds,
-        }
-        kind |= {
+            "layer_types": layer_types,
             "norm_eps": _EPS,
             "rope_parameters": {"rope_type": "default", "rope_theta": _THETA},
-        }
-        kind |= {
             "conv_bias": False,
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
+            "initializer_range": _INIT_STD,
+            "dtype": "float32",
+            "hidden_size": config.n_embd,
+            "intermediate_size": inner_size(config),
+            "num_hidden_layers": config.n_layer,
+            "num_attention_heads": config.n_head,
+            "num_key_value_heads": config.n_head,
+            "conv_L_cache": _TAPS,
+            "max_position_embeddings": config.block_size,
+            "vocab_size": self.vocab_size,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text,
+            # transformers would not train the embedding of a padding token.
+            "pad_token_id": None,
         }
-        return {**kind, "initializer_range": _INIT_STD, "dtype": "float32", **sizes, **ends}

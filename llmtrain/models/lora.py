@@ -1,4 +1,7 @@
-"""LoRA: small trained matrices beside frozen weights (Hu et al. 2021, arXiv:2106.09685), made by peft."""
+"""LoRA: small trained matrices beside frozen weights (Hu et al. 2021, arXiv:2106.09685).
+
+peft adds them to the model.
+"""
 
 import copy
 import json
@@ -24,9 +27,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-_ORIGIN = (
-    "base.json"  # which weights an adapter belongs to: their name alone can come to mean others
-)
+# The file in an adapter's folder that identifies the weights of its base. Their name alone does
+# not: it may refer to other weights later.
+_ORIGIN = "base.json"
 
 
 def add_lora(
@@ -35,17 +38,17 @@ def add_lora(
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
     Args:
-        model: The base model.
-        config: The size and the places of the matrices.
-        base: The folder or hub name of the base's weights.
-        seed: Of the initial values of the matrices.
-        new_tokens: Tokens that the base has no embeddings for. Their rows are trained, too.
+        model: the base model.
+        config: how large the matrices are, and which modules get them.
+        base: the folder or hub name of the base's weights.
+        seed: of the initial values of the matrices.
+        new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
 
     Returns:
         peft's view of the model, which can save the adapter.
 
     Raises:
-        UserError: If peft is not installed, or if ``--lora_target_modules`` does not fit the model.
+        UserError: peft is not installed, or ``--lora_target_modules`` does not fit the model.
     """
     try:
         import peft
@@ -53,34 +56,18 @@ def add_lora(
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
 
     targets = config.lora_target_modules
-    all_linear = targets == ["all-linear"]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
-    ]
-    stacks = _fused_experts(model)
-    fused = [name for name in stacks if all_linear or _is_target(name, targets)]
-    if fused and (config.lora_dropout or config.use_dora):
-        raise UserError(
-            "--lora_dropout and --use_dora: the fused weights of this model's experts take neither; leave them out, or "
-            "name other modules with --lora_target_modules."
-        )
-    if fused:
-        size = sum(model.get_parameter(name).nbytes for name in fused) / 2**30
-        say(
-            "experts",
-            f"their weights with LoRA's added, {size:.2f} GiB, are computed in each forward pass, and kept for the "
-            "backward pass (with --gradient_checkpointing, those of one block)",
-        )
+    is_all_linear = targets == ["all-linear"]
+    linear_layers = _linear_layers(model)
+    expert_weights = _fused_experts(model)
+    expert_targets = [name for name in expert_weights if is_all_linear or _is_target(name, targets)]
+    _check_expert_targets(model, config, expert_targets)
 
-    modules = _module_targets(targets, linear, stacks)
+    module_targets = _module_targets(targets, linear_layers, expert_weights)
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if all_linear else modules,
-        target_parameters=fused or None,
+        target_modules="all-linear" if is_all_linear else module_targets,
+        target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
         trainable_token_indices=_token_rows(model, new_tokens),
@@ -89,51 +76,90 @@ def add_lora(
     try:
         with warnings.catch_warnings():
             _ignore_warnings()
-            if fused and model.device.type == "meta":
-                lost = _lost_layers(model, settings, linear)
-                lost = [name for name in lost if all_linear or _is_target(name, targets)]
-                parameters = [*fused, *(f"{name}.weight" for name in lost)]
+            if expert_targets and model.device.type == "meta":
+                lost_layers = _lost_layers(model, settings, linear_layers)
+                if not is_all_linear:
+                    lost_layers = [name for name in lost_layers if _is_target(name, targets)]
+                parameters = [*expert_targets, *(f"{name}.weight" for name in lost_layers)]
                 settings = replace(settings, target_parameters=parameters)
             adapted: PeftModel = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
+    _check_module_targets(model, module_targets)
 
-    adapted_names = [
-        name.removesuffix(".lora_A")
-        for name, _ in model.named_modules()
-        if name.endswith(".lora_A")
-    ]
-    for target in modules:
-        if target != "all-linear" and not any(name.endswith(target) for name in adapted_names):
-            raise UserError(f"--lora_target_modules: no module is called {target}.")
-
-    _draw(model, seed)
+    _initialise(model, seed)
     if Path(base).is_dir():
-        base = str(Path(base).resolve())  # the adapter may be loaded from another working directory
+        # Absolute, because the adapter may be loaded from another working directory.
+        base = str(Path(base).resolve())
     adapted.peft_config["default"] = replace(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
     return adapted
 
 
-def _module_targets(targets: list[str], linear: list[str], stacks: list[str]) -> list[str]:
+def _linear_layers(model: "PreTrainedModel") -> list[str]:
+    """Return the names of the linear layers, without the output head."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
+
+
+def _check_expert_targets(
+    model: "PreTrainedModel", config: LoraConfig, expert_targets: list[str]
+) -> None:
+    """Check that fused experts can have LoRA as it is configured, and log its memory."""
+    if not expert_targets:
+        return
+    if config.lora_dropout or config.use_dora:
+        raise UserError(
+            "--lora_dropout and --use_dora: the fused weights of this model's experts take "
+            "neither; leave them out, or name other modules with --lora_target_modules."
+        )
+    size = sum(model.get_parameter(name).nbytes for name in expert_targets) / 2**30
+    say(
+        "experts",
+        f"each forward pass adds LoRA's matrices to their weights; the sums, {size:.2f} GiB, are "
+        "kept for the backward pass (with --gradient_checkpointing, only those of one block)",
+    )
+
+
+def _check_module_targets(model: "PreTrainedModel", module_targets: list[str]) -> None:
+    """Raise :class:`UserError` if a target is the name of no module that has got an adapter."""
+    adapted_names = [
+        name.removesuffix(".lora_A")
+        for name, _ in model.named_modules()
+        if name.endswith(".lora_A")
+    ]
+    for target in module_targets:
+        if target != "all-linear" and not any(name.endswith(target) for name in adapted_names):
+            raise UserError(f"--lora_target_modules: no module is called {target}.")
+
+
+def _module_targets(
+    targets: list[str], linear_layers: list[str], expert_weights: list[str]
+) -> list[str]:
     """Return the targets that are modules, not only parameters of fused experts.
 
     Args:
         targets: ``--lora_target_modules``.
-        linear: The names of the linear layers.
-        stacks: The names of the parameters of fused experts.
+        linear_layers: the names of the linear layers.
+        expert_weights: the names of the parameters of fused experts.
     """
-    modules = [target for target in targets if not any(_means(target, name) for name in stacks)]
-    # A name may mean both, such as gate_proj if some layers are dense.
+    modules = [
+        target for target in targets if not any(_matches(target, name) for name in expert_weights)
+    ]
+    # A target may match both, such as gate_proj if some layers are dense.
     for target in targets:
-        if target not in modules and any(_means(target, name) for name in linear):
+        if target not in modules and any(_matches(target, name) for name in linear_layers):
             modules.append(target)
     return modules
 
 
 def _token_rows(model: "PreTrainedModel", new_tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """Return the rows of the embeddings that new tokens train, by the name of the embedding's module."""
+    """Return the rows that new tokens have in each embedding, by the name of its module."""
     if not new_tokens:
         return None
     embeddings: list[nn.Module] = [model.get_input_embeddings()]
@@ -144,53 +170,63 @@ def _token_rows(model: "PreTrainedModel", new_tokens: Sequence[int]) -> dict[str
 
 
 def _lost_layers(
-    model: "PreTrainedModel", settings: "peft.LoraConfig", linear: list[str]
+    model: "PreTrainedModel", settings: "peft.LoraConfig", linear_layers: list[str]
 ) -> list[str]:
-    """Return the linear layers that get no adapter, because their names are those of fused experts.
+    """Return the linear layers that peft would give no adapter.
 
-    peft takes a layer's name for the experts' parameters, also in blocks where the layer is dense.
+    If the name of a layer is also one of fused experts, peft takes it for the experts' parameters,
+    also in blocks where the layer is dense.
     """
     import peft
 
     trial = copy.deepcopy(model)
     peft.get_peft_model(trial, copy.deepcopy(settings))
-    return [name for name in linear if type(trial.get_submodule(name)) is nn.Linear]
+    return [name for name in linear_layers if type(trial.get_submodule(name)) is nn.Linear]
 
 
 def _ignore_warnings() -> None:
-    """Ignore that the ranks of fused weights match no module (they are parameters' ranks), and a deprecated name."""
+    """Ignore two warnings of peft that do not concern the user."""
+    # The ranks of fused weights match no module, because they are the ranks of parameters.
     warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def _fused_experts(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that hold a matrix of each expert, [E, in, out] or [E, out, in].
+    """Return the names of the parameters that hold a matrix for each expert.
 
-    A convolution's are no matrices, nor are vectors with dimensions of one.
+    Their shapes are [E, in, out] or [E, out, in]. The weight of a convolution has three dimensions,
+    too, but its module is one of torch's. A parameter with a dimension of size 1 holds vectors.
     """
-    return [
-        f"{name}.{leaf}"
-        for name, module in model.named_modules()
-        for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-        and min(parameter.shape) > 1
-        and not type(module).__module__.startswith("torch.nn.")
-    ]
+    names = []
+    for module_name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and min(parameter.shape) > 1:
+                names.append(f"{module_name}.{name}")
+    return names
 
 
 def _is_target(name: str, targets: list[str]) -> bool:
-    """Return whether one of the targets names a module or parameter."""
-    return any(_means(target, name) for target in targets)
+    """Return whether one of the targets matches a module or parameter."""
+    return any(_matches(target, name) for target in targets)
 
 
-def _means(target: str, name: str) -> bool:
-    """Return whether a target names a module or parameter; a fused ``gate_up_proj`` has the names of both its parts."""
-    fused = name.endswith(".gate_up_proj") and target in ("gate_proj", "up_proj")
-    return fused or f".{name}".endswith(f".{target}")
+def _matches(target: str, name: str) -> bool:
+    """Return whether a target is the end of the name of a module or parameter.
+
+    The fused ``gate_up_proj`` also matches the names of its two parts.
+    """
+    if name.endswith(".gate_up_proj") and target in ("gate_proj", "up_proj"):
+        return True
+    return f".{name}".endswith(f".{target}")
 
 
-def _draw(model: nn.Module, seed: int) -> None:
-    """Draw matrices that depend on the seed and their place alone; they are real, also in a model on meta."""
+def _initialise(model: nn.Module, seed: int) -> None:
+    """Initialise LoRA's matrices, from the seed and the number of the layer only.
+
+    Afterwards they are real tensors, also if the model is on the meta device.
+    """
     from peft.tuners.lora import LoraLayer
 
     layers = [
@@ -199,53 +235,63 @@ def _draw(model: nn.Module, seed: int) -> None:
         if isinstance(module, LoraLayer) and isinstance(module, nn.Module)
     ]
     for number, layer in enumerate(layers):
-        for own in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
-            if any(parameter.is_meta for parameter in own.parameters()):
-                own.to_empty(device="cpu")
+        for matrices in (
+            layer.lora_A,
+            layer.lora_B,
+            layer.lora_embedding_A,
+            layer.lora_embedding_B,
+        ):
+            if any(parameter.is_meta for parameter in matrices.parameters()):
+                matrices.to_empty(device="cpu")
         torch.manual_seed((seed + (number << 32)) % 2**63)
         layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 
 def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
-    """Yield weights, and the magnitudes that DoRA begins with: the norms of the rows of the weight beside them."""
+    """Yield weights, and after those of a layer with DoRA the initial magnitudes of its rows.
+
+    The magnitudes are the norms of the rows of the frozen weight.
+    """
     layers = {
         name: module
         for name, module in model.named_modules()
         if getattr(module, "lora_magnitude_vector", None)
     }
-    for name, whole in weights:
-        yield name, whole
-        layer = name.removesuffix(".base_layer.weight")
-        if layer in layers and layer != name:
-            rows = whole.T if layers[layer].fan_in_fan_out else whole
-            yield (
-                f"{layer}.lora_magnitude_vector.default.weight",
-                torch.linalg.norm(rows, dim=1).to(whole.dtype),
-            )
+    for name, weight in weights:
+        yield name, weight
+        layer_name = name.removesuffix(".base_layer.weight")
+        if layer_name in layers and layer_name != name:
+            rows = weight.T if layers[layer_name].fan_in_fan_out else weight
+            magnitudes = torch.linalg.norm(rows, dim=1).to(weight.dtype)
+            yield f"{layer_name}.lora_magnitude_vector.default.weight", magnitudes
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFiles(ModelFiles):
-    """A model folder in peft's format: the adapter alone, and the name of its base."""
+    """The folder of an adapter in peft's format, with the name of its base.
+
+    Attributes:
+        adapted: peft's view of the model.
+        origin: identifies the weights of the base.
+    """
 
     adapted: "PeftModel"
-    origin: Facts  # of the base
+    origin: Facts
 
     weights: ClassVar[str] = "adapter_model.safetensors"
     divisible: ClassVar[bool] = False
 
     def write_config(self, folder: Path) -> None:
-        """Write the adapter's settings, and which weights it belongs to."""
+        """Write the adapter's settings, and the identity of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
         (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the adapter's own tensors, by peft's names."""
+        """Return the adapter's tensors by peft's names."""
         from peft import get_peft_model_state_dict
 
-        return cast(
-            dict[str, Tensor], get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
-        )
+        tensors = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
+        return cast(dict[str, Tensor], tensors)
 
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
@@ -262,14 +308,27 @@ def is_adapter(folder: Path) -> bool:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Write one model of an adapter and its base: weights that compute the same logits, in float32."""
+    """Merge an adapter into its base, and write the resulting model in float32.
+
+    It computes the same logits.
+
+    Args:
+        adapter: the folder of the adapter.
+        folder: the folder to write.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = adapted.peft_config["default"].base_model_name_or_path
     merged: PreTrainedModel = adapted.merge_and_unload()
-    files = ModelFiles(merged.config.to_dict(), tokenizer, "the data of its adapter", base)
+
+    files = ModelFiles(
+        config=merged.config.to_dict(),
+        tokenizer=tokenizer,
+        trained_on="the data of its adapter",
+        base=base,
+    )
     files.write(folder, merged.num_parameters())
     merged.save_pretrained(folder)
     if (adapter / "generation_config.json").exists():
@@ -280,12 +339,13 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
     """Load an adapter with its base model.
 
     Args:
-        name: The adapter's folder.
-        vocabulary: The number of tokens that the embeddings need rows for.
-        dtype: The type of the base's weights; ``auto``: as they are stored.
+        name: the folder of the adapter.
+        vocabulary: the number of tokens that need embeddings.
+        dtype: of the base's weights. ``auto`` is the dtype in which they are stored.
 
     Raises:
-        UserError: If the base is not the one that the adapter was trained on, or if either cannot be loaded.
+        UserError: the base is not the one that the adapter was trained on, or one of them cannot be
+            loaded.
     """
     from peft import PeftConfig, PeftModel
 
@@ -294,7 +354,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
         if not base:
             raise UserError(
-                f"{folder} does not name the model that it adapts; set base_model_name_or_path in adapter_config.json."
+                f"{folder} does not name the model that it adapts; set base_model_name_or_path in "
+                "adapter_config.json."
             )
         origin = {}
         if (folder / _ORIGIN).exists():
@@ -305,7 +366,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
             )
 
         model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
-        if vocabulary > len(cast(nn.Embedding, model.get_input_embeddings()).weight):
+        embeddings = cast(nn.Embedding, model.get_input_embeddings())
+        if vocabulary > len(embeddings.weight):
             model.resize_token_embeddings(vocabulary)
         with warnings.catch_warnings():
             _ignore_warnings()

@@ -1,13 +1,16 @@
 """Formulas of the losses that compare answers.
 
 The log-probability of an answer is the sum over its target tokens. The formulas are TRL's
-(docs/preference.md says where they differ), and those of these papers:
+(docs/preference.md lists the differences), and those of these papers:
 
-- ``sigmoid``: DPO, Rafailov et al. 2023, arXiv:2305.18290; smoothed, conservative DPO (Mitchell 2023).
+- ``sigmoid``: DPO, Rafailov et al. 2023, arXiv:2305.18290. With label smoothing, conservative DPO
+  (Mitchell 2023).
 - ``robust``: Chowdhury et al. 2024, arXiv:2403.00409.
-- ``ipo``: Azar et al. 2023, arXiv:2310.12036, of the mean over an answer's tokens, as its authors meant it.
+- ``ipo``: Azar et al. 2023, arXiv:2310.12036. It uses the mean over an answer's tokens, as its
+  authors meant it.
 - ``kto``: Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
-- ``orpo``: Hong et al. 2024, arXiv:2403.07691. ``simpo``: Meng et al. 2024, arXiv:2405.14734.
+- ``orpo``: Hong et al. 2024, arXiv:2403.07691.
+- ``simpo``: Meng et al. 2024, arXiv:2405.14734.
 - ``reward``: Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155.
 """
 
@@ -22,20 +25,34 @@ from llmtrain.models.config import PreferenceConfig
 
 
 class Answers(NamedTuple):
-    """The two answers of pairs [..., 2]: chosen and rejected. An unpaired answer is the first."""
+    """The two answers of preference pairs: chosen and rejected.
 
-    logps: Tensor  # log-probabilities in nats, or scores
-    tokens: Tensor  # the number of target tokens
-    reference: Tensor  # log-probabilities under the reference model
-    desirable: Tensor  # bool [...]: whether the first answer is desirable
+    An unpaired answer is the first one.
+
+    Attributes:
+        logps: log-probabilities in nats, or scores of a reward model; [..., 2].
+        tokens: the number of target tokens; [..., 2].
+        reference: log-probabilities under the reference model; [..., 2].
+        desirable: whether the first answer is desirable; bool [...].
+    """
+
+    logps: Tensor
+    tokens: Tensor
+    reference: Tensor
+    desirable: Tensor
 
 
 def losses(config: PreferenceConfig, answers: Answers, baseline: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each pair [...] and the rewards of its answers [..., 2].
+    """Return the losses of pairs, and the rewards of their answers.
 
     Args:
-        baseline: how far the model has moved from the reference, in nats an answer. Only ``kto``
-            compares with it.
+        config: which loss, and its parameters.
+        answers: the answers of the pairs.
+        baseline: how far the model has moved from the reference model, in nats per answer. Only
+            ``kto`` uses it.
+
+    Returns:
+        The loss of each pair [...], and the reward of each answer [..., 2].
     """
     beta = config.beta
     mean_logps = answers.logps / answers.tokens
@@ -80,13 +97,14 @@ def losses(config: PreferenceConfig, answers: Answers, baseline: Tensor) -> tupl
 def _log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of negative numbers, accurate both near zero and far from it.
 
-    It is equation 7 of Mächler 2012, "Accurately computing log(1 - exp(-|a|))". Numbers that
-    rounding has brought to zero, or above, count as the largest negative number.
+    This is equation 7 of Mächler 2012, "Accurately computing log(1 - exp(-|a|))". Numbers that
+    rounding has made zero or positive are replaced by the largest negative number.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     is_near_zero = x > -math.log(2)
 
-    # The branch that is not taken gets -1: NaN there would become NaN in the gradient of both.
+    # Both branches are computed everywhere. A branch that is not used gets -1, because NaN in it
+    # would also become NaN in the gradient.
     near_zero = torch.log(-torch.expm1(x.where(is_near_zero, -1)))
     far_from_zero = torch.log1p(-torch.exp(x.where(~is_near_zero, -1)))
     return torch.where(is_near_zero, near_zero, far_from_zero)

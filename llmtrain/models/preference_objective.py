@@ -21,12 +21,19 @@ from llmtrain.types import Batch, LossSums, Objective, StepTotals
 
 
 class _Pairs(NamedTuple):
-    """The pairs of a micro-batch [P, 2]; padding has no target tokens."""
+    """The pairs of a micro-batch. Each tensor is [P, 2]; padding has no target tokens.
 
-    values: Tensor  # log-probabilities in nats, or scores
-    tokens: Tensor  # the number of target tokens
-    reference: Tensor  # log-probabilities under the reference model
-    is_undesirable: Tensor  # bool
+    Attributes:
+        values: log-probabilities in nats, or scores.
+        tokens: the number of target tokens.
+        reference: log-probabilities under the reference model.
+        is_undesirable: whether an answer is undesirable.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    reference: Tensor
+    is_undesirable: Tensor
 
 
 class PreferenceObjective(Objective):
@@ -34,7 +41,7 @@ class PreferenceObjective(Objective):
 
     Args:
         config: which loss, and its parameters.
-        rows: how answers lie in rows.
+        rows: where the answers are in rows of tokens.
     """
 
     uses_prepass_in_eval = True
@@ -52,7 +59,7 @@ class PreferenceObjective(Objective):
 
         values = pairs.values
         if not self.rows.are_scored:
-            # Formulas need numbers where there is no answer, too.
+            # The formulas need a number for a missing answer, too.
             values = values.where(pairs.tokens > 0, -1)
         answers = Answers(
             logps=values,
@@ -64,7 +71,12 @@ class PreferenceObjective(Objective):
         pair_losses, rewards = losses(self.config, answers, baseline)
         return LossSums(
             loss=(pair_losses * is_pair).sum(),
-            metrics=self._metric_sums(answers, is_pair, rewards, baseline),
+            metrics=self._metric_sums(
+                answers,
+                is_pair=is_pair,
+                rewards=rewards,
+                baseline=baseline,
+            ),
         )
 
     def denominator(self, batch: Batch) -> Tensor:
@@ -72,22 +84,23 @@ class PreferenceObjective(Objective):
         return self.rows.count_pairs(batch["labels"], batch["answers"])
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
-        """Compute the baseline of KTO: how far the model has moved from the reference.
+        """Compute the baseline of KTO: how far the model has moved from the reference model.
 
-        It is the mean log-ratio of the mismatched answers of the global batch, in nats per answer,
-        and never negative.
+        It is the mean log-ratio of the mismatched answers of the global batch, in nats per answer.
+        If the mean is negative, the baseline is 0.
         """
         if not self.config.alone:
             return {}
         total, answers = engine.sum_over_batches(self._log_ratio_of_mismatched, batches)
-        return {"kl_baseline": (total / answers.clamp(min=1)).clamp(min=0)}
+        mean_log_ratio = total / answers.clamp(min=1)
+        return {"kl_baseline": mean_log_ratio.clamp(min=0)}
 
     def reference(self, model: Any, batch: Batch) -> Tensor:
         """Return the log-probabilities of the answers, float [B, answers_per_row]."""
         return self._pairs(model, batch).values.view(-1, self.rows.answers_per_row)
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
-        """Return means over the answers, by TRL's names; log-probabilities are in nats."""
+        """Return means over the answers, by TRL's names. Log-probabilities are in nats."""
         pairs = max(sums["pairs"], 1)
         means = {
             f"{quantity}/{side}": sums[f"{quantity}/{side}"] / max(sums[side], 1)
@@ -107,11 +120,11 @@ class PreferenceObjective(Objective):
         return metrics
 
     def eval_metrics(self, loss_sum: float, mean_loss: float, text_bytes: int) -> dict[str, float]:
-        """Return nothing: the loss is no likelihood of a text."""
+        """Return no metrics, because the loss is not the likelihood of a text."""
         return {}
 
     def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Notice, once, if chosen and rejected answers keep becoming less likely."""
+        """Return an event, once per run, if both answers keep becoming less likely."""
         if self.displacement is None or "rewards/chosen" not in metrics:
             return None
         chosen = metrics["rewards/chosen"]
@@ -120,22 +133,22 @@ class PreferenceObjective(Objective):
             return None
         self.displacement = None
         text = (
-            "chosen answers have become less likely than under the first weights, "
-            "rejected ones still more: see docs/preference.md"
+            "chosen answers have become less likely than under the initial weights, and rejected "
+            "ones even less: see docs/preference.md"
         )
         return "chosen", text
 
     def check(self, model: CausalLM) -> None:
-        """Check that two answers which follow one prompt do not attend to each other.
+        """Check that two answers which share a prompt do not attend to each other.
 
         Raises:
-            UserError: they do.
+            UserError: they do, so the model needs rows with one answer each.
         """
         if not self.rows.share_prompts:
             return
         with trying(model):
-            is_right = _computes_shared_prompts(model)
-        if model.config._attn_implementation != ATTENTION_NAME or not is_right:
+            is_correct = _computes_shared_prompts(model)
+        if model.config._attn_implementation != ATTENTION_NAME or not is_correct:
             raise UserError(
                 f"{model.own_class.__name__} cannot share a prompt between two answers: "
                 "use --no_share_prompts."
@@ -144,7 +157,7 @@ class PreferenceObjective(Objective):
     # --- log-probabilities and scores
 
     def _pairs(self, model: Any, batch: Batch) -> _Pairs:
-        """Run the model on a micro-batch and sort the results by pairs."""
+        """Run the model on a micro-batch, and sort the results by pairs."""
         labels = self.rows.unfold(batch["labels"])
         answers = batch.get("answers")
         if answers is None:  # a memory plan has none: every token belongs to the first answer
@@ -155,7 +168,11 @@ class PreferenceObjective(Objective):
             values = self._scores(model, batch, labels=labels, answers=answers)
         else:
             values = self._log_probabilities(
-                model, batch, labels=labels, answers=answers, numbers=numbers
+                model,
+                batch,
+                labels=labels,
+                answers=answers,
+                numbers=numbers,
             )
 
         zeros = torch.zeros_like(values)
@@ -172,8 +189,27 @@ class PreferenceObjective(Objective):
             is_undesirable=(undesirable_tokens > 0).view(-1, 2),
         )
 
+    def _documents(self, batch: Batch, answers: Tensor) -> Documents | None:
+        """Return the documents of a micro-batch, if its rows are packed.
+
+        Args:
+            batch: the micro-batch. ``prepare_batch`` may have found them on the host.
+            answers: unfolded [R, T].
+        """
+        documents: Documents | None = batch.get("documents")
+        position_ids = batch.get("position_ids")
+        if documents is None and position_ids is not None:
+            return self.rows.documents(position_ids, answers)
+        return documents
+
     def _log_probabilities(
-        self, model: Any, batch: Batch, labels: Tensor, answers: Tensor, numbers: Tensor
+        self,
+        model: Any,
+        batch: Batch,
+        *,
+        labels: Tensor,
+        answers: Tensor,
+        numbers: Tensor,
     ) -> Tensor:
         """Return the log-probability of each answer, [B * answers_per_row].
 
@@ -182,19 +218,14 @@ class PreferenceObjective(Objective):
             batch: the micro-batch, whose rows are not unfolded.
             labels: unfolded [R, T].
             answers: unfolded [R, T].
-            numbers: the answer of each target, int64 [R * (T - 1)].
+            numbers: the answer that each target belongs to, int64 [R * (T - 1)].
         """
-        position_ids = batch.get("position_ids")
-        documents = batch.get("documents")
-        if documents is None and position_ids is not None:
-            documents = self.rows.documents(position_ids, answers)
-
         target_positions = batch.get("target_positions")
         nll = model.nll(
             input_ids=self.rows.unfold(batch["input_ids"]),
             labels=labels,
-            position_ids=position_ids,
-            documents=documents,
+            position_ids=batch.get("position_ids"),
+            documents=self._documents(batch, answers),
             target_positions=target_positions,
             per_target=True,
         )
@@ -203,27 +234,40 @@ class PreferenceObjective(Objective):
         log_probabilities: Tensor = nll.new_zeros(len(batch["labels"]) * self.rows.answers_per_row)
         return log_probabilities.index_add(0, numbers, -nll)
 
-    def _scores(self, model: Any, batch: Batch, labels: Tensor, answers: Tensor) -> Tensor:
-        """Return the score of each answer, read at its last token: [B * answers_per_row]."""
-        position_ids = batch.get("position_ids")
-        documents = batch.get("documents")
-        if documents is None and position_ids is not None:
-            documents = self.rows.documents(position_ids, answers)
+    def _scores(self, model: Any, batch: Batch, *, labels: Tensor, answers: Tensor) -> Tensor:
+        """Return the score of each answer, [B * answers_per_row].
 
-        ids = self.rows.unfold(batch["input_ids"])
-        arguments = own_arguments(model, ids, position_ids, documents)
+        The score of an answer is the output of the head at its last token.
+
+        Args:
+            model: the model.
+            batch: the micro-batch, whose rows are not unfolded.
+            labels: unfolded [R, T].
+            answers: unfolded [R, T].
+        """
+        arguments = own_arguments(
+            model,
+            self.rows.unfold(batch["input_ids"]),
+            positions=batch.get("position_ids"),
+            documents=self._documents(batch, answers),
+        )
         hidden = model.base_model(**arguments).last_hidden_state
         scores: Tensor = model.get_submodule("score")(hidden).view(-1)
         if scores.dtype != torch.float64:
             scores = scores.float()
 
-        # Padded by one position, a token counts at its own place and not at that of its prediction.
+        # A target counts at the position before its token. Padding by one position undoes that.
         numbers, is_target = self.rows.answer_of_targets(
             F.pad(labels, (1, 0)), F.pad(answers, (1, 0))
         )
         positions = torch.arange(labels.numel(), device=labels.device)
         last_positions = positions.new_zeros(len(batch["labels"]) * self.rows.answers_per_row)
-        last_positions = last_positions.scatter_reduce(0, numbers, positions * is_target, "amax")
+        last_positions = last_positions.scatter_reduce(
+            0,
+            numbers,
+            positions * is_target,
+            reduce="amax",
+        )
         return scores[last_positions]
 
     def _log_ratio_of_mismatched(self, model: Any, batch: Batch) -> Tensor:
@@ -242,9 +286,16 @@ class PreferenceObjective(Objective):
 
     @torch.no_grad()
     def _metric_sums(
-        self, answers: Answers, is_pair: Tensor, rewards: Tensor, baseline: Tensor
+        self, answers: Answers, *, is_pair: Tensor, rewards: Tensor, baseline: Tensor
     ) -> dict[str, Tensor]:
-        """Return the sums over a micro-batch from which :meth:`metrics` computes means."""
+        """Return the sums over a micro-batch from which :meth:`metrics` computes means.
+
+        Args:
+            answers: of the pairs, [P, 2].
+            is_pair: whether a pair is not padding, bool [P].
+            rewards: of the answers, [P, 2].
+            baseline: of KTO, a scalar.
+        """
         logps = answers.logps
         if self.config.alone:
             chosen = is_pair & answers.desirable
@@ -284,10 +335,13 @@ _MEANS = (
 class Displacement:
     """Notices when both answers become less likely than under the reference model.
 
-    This is common under DPO, where the loss only asks that the rejected answers fall further.
-    Rewards are noisy, so one log entry proves nothing. The rule: in each of the last five entries
-    the rejected answers have a lower mean reward than the chosen ones, whose own is below zero; and
-    over these entries the chosen answers' reward is below -0.05 on average.
+    This is common under DPO, because its loss only asks that the rejected answers fall further.
+    Rewards are noisy, so one log entry proves nothing. Two conditions must hold over the last five
+    entries:
+
+    - In each of them, the chosen answers have a mean reward below zero, and the rejected ones a
+      lower one.
+    - The average of the chosen answers' rewards is below -0.05.
     """
 
     ENTRIES = 5
@@ -298,7 +352,7 @@ class Displacement:
         self.chosen: deque[float] = deque(maxlen=self.ENTRIES)
 
     def is_lasting(self, chosen: float, rejected: float) -> bool:
-        """Take the mean rewards of one log entry; return whether the rule holds now."""
+        """Add the mean rewards of a log entry, and return whether the conditions hold now."""
         if not rejected < chosen < 0:
             self.chosen.clear()
             return False
@@ -308,22 +362,29 @@ class Displacement:
 
 
 def _computes_shared_prompts(model: CausalLM) -> bool:
-    """Return whether two answers in one row with their prompt have the outputs of two rows."""
+    """Return whether two answers that share a prompt get the same outputs as in two rows."""
     window = sliding_window(model) or 0
     prompt = min(model.row_length, window + 8) - 5
     ids = example_tokens(model, 1, prompt + 8)[0]
     first = ids[: prompt + 4]
     second = torch.cat([ids[:prompt], ids[prompt + 4 :]])
 
+    # One row: the prompt and both answers. The second begins with the last token of the prompt.
     row = torch.cat([first, second[prompt - 1 :]])[None]
     positions = torch.cat([torch.arange(prompt + 4), torch.arange(prompt - 1, prompt + 4)])[None]
     answers = (torch.arange(row.shape[1]) >= prompt + 4).long()[None]
     documents = Documents.of(positions, row.is_cuda, answers).to(row.device)
-    arguments = own_arguments(model, row, positions.to(row.device), documents)
-    together = output_for(model, arguments)[0]
+    arguments = own_arguments(
+        model,
+        row,
+        positions=positions.to(row.device),
+        documents=documents,
+    )
+    shared = output_for(model, arguments)[0]
 
-    apart = []
+    # Two rows: each answer with its own copy of the prompt.
+    separate = []
     for answer in (first, second):
-        output = output_for(model, own_arguments(model, answer[None], None, None))
-        apart.append(output[0, prompt - 1 :])
-    return not differ(together[prompt - 1 :], torch.cat(apart))
+        arguments = own_arguments(model, answer[None], positions=None, documents=None)
+        separate.append(output_for(model, arguments)[0, prompt - 1 :])
+    return not differ(shared[prompt - 1 :], torch.cat(separate))

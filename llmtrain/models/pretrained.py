@@ -1,9 +1,12 @@
-"""Load a Hugging Face model for training, from a folder, the hub, or a configuration with random weights."""
+"""Build the Hugging Face model that is trained, with everything that belongs to it.
+
+It comes from a folder, from the hub, or from a configuration with random weights.
+"""
 
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -14,7 +17,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.architecture import build_model
-from llmtrain.models.causal_lm import CausalLM, make_causal_lm
+from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.experts import balance_weight, is_mixture_of_experts
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class _Facts(Protocol):
-    """What a model needs to know about its data; without a preference loss only the name."""
+    """The metadata of rows that a model needs. Without a preference loss, only the name is used."""
 
     dataset: str
-    pairs: int  # the largest number of pairs of answers in a row
-    shared: bool  # the answers of a pair share one copy of their prompt
+    pairs: int  # the largest number of preference pairs in a row
+    shared: bool  # whether the two answers of a pair share one copy of their prompt
 
 
 class Rows(Protocol):
@@ -51,7 +54,7 @@ class Rows(Protocol):
 
     @property
     def packed(self) -> bool:
-        """True if a row may hold several documents, which must not attend to each other."""
+        """Whether a row may hold several documents, which must not attend to each other."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -59,7 +62,7 @@ class Rows(Protocol):
 
     @property
     def facts(self) -> _Facts:
-        """Facts about the data."""
+        """Metadata of the rows."""
 
 
 def load_model(
@@ -73,64 +76,68 @@ def load_model(
 ) -> ModelBundle:
     """Build the Hugging Face model that is trained, and its objective.
 
-    Its parameters are on the meta device, except for LoRA's matrices and embeddings with rows for new tokens. The
-    initial weights of the others are the stream ``weights`` of the result. A quantized model is loaded here, and
-    ``weights`` is ``None``.
+    Its parameters are on the meta device, except for LoRA's matrices and embeddings with rows for
+    new tokens. The initial weights of the others are the stream ``weights`` of the result. A
+    quantized model is loaded here, and ``weights`` is ``None``.
 
-    Parameters are float32, which mixed precision casts when they are used. The frozen base of a LoRA run is bfloat16 if
-    the ``precision`` is bf16.
+    Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
+    LoRA run is bfloat16 if ``precision`` is bf16.
 
     Args:
-        config: Names the model.
-        lora: Train an adapter instead of the model, if its rank is not 0.
-        rows: The rows to train on.
-        seed: Of random initial weights.
+        config: which model, and how it is used.
+        lora: train an adapter instead of the model, if its rank is not 0.
+        rows: the rows to train on.
+        seed: of random initial weights.
         precision: Accelerate's mixed precision: ``no``, ``fp16`` or ``bf16``.
-        bitwise: Refuse a model whose bits would depend on the parallel layout.
-        preference: Compare answers instead of predicting tokens. For a reward model this builds the family's class for
-            sequence classification.
+        bitwise: reject a model whose bits would depend on the parallel layout.
+        preference: compare answers instead of predicting tokens. A reward model is an instance of
+            the family's class for sequence classification.
 
     Raises:
-        UserError: If there is no such model, or it does not fit the rows or the other settings. The stream of weights
-            raises it for a missing weight, and ``check`` of the result if packed documents would see each other.
+        UserError: there is no such model, or it does not fit the rows or the other settings. The
+            stream of weights raises it if a weight is missing. ``check`` of the result raises it if
+            packed documents would attend to each other.
     """
-    name = config.model_name_or_path
     if lora is not None and not lora.lora_r:
         lora = None
-    scores = preference is not None and preference.loss_type == "reward"
-    _check_flags(config, lora, scores)
+    is_reward_model = preference is not None and preference.loss_type == "reward"
+    _check_flags(config, lora, is_reward_model)
 
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
-    model = build_model(config, rows.tokenizer, dtype, frozen=lora is not None, scores=scores)
-    settings = model.config.get_text_config()
-    _check_positions(settings, config.block_size)
+    model = build_model(
+        config,
+        rows.tokenizer,
+        dtype,
+        is_frozen=lora is not None,
+        is_reward_model=is_reward_model,
+    )
+    text_config = model.config.get_text_config()
+    _check_positions(text_config, config.block_size)
     _set_balance_weight(
-        settings, config.router_aux_loss_coef, has_preference=preference is not None
+        text_config,
+        config.router_aux_loss_coef,
+        has_preference=preference is not None,
     )
 
-    is_meta = model.device.type == "meta"
-    # The initial weights are made for the model as it is now; `model` changes below.
-    original = copy.deepcopy(model) if is_meta else model
-    initial_weights = _weight_source(original, config, dtype, seed, scores)
-    original_names = {parameter: key for key, parameter in model.named_parameters()}
-    if rows.new_tokens and is_meta:
-        _load_embeddings(model, original, initial_weights)
+    # The initial weights are made for the model as it is now. It changes below.
+    initial_weights: _InitialWeights | None = None
+    if model.device.type == "meta":
+        initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
+    if initial_weights is not None and rows.new_tokens:
+        initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, seed)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
+            {"use_reentrant": False}
+        )
 
+    name = config.model_name_or_path
     origin: Facts = {"random weights": config.from_config}
     if name:
         origin = origin_of(name, config.trust_remote_code)
-    files = ModelFiles(
-        config=_written_configuration(model),
-        tokenizer=rows.tokenizer,
-        trained_on=rows.facts.dataset,
-        base=name,
-        generation=_generation(model, rows),
-    )
+    files = _model_files(model, name, rows)
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -139,15 +146,15 @@ def load_model(
         model,
         row_length=config.block_size,
         shares_prompts=preference is not None and rows.facts.shared,
-        gives_scores=scores,
+        gives_scores=is_reward_model,
     )
     objective, prepare_batch = _objective(trained, rows, preference)
     if bitwise:
         _check_no_dropout(trained)
 
     weights: Weights | None = None
-    if is_meta:
-        weights = _renamed_weights(trained, original_names, initial_weights)
+    if initial_weights is not None:
+        weights = initial_weights.for_parameters_of(trained)
     return ModelBundle(
         model=trained,
         files=files,
@@ -162,7 +169,7 @@ def load_model(
 def _objective(
     model: CausalLM, rows: Rows, preference: PreferenceConfig | None
 ) -> tuple[Objective, Callable[[Batch], Batch]]:
-    """Return what is minimised, and what prepares the micro-batches for it on the host."""
+    """Return what is minimised, and a function that prepares its micro-batches on the host."""
     if preference is not None:
         answer_rows = AnswerRows(
             answers_per_row=2 * max(rows.facts.pairs, 1),
@@ -181,8 +188,8 @@ def _objective(
     return objective, model.prepare_batch
 
 
-def _check_flags(config: ModelConfig, lora: LoraConfig | None, scores: bool) -> None:
-    """Raise :class:`UserError` if no model is named, or if flags do not go together."""
+def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: bool) -> None:
+    """Raise :class:`UserError` if no model is named, or if flags contradict each other."""
     name = config.model_name_or_path
     if not name and not config.from_config:
         raise UserError(
@@ -194,17 +201,19 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, scores: bool) -> 
         )
     if lora and config.freeze:
         raise UserError(
-            "--freeze does not go with --lora_r: LoRA freezes everything but its own matrices."
+            "--freeze cannot be combined with --lora_r: LoRA freezes everything but its own "
+            "matrices; leave one of them out."
         )
-    if lora and scores:
+    if lora and is_reward_model:
         raise UserError(
-            "--loss_type reward does not go with --lora_r: a reward model has a new head, which LoRA would not save."
+            "--loss_type reward cannot be combined with --lora_r: a reward model has a new head, "
+            "which LoRA would not save; leave --lora_r out."
         )
 
 
-def _check_positions(settings: "PreTrainedConfig", block_size: int) -> None:
-    """Raise :class:`UserError` if rows are longer than what the model has positions for."""
-    positions = getattr(settings, "max_position_embeddings", None) or block_size
+def _check_positions(text_config: "PreTrainedConfig", block_size: int) -> None:
+    """Raise :class:`UserError` if rows are longer than the model has positions."""
+    positions = getattr(text_config, "max_position_embeddings", None) or block_size
     if block_size > positions:
         raise UserError(
             f"--block_size {block_size} is more than this model's {positions} positions; lower it."
@@ -212,77 +221,134 @@ def _check_positions(settings: "PreTrainedConfig", block_size: int) -> None:
 
 
 def _set_balance_weight(
-    settings: "PreTrainedConfig", weight: float | None, has_preference: bool
+    text_config: "PreTrainedConfig", weight: float | None, has_preference: bool
 ) -> None:
-    """Set the weight of the balancing loss in the configuration of a mixture of experts."""
-    if not is_mixture_of_experts(settings):
+    """Set the weight of the balancing loss in the configuration of a mixture of experts.
+
+    Raises:
+        UserError: the user has set a weight, and the run has no balancing loss.
+    """
+    if not is_mixture_of_experts(text_config):
         if weight is not None:
             raise UserError(
-                "--router_aux_loss_coef is for a mixture of experts, which this model is not; leave it out."
+                "--router_aux_loss_coef is for a mixture of experts, which this model is not; "
+                "leave it out."
             )
         return
-    settings.output_router_logits = False
+
+    # ExpertObjective computes the balancing loss, over the global batch.
+    text_config.output_router_logits = False
     if has_preference and weight:
         raise UserError(
-            "--router_aux_loss_coef does nothing here: preference losses have no balancing loss; leave it out."
+            "--router_aux_loss_coef does nothing here: preference losses have no balancing loss; "
+            "leave it out."
         )
     if weight is not None:
-        settings.router_aux_loss_coef = weight
+        text_config.router_aux_loss_coef = weight
 
 
-def _weight_source(
-    model: "PreTrainedModel", config: ModelConfig, dtype: torch.dtype, seed: int, scores: bool
-) -> Callable[..., Weights]:
-    """Return a function that yields the initial weights of a model, or of some of its modules."""
-    name = config.model_name_or_path
-    if not name:
-        return functools.partial(random_weights, model, seed)
-    # A reward model's head is not stored anywhere, so it is initialised from the seed.
-    head_seed = seed if scores else None
-    return functools.partial(stored_weights, model, local_folder(name), dtype, head_seed=head_seed)
+class _InitialWeights:
+    """The initial weights of a model on the meta device: stored ones, or random ones.
 
+    This remembers the model as it was built. Later it may get new embeddings, and LoRA renames
+    parameters of the layers that it wraps.
 
-def _load_embeddings(
-    model: "PreTrainedModel", original: "PreTrainedModel", initial_weights: Callable[..., Weights]
-) -> None:
-    """Give the input and output embeddings their weights: the rows of new tokens are made from those of others."""
-    modules = [original.get_input_embeddings(), original.get_output_embeddings()]  # type: ignore[no-untyped-call]
-    for key, weight in initial_weights([module for module in modules if module is not None]):
-        module_name, _, parameter_name = key.rpartition(".")
-        # A clone, because `weight` may be mapped from a file that changes during the run.
-        parameter = nn.Parameter(weight.clone())
-        setattr(model.get_submodule(module_name), parameter_name, parameter)
-    model.tie_weights()
-
-
-def _renamed_weights(
-    trained: CausalLM,
-    original_names: dict[nn.Parameter, str],
-    initial_weights: Callable[..., Weights],
-) -> Weights:
-    """Yield the initial weights of the parameters that are still on the meta device, by their present names.
-
-    LoRA has renamed the parameters of the layers that it wraps.
+    Args:
+        model: the model, before any change.
+        config: which weights.
+        dtype: of stored weights.
+        seed: of random weights.
+        is_reward_model: its head is not stored anywhere, so it is initialised from the seed.
     """
-    names = {
-        original_names[parameter]: key
-        for key, parameter in trained.named_parameters()
-        if parameter.is_meta and parameter in original_names
-    }
-    renamed = ((names[key], weight) for key, weight in initial_weights() if key in names)
-    return with_magnitudes(trained, renamed)
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        config: ModelConfig,
+        dtype: torch.dtype,
+        seed: int,
+        is_reward_model: bool,
+    ) -> None:
+        name = config.model_name_or_path
+        self._original = copy.deepcopy(model)
+        self._original_names = {parameter: key for key, parameter in model.named_parameters()}
+        self._folder = local_folder(name) if name else None
+        self._dtype = dtype
+        self._seed = seed
+        self._is_reward_model = is_reward_model
+
+    def load_embeddings(self, model: "PreTrainedModel") -> None:
+        """Load the input and output embeddings of a model.
+
+        The embeddings of new tokens are made from those of the other tokens.
+        """
+        input_embeddings = self._original.get_input_embeddings()
+        output_embeddings = self._original.get_output_embeddings()  # type: ignore[no-untyped-call]
+        modules = [input_embeddings]
+        if output_embeddings is not None:
+            modules.append(output_embeddings)
+
+        for key, weight in self._weights(modules):
+            module_name, _, parameter_name = key.rpartition(".")
+            # A clone, because `weight` may be mapped from a file that changes during the run.
+            parameter = nn.Parameter(weight.clone())
+            setattr(model.get_submodule(module_name), parameter_name, parameter)
+        model.tie_weights()
+
+    def for_parameters_of(self, trained: CausalLM) -> Weights:
+        """Return the initial weights of the parameters that are still on the meta device.
+
+        Args:
+            trained: the model after all changes. The weights have its parameters' names.
+        """
+        new_names = {
+            self._original_names[parameter]: key
+            for key, parameter in trained.named_parameters()
+            if parameter.is_meta and parameter in self._original_names
+        }
+        renamed = ((new_names[key], weight) for key, weight in self._weights() if key in new_names)
+        return with_magnitudes(trained, renamed)
+
+    def _weights(self, modules: Collection[nn.Module] = ()) -> Weights:
+        """Return the weights of the original model, or of some of its modules."""
+        if self._folder is None:
+            return random_weights(self._original, self._seed, modules)
+        return stored_weights(
+            self._original,
+            self._folder,
+            self._dtype,
+            modules,
+            head_seed=self._seed if self._is_reward_model else None,
+        )
 
 
-def _written_configuration(model: "PreTrainedModel") -> Facts:
-    """Return the configuration that is written with the finished model."""
-    configuration = {
+def _model_files(model: "PreTrainedModel", name: str | None, rows: Rows) -> ModelFiles:
+    """Return the files of the finished model's folder.
+
+    Args:
+        model: the model that is trained.
+        name: the folder or hub name of the model that it starts from.
+        rows: the rows to train on.
+    """
+    return ModelFiles(
+        config=_config_to_write(model),
+        tokenizer=rows.tokenizer,
+        trained_on=rows.facts.dataset,
+        base=name,
+        generation=_generation_config(model, rows),
+    )
+
+
+def _config_to_write(model: "PreTrainedModel") -> Facts:
+    """Return ``config.json`` of the finished model."""
+    config = {
         **model.config.to_dict(),
         "architectures": [type(model).__name__],
         "dtype": "float32",
     }
     for key in ("_name_or_path", "transformers_version"):
-        configuration.pop(key, None)
-    return configuration
+        config.pop(key, None)
+    return config
 
 
 def _start(
@@ -292,7 +358,10 @@ def _start(
     preference: PreferenceConfig | None,
     origin: Facts,
 ) -> Facts:
-    """Return what identifies the start of a run: the initial weights, and which of them are trained for what."""
+    """Return the part of the run's fingerprint that describes where the run starts.
+
+    That is where the initial weights come from, which of them are trained, and the loss.
+    """
     start: Facts = {
         "weights": origin,
         "lora": asdict(lora) if lora else None,
@@ -307,23 +376,38 @@ def _start(
 
 
 def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, seed: int) -> None:
-    """Add embedding rows for tokens that a chat template has added; raises if other tokens have none."""
-    size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
-    needed = max(rows.tokenizer.get_vocab().values()) + 1
-    if not set(range(size, needed)) <= set(rows.new_tokens):
+    """Add embeddings for tokens that a chat template has added.
+
+    Raises:
+        UserError: other tokens of the tokenizer have no embedding.
+    """
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    size = len(embeddings.weight)
+    needed_size = max(rows.tokenizer.get_vocab().values()) + 1
+    missing_tokens = set(range(size, needed_size))
+    if not missing_tokens <= set(rows.new_tokens):
+        name = config.model_name_or_path or config.from_config
         raise UserError(
-            f"the tokenizer has {needed:,} tokens and {config.model_name_or_path or config.from_config} a vocabulary "
-            f"of {size:,}; use the model's own tokenizer."
+            f"the tokenizer has {needed_size:,} tokens and {name} a vocabulary of {size:,}; "
+            "use the model's own tokenizer."
         )
-    if needed > size:
+
+    if needed_size > size:
         torch.manual_seed(seed)
-        model.resize_token_embeddings(needed)
-        added = rows.tokenizer.convert_ids_to_tokens(list(range(size, needed)))
-        say("tokens", f"{', '.join(added)} joined the vocabulary: {size:,} -> {needed:,}")
+        model.resize_token_embeddings(needed_size)
+        tokens = rows.tokenizer.convert_ids_to_tokens(list(range(size, needed_size)))
+        say(
+            "tokens",
+            f"{', '.join(tokens)} added to the vocabulary: {size:,} -> {needed_size:,}",
+        )
 
 
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:
-    """Freeze the parameters whose names contain a match of a regular expression."""
+    """Freeze the parameters whose names contain a match of a regular expression.
+
+    Raises:
+        UserError: no parameter matches, or every parameter does.
+    """
     parameters = dict(model.named_parameters())
     matching = [parameter for name, parameter in parameters.items() if re.search(pattern, name)]
     if len(matching) in (0, len(parameters)):
@@ -331,14 +415,18 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
         raise UserError(
             f"--freeze '{pattern}' matches {share}; their names are like {next(iter(parameters))}."
         )
+
     for parameter in matching:
         parameter.requires_grad_(False)
     count = sum(parameter.numel() for parameter in matching)
     say("frozen", f"{count:,} parameters in {len(matching)} of {len(parameters)} tensors")
 
 
-def _generation(model: "PreTrainedModel", rows: Rows) -> Facts:
-    """Return the generation settings of the finished model: those of its base, and the tokens that end an answer."""
+def _generation_config(model: "PreTrainedModel", rows: Rows) -> Facts:
+    """Return ``generation_config.json`` of the finished model.
+
+    It is the one of the base, with the tokens that end an answer added to its stop tokens.
+    """
     base: GenerationConfig | None = getattr(model, "generation_config", None)
     settings: Facts = {}
     if base is not None:
@@ -359,7 +447,10 @@ def _generation(model: "PreTrainedModel", rows: Rows) -> Facts:
 
 
 def _check_no_dropout(model: CausalLM) -> None:
-    """Raise :class:`UserError` if a model has dropout: its random numbers would depend on the parallel layout."""
+    """Raise :class:`UserError` if a model has dropout.
+
+    Its random numbers would depend on the parallel layout.
+    """
     rates: dict[str, float] = {}
     for key, value in model.config.get_text_config().to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -367,6 +458,7 @@ def _check_no_dropout(model: CausalLM) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             rates[name] = module.p
+
     for name, rate in rates.items():
         if rate > 0:
             raise UserError(
@@ -375,44 +467,47 @@ def _check_no_dropout(model: CausalLM) -> None:
 
 
 def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int) -> None:
-    """Try a model that has its weights, and log what a user might not expect of it.
+    """Try a model whose weights are in place, and log what might surprise the user.
 
     Raises:
-        UserError: If packed documents, or answers that share a prompt, would see each other.
+        UserError: packed documents, or two answers that share a prompt, would attend to each other.
     """
     probe(model)
     if packed and leaks(model):
-        kind = model.own_class.__name__
         raise UserError(
-            f"{kind} lets the documents of a packed row see each other; use --no_packing."
+            f"{model.own_class.__name__} lets the documents of a packed row see each other; "
+            "use --no_packing."
         )
 
-    settings = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     objective.check(model)
-    if is_mixture_of_experts(settings) and not isinstance(objective, PreferenceObjective):
+    if is_mixture_of_experts(text_config) and not isinstance(objective, PreferenceObjective):
         say("experts", _experts_line(objective))
-    has_head = model.get_output_embeddings() is not None  # type: ignore[no-untyped-call]
+
+    has_head = head_of(model) is not None
     if has_head and not model.head_is_linear:
         say(
             "memory",
-            "this model's head is more than one matrix product, so the logits of a whole micro-batch are in memory",
+            "this model's head is more than one matrix product, so all logits of a micro-batch "
+            "are in memory at once",
         )
 
-    rope: Facts = getattr(settings, "rope_parameters", None) or {}
-    unscaled = rope.get("original_max_position_embeddings") or block_size
-    if rope.get("rope_type") in ("longrope", "dynamic") and block_size > unscaled:
+    rope: Facts = getattr(text_config, "rope_parameters", None) or {}
+    unscaled_length = rope.get("original_max_position_embeddings") or block_size
+    depends_on_length = rope.get("rope_type") in ("longrope", "dynamic")
+    if depends_on_length and block_size > unscaled_length:
         say(
             "positions",
-            f"beyond {unscaled:,} tokens they are scaled by the longest row of a micro-batch, so the losses of "
-            "different parallel layouts agree less closely",
+            f"beyond {unscaled_length:,} tokens, rotary positions are scaled by the longest row of "
+            "a micro-batch, so the losses of different parallel layouts agree less closely",
         )
 
 
 def _experts_line(objective: Objective) -> str:
-    """Return what the log says about the balancing loss of a mixture of experts."""
+    """Return a log line about the balancing loss of a mixture of experts."""
     if not isinstance(objective, ExpertObjective) or not objective.weight:
-        return "this class has no balancing loss"
+        return "this model class has no balancing loss"
     return (
-        f"the routers' balancing loss, times {objective.weight:g}, is computed over the global batch, "
-        "which takes one more forward pass per step"
+        f"the routers' balancing loss, times {objective.weight:g}, is computed over the global "
+        "batch, which takes one more forward pass per step"
     )

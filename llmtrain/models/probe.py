@@ -1,6 +1,6 @@
-"""Find out what a Hugging Face model computes, by trying it: what its class does is written nowhere.
+"""Find out how a Hugging Face model computes by trying it, because its class declares little of it.
 
-A model is tried after its weights are in place. If it is sharded, all ranks call these functions.
+A model is tried when its weights are in place. If it is sharded, all ranks call these functions.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def probe(model: CausalLM) -> None:
     """Choose the model's attention, and find out whether its head is linear.
 
     Raises:
-        UserError: earlier tokens attend to later ones, so it is no causal LM.
+        UserError: tokens attend to later tokens, so the model is no causal LM.
     """
     with trying(model):
         _choose_attention(model)
@@ -45,7 +45,7 @@ def probe(model: CausalLM) -> None:
 
 
 def _choose_attention(model: CausalLM) -> None:
-    """Give a model the attention of this package, if that computes the same as transformers' own."""
+    """Give a model this package's attention, if it computes the same as transformers' own."""
     config = model.config
     own_attention = config._attn_implementation
     chunk = getattr(config.get_text_config(), "attention_chunk_size", None)
@@ -69,9 +69,10 @@ def _choose_attention(model: CausalLM) -> None:
 
 
 def _head_is_linear(model: CausalLM) -> bool:
-    """Return whether logits are the head's output for the last hidden states, after a known softcap.
+    """Return whether logits are the head's output for the last hidden states.
 
-    The head is made to return numbers from -100 to 100, which any further scale or cap would change.
+    A known softcap may follow. To find any other operation, the head is made to return numbers from
+    -100 to 100, which a further scale or cap would change.
     """
     head = head_of(model)
     base = model.base_model
@@ -84,7 +85,7 @@ def _head_is_linear(model: CausalLM) -> bool:
         numbers = torch.linspace(-100, 100, like.shape[-1], device=like.device, dtype=like.dtype)
         return numbers.expand_as(like)
 
-    def note_hidden_states(_: nn.Module, __: object, output: Any) -> None:
+    def record_hidden_states(_: nn.Module, __: object, output: Any) -> None:
         hidden_states.append(output.last_hidden_state)
 
     def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def _head_is_linear(model: CausalLM) -> bool:
         return large_numbers(output)
 
     with (
-        base.register_forward_hook(note_hidden_states),
+        base.register_forward_hook(record_hidden_states),
         head.register_forward_hook(replace_output),
     ):
         logits = probe_output(model, example_tokens(model, 1, probe_length(model)))
@@ -110,11 +111,11 @@ def _head_is_linear(model: CausalLM) -> bool:
 
 
 def leaks(model: CausalLM) -> bool:
-    """Return whether the second of two documents in a packed row changes when the first does.
+    """Return whether the outputs of a document depend on another document in its packed row.
 
     Several rows are tried at once, with the border at different places, because some attention
-    looks for borders in a single row only. A model with a sliding window or attention chunks is
-    also tried on rows that are longer than these.
+    looks for borders only in batches of one row. A model with a sliding window or attention chunks
+    is also tried on rows that are longer than these.
     """
     with trying(model):
         try:
@@ -126,7 +127,7 @@ def leaks(model: CausalLM) -> bool:
 
 
 def _packed_probes(model: CausalLM) -> Iterator["PackedRows"]:
-    """Yield rows of two documents: short ones, and ones that leave the longest attention span."""
+    """Yield rows of two documents: short rows, and rows longer than the longest attention span."""
     yield _short_rows(model)
 
     span = _longest_span(model)
@@ -142,8 +143,8 @@ def _second_changes_with_first(model: CausalLM, rows: "PackedRows") -> bool:
     """Return whether logits of the second documents depend on the first ones."""
     change, is_beyond_rounding = _change_in_second(model, rows, rows.positions)
 
-    # The rounding of bfloat16 can hide a leak, but not one that is about as large as the change
-    # without positions, which make the two documents one.
+    # The rounding of bfloat16 can hide a leak. But without positions the two documents are one, and
+    # a leak is about as large as the change in that case.
     change_if_unpacked, _ = _change_in_second(model, rows, positions=None)
     return is_beyond_rounding or bool(change > change_if_unpacked / 2)
 
@@ -151,7 +152,10 @@ def _second_changes_with_first(model: CausalLM, rows: "PackedRows") -> bool:
 def _change_in_second(
     model: CausalLM, rows: "PackedRows", positions: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Return how far logits of the second documents move with the first, and if beyond rounding."""
+    """Return how far logits of the second documents move if the first documents change.
+
+    The second result is whether they move by more than rounding.
+    """
     logits = probe_output(model, rows.ids, positions)[rows.is_compared]
     logits_if_changed = probe_output(model, rows.changed_ids, positions)[rows.is_compared]
     change = (logits - logits_if_changed).abs().max()
@@ -162,27 +166,36 @@ def _change_in_second(
 
 
 class PackedRows(NamedTuple):
-    """Rows [B, T] of two documents, to try a model on."""
+    """Rows of two documents, to try a model on. Each tensor is [B, T].
+
+    Attributes:
+        ids: tokens.
+        changed_ids: tokens that differ in the first document.
+        positions: position ids, which restart at the second document.
+        is_second: whether a position is in the second document.
+        is_compared: whether a position is in the second document and near one of its ends.
+    """
 
     ids: Tensor
-    changed_ids: Tensor  # with other tokens in the first document
-    positions: Tensor  # restart at the second document
-    is_second: Tensor  # bool
-    is_compared: Tensor  # bool: the second document's positions that are near its ends
+    changed_ids: Tensor
+    positions: Tensor
+    is_second: Tensor
+    is_compared: Tensor
 
 
-# Positions compared at each end of a document: all logits of a long row would fill the memory.
+# How many positions at each end of a document are compared. The logits of all positions of a long
+# row would fill the memory.
 _COMPARED = 16
 
 
 def _short_rows(model: CausalLM) -> PackedRows:
-    """Return two short rows of two documents each, with the border in the middle or before it."""
+    """Return two short rows, with the border in the middle and one position before the middle."""
     half = max(probe_length(model) // 2, 1)
     return _packed_rows(model, 2 * half, borders=(half, max(half - 1, 1)))
 
 
 def _packed_rows(model: CausalLM, length: int, borders: tuple[int, ...]) -> PackedRows:
-    """Return a row of two documents for each border, at which the second begins."""
+    """Return a row for each border, which is the position at which its second document begins."""
     ids, other_ids = example_tokens(model, 2 * len(borders), length).chunk(2)
     starts = torch.tensor(borders, device=ids.device)[:, None]
     row_positions = torch.arange(length, device=ids.device)[None]
@@ -226,10 +239,12 @@ def _most_positions(model: CausalLM) -> int:
 
 @contextlib.contextmanager
 def trying(model: CausalLM) -> Iterator[None]:
-    """Try a model without dropout, gradients and autocast, whose rounding would hide differences.
+    """Turn off dropout, gradients and autocast in the block, to try a model.
+
+    The rounding of autocast would hide differences.
 
     Raises:
-        UserError: the model fails.
+        UserError: the model raises an error.
     """
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()
@@ -253,12 +268,19 @@ def trying(model: CausalLM) -> Iterator[None]:
 
 
 def probe_output(model: CausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return logits [B, T, V] as training computes them; hidden states of a model that gives scores."""
-    return output_for(model, own_arguments(model, ids, positions, None)).view(*ids.shape, -1)
+    """Return logits [B, T, V] as training computes them.
+
+    A reward model returns its last hidden states [B, T, C] instead.
+    """
+    arguments = own_arguments(model, ids, positions=positions, documents=None)
+    return output_for(model, arguments).view(*ids.shape, -1)
 
 
 def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
-    """Return the logits, or hidden states, for arguments of the model's own ``forward``."""
+    """Return the logits for arguments of the model's own ``forward``.
+
+    A reward model returns its last hidden states instead.
+    """
     if model.gives_scores:
         hidden: Tensor = model(**arguments, compute=_hidden_states)
         return hidden
@@ -280,8 +302,8 @@ def differ(output: Tensor, expected: Tensor) -> bool:
     """Return whether two results differ by more than rounding.
 
     The limit is a share of the largest number: 1e-4 in float32, 0.02 in bfloat16. A leak moves
-    logits by a tenth of their size and more. A mixture of experts rounds differently if other tokens
-    are in the batch.
+    logits by a tenth of their size or more. A mixture of experts rounds differently when other
+    tokens are in the batch.
     """
     limit = max(torch.finfo(output.dtype).eps ** 0.5 / 4, 1e-4)
     return bool((output - expected).abs().max() > limit * expected.abs().max())

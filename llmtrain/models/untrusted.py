@@ -1,6 +1,6 @@
-"""Model folders and hub names: input that nobody has vouched for.
+"""Model folders and hub names as untrusted input.
 
-No code of theirs is run unless ``--trust_remote_code`` says so, and no pickle is read.
+Their code runs only with ``--trust_remote_code``, and no pickle is ever read.
 """
 
 import hashlib
@@ -15,51 +15,74 @@ from llmtrain.types import Facts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DATA_ONLY = {
-    "trust_remote_code": False
-}  # for every `from_pretrained`: else transformers asks on the terminal
+# For every `from_pretrained`: without it, transformers asks on the terminal whether to run code.
+DATA_ONLY = {"trust_remote_code": False}
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
-    """Load a model from safetensors. Raises :class:`UserError` for pickles, and what transformers raises."""
+    """Load a causal LM from safetensors files.
+
+    It raises whatever transformers raises, too.
+
+    Args:
+        name: the folder or hub name of the model.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        UserError: the weights are pickles.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would stand in the middle of a text
-    getLogger("transformers.integrations.hub_kernels").setLevel(
-        ERROR
-    )  # it tells of kernels that are not installed
+    # The progress bar would appear in the middle of generated text.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # It warns about kernels that are not installed.
+    getLogger("transformers.integrations.hub_kernels").setLevel(ERROR)
+
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))
 
 
 def refuse_pickles(name: str) -> None:
-    """Raise :class:`UserError` for a folder whose weights are pickles alone: reading one can run any code."""
+    """Raise :class:`UserError` if a folder has weights only as pickles.
+
+    Reading a pickle can run any code.
+    """
     folder = Path(name)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
     for path in sorted(folder.iterdir()):
         if path.suffix in _PICKLES:
             raise UserError(
-                f"{name} holds its weights as a pickle ({path.name}), which can run code when it is read, and not as "
-                "safetensors; save it again with save_pretrained where you trust it."
+                f"{name} holds its weights as a pickle ({path.name}), which can run code when it "
+                "is read; if you trust it, convert it to safetensors with save_pretrained."
             )
 
 
 def local_folder(name: str) -> Path:
-    """Return where the files of a model are: the folder itself, or the hub's snapshot, downloaded where need be."""
+    """Return the local folder with a model's files.
+
+    If ``name`` is a hub name, the files are downloaded unless the cache has them.
+
+    Raises:
+        UserError: the hub does not provide them.
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with refused_as(f"{name} is no folder, and could not be had from the hub"):
+    with refused_as(f"{name} is no folder, and the hub did not provide it"):
         return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> Facts:
-    """Return which model a name stands for: the hash of a folder's weights and configuration, or the hub's commit."""
+    """Return what identifies a model: a hash of its folder's weights and configuration.
+
+    A hub name is identified by its commit.
+    """
     if Path(name).is_dir():
         files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
         hashes = [read_hashed(path)["sha256"] for path in files]

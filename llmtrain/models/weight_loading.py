@@ -59,11 +59,17 @@ class Part(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint."""
+    """A tensor in a checkpoint.
+
+    Attributes:
+        path: the file.
+        key: the name of the tensor in the file.
+        name: the parameter or buffer that it becomes, alone or joined with other tensors.
+    """
 
     path: Path
-    key: str  # its name in the file
-    name: str  # the parameter or buffer that it becomes, alone or joined with other tensors
+    key: str
+    name: str
 
 
 def random_weights(
@@ -75,9 +81,9 @@ def random_weights(
     Every rank can therefore initialise one part at a time and arrive at the same weights.
 
     Args:
-        model: The model. It may be on the meta device, and it does not change.
-        seed: The seed of the run.
-        modules: Yield only the weights of these parts of the model. If empty, yield all weights.
+        model: the model. It may be on the meta device, and it does not change.
+        seed: the seed of the run.
+        modules: yield only the weights of these parts of the model. If empty, yield all weights.
 
     Yields:
         Names of parameters with full tensors on the CPU.
@@ -119,19 +125,19 @@ def stored_weights(
     transformers converts names and layouts of published checkpoints to those of its model class.
 
     Args:
-        model: The model, on the meta device. It is on the meta device again after each part.
-        folder: A folder with ``model.safetensors``, or with several files and their index.
-        dtype: The dtype of the result.
-        modules: Yield only the weights of these parts of the model. If empty, yield all weights.
-        head_seed: If given, a missing ``score`` head is initialised from this seed.
+        model: the model, on the meta device. It is on the meta device again after each part.
+        folder: a folder with ``model.safetensors``, or with several files and their index.
+        dtype: of the result.
+        modules: yield only the weights of these parts of the model. If empty, yield all weights.
+        head_seed: the seed of a missing ``score`` head. If it is ``None``, the head must be stored.
 
     Yields:
         Names of parameters with full tensors on the CPU. Copy each tensor before you take the next
         one, because it may be mapped from its file.
 
     Raises:
-        UserError: If a file cannot be read, if a parameter is missing or has another shape, or if
-            two tied parameters are stored with different values.
+        UserError: a file cannot be read, a parameter is missing or has another shape, or two tied
+            parameters are stored with different values.
     """
     tied_names = model.get_expanded_tied_weights_keys(all_submodels=True)
     tensors = [*_stored_tensors(model, folder)]
@@ -160,7 +166,7 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
     Buffers are small, and every rank holds them in full.
 
     Raises:
-        UserError: If a file cannot be read or a buffer is missing.
+        UserError: a file cannot be read, or a buffer is missing.
     """
     buffers = {
         name: tensor.detach()
@@ -198,15 +204,15 @@ class _ParameterStream:
     """Yields each parameter once, although a tied parameter belongs to several modules.
 
     Attributes:
-        names: The names that were yielded.
+        names: the names that were yielded.
     """
 
     def __init__(self, model: "PreTrainedModel", stored_twice: Collection[str] = ()) -> None:
         """Begin a stream.
 
         Args:
-            model: The model, which knows the names that tied parameters share.
-            stored_twice: Tied parameters that a checkpoint stores under a second name, too. Both
+            model: the model, which knows the names that tied parameters share.
+            stored_twice: tied parameters that a checkpoint stores under a second name, too. Both
                 values must agree, because ``from_pretrained`` unties parameters that differ.
         """
         self.names: set[str] = set()
@@ -218,7 +224,7 @@ class _ParameterStream:
         """Yield those parameters of a module that have values and were not yielded before.
 
         Raises:
-            UserError: If a parameter was yielded before, under its other name, and differs.
+            UserError: a parameter was yielded before, under its other name, and differs.
         """
         for own_name, parameter in module.named_parameters(prefix):
             if parameter.is_meta:
@@ -271,12 +277,11 @@ def _group_by_part(
 
 @contextmanager
 def _parameters_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the present parameters of a module, those on the meta device, on exit."""
-    parameters = [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-    ]
+    """Restore the present parameters of a module, which are on the meta device, on exit."""
+    parameters = []
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            parameters.append((owner, name, parameter))
     try:
         yield
     finally:
@@ -290,14 +295,15 @@ def _load_part(
     """Replace parameters of a model by stored tensors, converted by transformers.
 
     Raises:
-        UserError: If a tensor has another shape than its parameter or cannot be converted.
+        UserError: a tensor has another shape than its parameter, or cannot be converted.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    # Open the files for each part anew: pages that were read stay in memory until a file is closed.
-    files = {path: safe_open(path, "pt") for path in {tensor.path for tensor in tensors}}
+    # Open the files again for each part: pages that were read stay in memory until the file closes.
+    paths = {tensor.path for tensor in tensors}
+    files = {path: safe_open(path, "pt") for path in paths}
     slices: dict[str, object] = {}
     for tensor in tensors:
         file = files[tensor.path]
@@ -328,14 +334,14 @@ def _stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTe
     """Yield the tensors in the safetensors files of a folder, which are not read yet.
 
     Raises:
-        UserError: If the index or a file cannot be read.
+        UserError: the index or a file cannot be read.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    mapping = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
     names = model.state_dict()
     for path in _weight_files(folder):
         try:
@@ -350,10 +356,10 @@ def _stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTe
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load, since a folder may hold other tensors, too.
+    """Return the files that transformers would load. A folder may hold other tensors, too.
 
     Raises:
-        UserError: If the index cannot be read.
+        UserError: the index cannot be read.
     """
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
 from llmtrain.models.gpt_family import build_gpt
-from llmtrain.models.lfm2 import _Gated, _Normed, rotation
+from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
 from llmtrain.models.loss import summed_nll
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.checkpoint import write_model
@@ -109,14 +109,14 @@ def test_norms_and_gated_convolutions_have_their_gradients() -> None:
         return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     angles = tuple(each.double() for each in rotation(3, 6, torch.device("cpu")))
-    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 3, 2, 6), drawn(6), *angles))
-    assert torch.autograd.gradcheck(_Normed.apply, (drawn(2, 3, 6), drawn(6)))
+    assert torch.autograd.gradcheck(_RMSNorm.apply, (drawn(2, 3, 2, 6), drawn(6), *angles))
+    assert torch.autograd.gradcheck(_RMSNorm.apply, (drawn(2, 3, 6), drawn(6)))
     for length in (1, 2, 5):  # also shorter than the filter
         x, taps = drawn(2, length, 12), drawn(4, 3)
         before, after, values = x.chunk(3, dim=-1)
         channels = F.conv1d((before * values).mT, taps[:, None], padding=2, groups=4)[..., :length]
-        torch.testing.assert_close(_Gated.apply(x, taps), after * channels.mT)
-        assert torch.autograd.gradcheck(_Gated.apply, (x, taps))
+        torch.testing.assert_close(_GatedConvolution.apply(x, taps), after * channels.mT)
+        assert torch.autograd.gradcheck(_GatedConvolution.apply, (x, taps))
 
 
 def test_an_odd_head_cannot_be_rotated() -> None:

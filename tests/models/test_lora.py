@@ -374,7 +374,7 @@ def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
 
 def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
     config = ModelConfig(str(bases("untied")), block_size=64, freeze="embed")
-    with pytest.raises(UserError, match="--freeze does not go with --lora_r"):
+    with pytest.raises(UserError, match="--freeze cannot be combined with --lora_r"):
         load(accelerator, config, LoraConfig(lora_r=4))
 
 
