@@ -118,7 +118,7 @@ def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_pa
         [*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]
     ).assert_ok()
     late = re.findall(
-        r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):",
+        r"late +rank (\d) takes ([\d.]+) ms longer per step than the others, most of it in (.*?);",
         ended.out,
     )
     (seconds,) = [
