@@ -18,8 +18,8 @@ _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(model: nn.Module) -> torch.Tensor:
     """Return a checksum of each parameter that this process holds.
 
-    It changes if any bit changes, and also if two values change places. The values' bits are read as
-    integers, and summed with odd weights that grow along the tensor, modulo 2**64.
+    It changes if any bit changes, and also if two values change places. The values' bits are read
+    as integers, and summed with odd weights that grow along the tensor, modulo 2**64.
 
     Returns:
         int64 [parameters]. It is 0 for a parameter on the meta device, which another pipeline stage
