@@ -14,7 +14,8 @@ class Device(NamedTuple):
         peak: FLOP/s of dense 16-bit matrix products.
         memory: bytes that a process can use, which are less than the data sheet says.
         memory_bandwidth: bytes/s.
-        link: bytes/s that it sends to its neighbours in the same machine, while it receives as many.
+        link: bytes/s that it sends to its neighbours in the same machine, while it receives as
+            many.
     """
 
     title: str
@@ -48,7 +49,8 @@ DEVICES = {
     "t4-16gb": Device("T4", 65e12, 14 * _GIB, 0.32e12, 16e9),
 }
 
-# The share of its peak that a GPU reaches in a well-tuned run. It is assumed if nothing was measured.
+# The share of its peak that a GPU reaches in a well-tuned run. Plans assume it if nothing was
+# measured.
 USUAL_MFU = 0.4
 
 _BYTES_PER_UNIT = {
@@ -71,9 +73,9 @@ def device_called(name: str) -> Device:
 
     device = DEVICES.get(name.lower())
     if device is None:
-        suggestion = did_you_mean(name.lower(), DEVICES)
+        suggestion = did_you_mean(name.lower(), DEVICES) or "."
         raise UserError(
-            f"--device {name} is not known{suggestion}; use one of {', '.join(DEVICES)}, or cpu."
+            f"--device {name} is not known{suggestion} Use one of {', '.join(DEVICES)}, or cpu."
         )
     return device
 
