@@ -32,9 +32,11 @@ BAD = "bad"
 
 _PACKAGES_SHOWN = ("python", "llmtrain", "torch", "accelerate", "transformers")
 _SERVER_TIMEOUT = 5.0  # seconds
-_FEW_BYTES_ON_DISK = 20 * 2**30
-_FEW_BYTES_OF_SHARED_MEMORY = 2**28  # Docker gives 64 MiB
-_MOST_OF_GPU_MEMORY = 0.9
+
+# With less than this, a finding is doubtful.
+_DISK_BYTES = 20 * 2**30
+_SHARED_MEMORY_BYTES = 2**28  # Docker gives 64 MiB
+_FREE_GPU_MEMORY = 0.9  # share of all memory
 
 
 class Finding(NamedTuple):
@@ -81,9 +83,11 @@ def _versions() -> Iterator[Finding]:
     is_bad = False
     for requirement in requirements:
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not applies:
+            continue
         version = version_of(requirement.name)
         is_met = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        if applies and not is_met:
+        if not is_met:
             is_bad = True
             text += (
                 f"; {requirement.name} is {version or 'not installed'}, "
@@ -205,7 +209,7 @@ def _gpus(cores: str) -> Iterator[Finding]:
         gpus = gpus[local_rank : local_rank + 1]
     for gpu in gpus:
         free, total = torch.cuda.mem_get_info(gpu)
-        if free / total < _MOST_OF_GPU_MEMORY:
+        if free / total < _FREE_GPU_MEMORY:
             yield Finding(
                 DOUBTFUL,
                 "devices",
@@ -229,7 +233,7 @@ def _memory() -> Iterator[Finding]:
     if not shared.is_dir():
         return
     size = shutil.disk_usage(shared).total
-    if size < _FEW_BYTES_OF_SHARED_MEMORY:
+    if size < _SHARED_MEMORY_BYTES:
         yield Finding(
             DOUBTFUL,
             "memory",
@@ -268,7 +272,7 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
     text = (
         f"{folder.absolute()} writes, flushes, renames and locks; {free / 2**30:.1f} GiB are free"
     )
-    if free < _FEW_BYTES_ON_DISK:
+    if free < _DISK_BYTES:
         yield Finding(
             DOUBTFUL,
             "run folder",

@@ -64,7 +64,7 @@ def _print_row(
         if start > 0:
             is_second_answer = answer & 1
             print("----- the other answer" if is_second_answer else "----- the next document")
-        print(_text(tokens, labels, start, end, tokenizer, marks))
+        print(_marked_text(tokens, labels, range(start, end), tokenizer, marks))
 
 
 def _segment_starts(row: dict[str, list[int]]) -> list[int]:
@@ -76,17 +76,16 @@ def _segment_starts(row: dict[str, list[int]]) -> list[int]:
     return [i for i in range(1, len(positions)) if answers[i] != answers[i - 1]]
 
 
-def _text(
+def _marked_text(
     tokens: list[int],
     labels: list[int],
-    start: int,
-    end: int,
+    positions: range,
     tokenizer: "PreTrainedTokenizerFast",
     marks: _TargetMarks,
 ) -> str:
-    """Return the text of tokens ``start`` to ``end``, with marks around the target tokens."""
+    """Return the text at some positions of a row, with marks around the target tokens."""
     marked_tokens = []
-    for i in range(start, end):
+    for i in positions:
         # The first token of a row is not predicted.
         is_target = i > 0 and labels[i] != IGNORED
         # A negative token comes after the end of a text.
