@@ -166,9 +166,9 @@ class Heartbeat:
         """Connect to the launcher's store. If there is none, ``self.store`` stays ``None``."""
         # If the launcher is gone, and its store with it, this can take minutes.
         with contextlib.suppress(RuntimeError):
-            # torch's stub lacks this function.
-            default_store = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-            store: distributed_c10d.Store = default_store.clone()
+            default_store = distributed_c10d._get_default_store()
+            # torch's stub lacks this method.
+            store: distributed_c10d.Store = default_store.clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=2 * self.interval + 5))
             self.store = store
 

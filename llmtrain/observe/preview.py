@@ -94,6 +94,6 @@ def _marked_text(
 
     text = ""
     for is_target, group in groupby(marked_tokens, key=itemgetter(0)):
-        piece = tokenizer.decode([token for _, token in group])
+        piece = str(tokenizer.decode([token for _, token in group]))
         text += f"{marks.before}{piece}{marks.after}" if is_target else piece
     return text
