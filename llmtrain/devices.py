@@ -1,4 +1,4 @@
-"""Limits of devices, by their makers' data sheets: arithmetic, memory, and the links between them."""
+"""Data sheets of devices: arithmetic, memory, and the links between them."""
 
 import re
 from typing import NamedTuple
@@ -7,13 +7,22 @@ from llmtrain.errors import UserError
 
 
 class Device(NamedTuple):
-    """An accelerator."""
+    """An accelerator.
 
-    title: str  # as torch.cuda.get_device_name() has it, or a part of that
-    peak: float  # FLOP/s of dense 16-bit matrix products
-    memory: float  # bytes that a process can have; less than on the box
-    memory_bandwidth: float  # bytes/s
-    link: float  # bytes/s that it sends to its neighbours in the same machine while it receives as many
+    Attributes:
+        title: its name in ``torch.cuda.get_device_name()``, or a part of that.
+        peak: FLOP/s of dense 16-bit matrix products.
+        memory: bytes that a process can use, which are less than the data sheet says.
+        memory_bandwidth: bytes/s.
+        link: bytes/s that it sends to its neighbours in the same machine, while it receives as
+            many.
+    """
+
+    title: str
+    peak: float
+    memory: float
+    memory_bandwidth: float
+    link: float
 
     @property
     def per_machine(self) -> int:
@@ -22,7 +31,10 @@ class Device(NamedTuple):
 
 
 _GIB = 2**30
-DEVICES = {  # longer titles first: the first that is a part of a name counts
+
+# By the names that --device takes. The first device whose title is part of a name in torch counts,
+# so longer titles come first.
+DEVICES = {
     "h100-pcie": Device("H100 PCIe", 756e12, 79 * _GIB, 2.0e12, 64e9),
     "h100-80gb": Device("H100", 989e12, 79 * _GIB, 3.35e12, 450e9),
     "h200-141gb": Device("H200", 989e12, 139 * _GIB, 4.8e12, 450e9),
@@ -37,34 +49,57 @@ DEVICES = {  # longer titles first: the first that is a part of a name counts
     "t4-16gb": Device("T4", 65e12, 14 * _GIB, 0.32e12, 16e9),
 }
 
-USUAL_MFU = (
-    0.4  # share of its peak that a GPU reaches in a well-kept run, where nobody has measured
-)
+# The share of its peak that a GPU reaches in a well-tuned run. Plans assume it if nothing was
+# measured.
+USUAL_MFU = 0.4
+
+_BYTES_PER_UNIT = {
+    "bit": 1 / 8,
+    "kbit": 1e3 / 8,
+    "mbit": 1e6 / 8,
+    "gbit": 1e9 / 8,
+    "mb": 1e6,
+    "gb": 1e9,
+}
 
 
 def device_called(name: str) -> Device:
-    """Return the device of a name that this package has given it. Raises :class:`UserError` with the names known."""
+    """Return the device with a name that ``--device`` takes.
+
+    Raises:
+        UserError: there is no such device. The message lists the names.
+    """
     from llmtrain.config import did_you_mean
 
-    if name.lower() in DEVICES:
-        return DEVICES[name.lower()]
-    raise UserError(
-        f"--device {name} is not known{did_you_mean(name.lower(), DEVICES)}; there are {', '.join(DEVICES)}, and cpu."
-    )
+    device = DEVICES.get(name.lower())
+    if device is None:
+        suggestion = did_you_mean(name.lower(), DEVICES) or "."
+        raise UserError(
+            f"--device {name} is not known{suggestion} Use one of {', '.join(DEVICES)}, or cpu."
+        )
+    return device
 
 
 def peak_of(title: str) -> float | None:
-    """Return the FLOP/s of 16-bit products of the device that torch calls so; ``None`` of one not known."""
-    return next((device.peak for device in DEVICES.values() if device.title in title), None)
+    """Return the FLOP/s of 16-bit products, or ``None`` if the device is not known.
 
-
-_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+    Args:
+        title: the device's name in torch.
+    """
+    for device in DEVICES.values():
+        if device.title in title:
+            return device.peak
+    return None
 
 
 def bytes_per_second(text: str) -> float:
-    """Parse a rate a second, such as 400Gbit or 50GB or 50GB/s. Raises :class:`UserError` for what is none."""
+    """Parse a rate, such as 400Gbit or 50GB or 50GB/s.
+
+    Raises:
+        UserError: the text is not a rate, or the rate is 0.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or not float(match[1]):
-        raise UserError(f"--link {text}: write a rate a second, such as 400Gbit, 100Mbit or 50GB.")
+    unit = _BYTES_PER_UNIT.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise UserError(f"--link {text}: write a rate per second, such as 400Gbit or 50GB.")
     return float(match[1]) * unit

@@ -1,7 +1,7 @@
-"""Run some steps of a recipe, and show what each process does when.
+"""Run a few steps of a recipe, and show when each process does what.
 
-It shows what is computed, when each bucket of gradients is full and sent, how much of that is hidden behind the
-backward pass, and which process keeps the others waiting.
+It shows the phases of each step, when each bucket of gradients is full and sent, how much of that
+time is hidden behind the backward pass, and which process keeps the others waiting.
 """
 
 import argparse
@@ -20,16 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="(default: as the accelerate config says, or one for each GPU, at least 2)",
+        help="number of processes (default: from the config file, or one per GPU and at least 2)",
     )
     parser.add_argument(
         "--updates",
         default="6:8",
         metavar="A:B",
-        help="steps to show; the first steps of a run take longer than the others (%(default)s)",
+        help="record steps A to B; the first steps of a run are slow (default: %(default)s)",
     )
     parser.add_argument(
-        "--config_file", metavar="FILE", help="accelerate config that the recipe is launched with"
+        "--config_file", metavar="FILE", help="accelerate config to launch the recipe with"
     )
 
 
@@ -38,22 +38,25 @@ def run(arguments: argparse.Namespace) -> None:
 
     own_and_recipes(arguments)
     processes = _processes(arguments)
-    first, _, last = arguments.updates.partition(":")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise UserError(f"--updates {arguments.updates}: write two steps, such as 6:8.")
+    first_step, _, last_step = arguments.updates.partition(":")
+    if not (first_step.isdecimal() and last_step.isdecimal()):
+        raise UserError(
+            f"--updates {arguments.updates}: write the first and the last step, such as 6:8."
+        )
 
     output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
     folder = next(folder for folder in names(output_dir) if is_free(folder))
     forced: Facts = {
         "xray_steps": arguments.updates,
-        "max_steps": last,
+        "max_steps": last_step,
         "report_to": "none",
         "resume_from_checkpoint": "never",
         "output_dir": str(folder),
     }
     recipe = [arguments.recipe, *arguments.flags]
     command = command_of(recipe, forced, processes, arguments.config_file)
-    run_to_end(command, on_cpu=not arguments.config_file and processes > gpus())
+    has_too_few_gpus = not arguments.config_file and processes > gpus()
+    run_to_end(command, on_cpu=has_too_few_gpus)
 
     result = folder / "xray"
     if arguments.json:
@@ -61,12 +64,17 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print((result / "table.txt").read_text())
     print(
-        f"Open {result}/timeline.html in a browser, or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
+        f"Open {result}/timeline.html in a browser, "
+        f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
     )
 
 
 def _processes(arguments: argparse.Namespace) -> int:
-    """Return how many processes to start."""
+    """Return how many processes to start.
+
+    Raises:
+        UserError: the user asked for none.
+    """
     if arguments.processes is not None:
         processes: int = arguments.processes
     elif arguments.config_file:
@@ -80,11 +88,11 @@ def _processes(arguments: argparse.Namespace) -> int:
 
 
 def _last_value(flags: list[str], name: str) -> str | None:
-    """Return the value of a recipe's flag; the last one if it is repeated, as argparse does."""
+    """Return the value of a recipe's flag. The last one counts, as in argparse."""
     value = None
-    for word, following in zip(flags, [*flags[1:], None], strict=True):
+    for word, next_word in zip(flags, [*flags[1:], None], strict=True):
         if word == name:
-            value = following
+            value = next_word
         elif word.startswith(f"{name}="):
             value = word.removeprefix(f"{name}=")
     return value

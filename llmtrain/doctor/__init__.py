@@ -1,1 +1,1 @@
-"""Checks of this machine, and of the way between machines, before a run."""
+"""Checks of this machine, and of the connections between machines, before a run."""

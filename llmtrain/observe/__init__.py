@@ -1,1 +1,1 @@
-"""Measurements inside a run."""
+"""Measurements during a run."""

@@ -1,29 +1,39 @@
 """The loss curve of a run, drawn in the terminal."""
 
 import sys
+from typing import Any
 
 from llmtrain.types import Facts
 
 
-def loss_curve(readings: list[Facts]) -> str:
-    """Draw training and held-out loss against the step, as text; in colour where stdout is a terminal."""
+def loss_curve(entries: list[Facts]) -> str:
+    """Draw the training loss and the eval loss against the step, as text.
+
+    The text is coloured if stdout is a terminal.
+
+    Args:
+        entries: the log entries of a run, as in ``metrics.jsonl``.
+    """
     import plotille
 
     figure = plotille.Figure()
-    figure.width, figure.height, figure.color_mode = 76, 16, "names"
+    figure.width = 76
+    figure.height = 16
+    figure.color_mode = "names"
     figure.with_colors = sys.stdout.isatty()
-    figure.x_label, figure.y_label = "step", "loss"
+    figure.x_label = "step"
+    figure.y_label = "loss"
     figure.register_label_formatter(float, lambda value, **_: f"{value:.5g}")
     figure.set_x_limits(min_=0)
-    for key, label, colour in (
-        ("train/loss", "training", "cyan"),
-        ("eval/loss", "held out", "magenta"),
-    ):
-        if points := [(line["step"], line[key]) for line in readings if line.get(key) is not None]:
-            figure.plot(
-                *zip(*points, strict=True),
-                label=label,
-                lc=colour,
-                marker="o" if key == "eval/loss" else None,
-            )
+
+    _plot(figure, entries, "train/loss", label="training", lc="cyan")
+    _plot(figure, entries, "eval/loss", label="eval", lc="magenta", marker="o")
     return str(figure.show(legend=True))
+
+
+def _plot(figure: Any, entries: list[Facts], metric: str, **style: str) -> None:
+    """Add the curve of a metric, if some entry has it."""
+    points = [(entry["step"], entry[metric]) for entry in entries if entry.get(metric) is not None]
+    if points:
+        steps, losses = zip(*points, strict=True)
+        figure.plot(steps, losses, **style)

@@ -1,16 +1,17 @@
-"""Memory that a process holds while it trains."""
+"""Memory that a process uses while it trains."""
 
 import psutil
 import torch
 
 
 def memory_held(device: torch.device) -> tuple[str, int]:
-    """Return where, and how many bytes.
+    """Return the kind of memory, ``gpu`` or ``host``, and how many bytes this process uses.
 
-    Of a GPU it is the most since this was last asked, else what the host holds for this process now.
+    On a GPU, these are the most bytes that were allocated since the last call. Otherwise they are
+    the bytes of host memory that the process uses now.
     """
     if device.type == "cuda":
-        most = torch.cuda.max_memory_allocated(device)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return "gpu", most
+        return "gpu", peak_bytes
     return "host", psutil.Process().memory_info().rss

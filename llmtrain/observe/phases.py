@@ -1,14 +1,17 @@
-"""The time of each process by phase, and who keeps the others waiting. Cheap, and always on.
+"""How long each process spends in each phase of a step, and which process keeps the others waiting.
 
-Processes meet in an update: to count its tokens, and to add their gradients. Whoever is late there makes the others
-wait, so waiting shows up where nothing is wrong; what a process takes for itself tells who it is.
+This is cheap and always on.
+
+Processes wait for each other at two places of a step: to count its tokens, and to add their
+gradients. If one is late, the others wait, so waiting shows up on the processes where nothing is
+wrong. The time that a process spends in its own phases tells which one is late.
 """
 
 import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -16,44 +19,45 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-PHASES = {  # of an update, in their order, as a person calls them
+# The phases of a step in their order, with their names in messages.
+PHASES = {
     "data": "data loading",
-    "count": "the count of tokens",
+    "count": "the token count",
     "forward": "forward",
     "backward": "backward",
-    "exchange": "the sum of gradients",
-    "norm": "the norm of the gradient",  # to read it the host waits for its device, and that for the others
+    "exchange": "the gradient exchange",
+    # To read the norm, the host waits for its device, and the device waits for the other processes.
+    "norm": "the gradient norm",
     "optimizer": "optimizer",
     "other": "other",
 }
-MEETINGS = ("count", "exchange", "norm")
+MEETINGS = ("count", "exchange", "norm")  # in which processes wait for each other
 OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
-_INSIDE = (
-    "count",
-    "forward",
-    "backward",
-    "exchange",
-)  # of an update; a model's passes elsewhere are not its
-_WORTH_SAYING = 0.2  # of an update's time
+
+# The phases in which a pass through the model is part of a step.
+_PHASES_WITH_PASSES = ("count", "forward", "backward", "exchange")
+
+# A process is late if it takes longer than the others by more than this share of a step.
+_LATE_SHARE = 0.2
 
 
 def described(phase: str) -> str:
-    """Return the name of a phase of an update, and its longer one where it has one."""
+    """Return the name of a phase, followed by its longer name if there is one."""
     return phase if PHASES[phase] == phase else f"{phase}: {PHASES[phase]}"
 
 
-class Late(NamedTuple):
+class Straggler(NamedTuple):
     """A process that the others wait for."""
 
     rank: int
-    phase: str
-    seconds: float  # an update, more than the others (their median) take for themselves
-    share: float  # of the time of an update
+    phase: str  # in which it is furthest behind the others
+    seconds: float  # per step, by which its own phases exceed the median of the others
+    share: float  # of the time of a step
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} takes {1000 * self.seconds:.1f} ms an update more than the others, most of it in "
-            f"{PHASES[self.phase]}: {self.share:.0%} of the update, in which they wait"
+            f"rank {self.rank} takes {1000 * self.seconds:.1f} ms longer per step than the others, "
+            f"most of it in {PHASES[self.phase]}; they wait for {self.share:.0%} of each step"
         )
 
 
@@ -61,21 +65,25 @@ class Mark(NamedTuple):
     """A moment of this process's work."""
 
     host: float  # seconds of ``time.perf_counter``
-    event: torch.Event | None  # in the queue of a device to which a call only adds work
+    event: torch.Event | None  # in the device's queue, if the device has one
 
 
 class Clock:
     """Marks moments on one device.
 
-    On CUDA they are events in its queue. What waits for the host is seen, too, as the queue is then empty.
+    On CUDA, marks are events in its queue. Time in which the device waits for the host is counted,
+    too, because the queue is empty then.
+
+    Attributes:
+        uses_events: whether calls only add work to a queue, so that a mark needs an event.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.queues = device.type == "cuda"
+        self.uses_events = device.type == "cuda"
 
     def now(self) -> Mark:
         """Mark this moment."""
-        if not self.queues:
+        if not self.uses_events:
             return Mark(time.perf_counter(), None)
         event: torch.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -83,7 +91,7 @@ class Clock:
 
     def zero(self) -> Mark:
         """Mark a moment at which the device has nothing to do, for :meth:`since`."""
-        if self.queues:
+        if self.uses_events:
             torch.cuda.synchronize()
         return self.now()
 
@@ -97,19 +105,37 @@ class Clock:
         """Return whether the work before ``mark`` is done."""
         return mark.event is None or mark.event.query()
 
-    def seconds(self, began: Mark, ended: Mark) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two marks that have passed."""
-        if began.event is None or ended.event is None:
-            return ended.host - began.host
-        return began.event.elapsed_time(ended.event) / 1000
+        if start.event is None or end.event is None:
+            return end.host - start.host
+        return start.event.elapsed_time(end.event) / 1000
+
+
+class _PhaseStart(NamedTuple):
+    """The beginning of a phase."""
+
+    phase: str
+    mark: Mark
 
 
 class Phases:
-    """The phase that the main thread is in, and how long each took.
+    """The phase that the main thread is in, and how long each phase took.
 
-    The loop names the phases that it begins (:meth:`at`). Hooks on the model, held by
-    :meth:`watching`, find the forward and backward passes, and the moment from which this process
-    only waits for the others' gradients.
+    The loop names the phases that it begins (:meth:`at`). Hooks on the model, which :meth:`watching`
+    keeps, find the forward and backward passes, and the moment from which this process only waits
+    for the gradients of the others.
+
+    Args:
+        device: the device of this process.
+        model: the model that ``accelerator.prepare`` returned.
+
+    Attributes:
+        phase: the current phase.
+        step: steps made so far.
+        since: when the phase began, in seconds of ``time.monotonic``.
+        has_dropped_first_step: whether :meth:`drop_first_step` was called.
+        on_change: functions that are called with each new phase and when it began.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -119,88 +145,117 @@ class Phases:
         self.step = 0
         self.since = time.monotonic()
         self.has_dropped_first_step = False
-        # called with the new phase and when it began
         self.on_change: list[Callable[[str, Mark], None]] = []
-        self._seconds = dict.fromkeys(PHASES, 0.0)  # since the last reading
-        self._updates = 0  # likewise
-        # rank and phase of who was late in the last reading
+
+        # Since the last reading: seconds of each phase, and the number of steps.
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._steps = 0
+        # Phases whose end has not been added to the seconds yet.
+        self._starts: deque[_PhaseStart] = deque()
+
+        # Rank and phase of the straggler in the last reading, and those that were reported before.
         self._suspect: tuple[int, str] | None = None
-        self._named: set[tuple[int, str]] = set()  # each is said once
-        self._marks: deque[tuple[str, Mark]] = deque()  # phases whose end is not yet known
-        # the parameter whose gradient comes last, until it is the only one with a hook
-        self._last: torch.Tensor | None = None
+        self._reported: set[tuple[int, str]] = set()
+
+        # Every parameter has a hook during the first step. It finds the parameter whose gradient
+        # comes last, which then is the only one with a hook.
+        self._last_parameter: torch.Tensor | None = None
         self._gradient_hooks: list[RemovableHandle] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on the model while the block runs."""
-        passes = [
-            self.model.register_forward_pre_hook(lambda *_: self._within("forward")),
-            self.model.register_forward_hook(lambda *_: self._within("backward")),
+        pass_hooks = [
+            self.model.register_forward_pre_hook(lambda *_: self._begin_pass("forward")),
+            self.model.register_forward_hook(lambda *_: self._begin_pass("backward")),
         ]
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                self._gradient_hooks.append(_when_accumulated(parameter, self._learn_the_last))
+                hook = _on_gradient(parameter, self._remember_last_parameter)
+                self._gradient_hooks.append(hook)
         try:
             yield
         finally:
-            for hook in [*passes, *self._gradient_hooks]:
+            for hook in [*pass_hooks, *self._gradient_hooks]:
                 hook.remove()
             self._gradient_hooks.clear()
-            self._last = None
+            self._last_parameter = None
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Begin ``phase`` on the main thread, after ``step`` steps."""
-        if phase == "norm" and self._last is not None:
-            self._watch_only(self._last)
-            self._last = None
+        """Begin a phase on the main thread.
+
+        Args:
+            phase: one of :data:`PHASES`, or another phase that is not part of a step.
+            step: steps made so far, if their number has changed.
+        """
+        if phase == "norm" and self._last_parameter is not None:
+            self._watch_only(self._last_parameter)
+            self._last_parameter = None
+
         mark = self.clock.now()
-        self._marks.append((phase, mark))
+        self._starts.append(_PhaseStart(phase, mark))
         self.phase = phase
         self.since = time.monotonic()
         if step is not None:
             self.step = step
-        for tell in self.on_change:
-            tell(phase, mark)
+        for listener in self.on_change:
+            listener(phase, mark)
         self._add_up()
 
     def drop_first_step(self) -> None:
-        """Forget the seconds so far: those of the first step, which takes longer for many reasons."""
+        """Forget the seconds of the first step, which takes longer for many reasons."""
         self._forget()
         self.has_dropped_first_step = True
 
     def read(self) -> dict[str, float]:
-        """Return the mean seconds of a step in each phase since this was last called."""
-        if self._marks and (event := self._marks[-1][1].event) is not None:
-            event.synchronize()
+        """Return the mean seconds of a step in each phase, since the last reading."""
+        if self._starts:
+            event = self._starts[-1].mark.event
+            if event is not None:
+                event.synchronize()
         self._add_up()
-        seconds = {phase: self._seconds[phase] / max(self._updates, 1) for phase in PHASES}
+        seconds = {phase: self._seconds[phase] / max(self._steps, 1) for phase in PHASES}
         self._forget()
         return seconds
 
-    def late(self, readings: dict[str, list[float]]) -> Late | None:
-        """Return who kept the others waiting in these readings and the ones before, where that was not said before."""
-        found = straggler(readings) if self.has_dropped_first_step else None
-        suspect, self._suspect = self._suspect, found and (found.rank, found.phase)
-        if found is None or suspect is None or self._suspect != suspect or suspect in self._named:
-            return None
-        self._named.add(suspect)
-        return found
+    def late(self, readings: dict[str, list[float]]) -> Straggler | None:
+        """Return the process that keeps the others waiting, when that is news.
 
-    def _within(self, phase: str) -> None:
-        if self.phase in _INSIDE and torch.is_grad_enabled():
+        It must be the straggler of two readings in a row, in the same phase, because one may be
+        chance. Each rank and phase is returned once.
+
+        Args:
+            readings: mean seconds of a step by phase, with a number for each rank.
+        """
+        straggler = find_straggler(readings) if self.has_dropped_first_step else None
+        previous_suspect = self._suspect
+        if straggler is None:
+            self._suspect = None
+            return None
+
+        suspect = (straggler.rank, straggler.phase)
+        self._suspect = suspect
+        if suspect != previous_suspect or suspect in self._reported:
+            return None
+        self._reported.add(suspect)
+        return straggler
+
+    def _begin_pass(self, phase: str) -> None:
+        """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
+        if self.phase in _PHASES_WITH_PASSES and torch.is_grad_enabled():
             self.at(phase)
 
-    def _watch_only(self, last: torch.Tensor) -> None:
-        """Keep one hook on the gradients: that of the parameter whose gradient comes last."""
+    def _remember_last_parameter(self, parameter: torch.Tensor) -> None:
+        self._last_parameter = parameter
+
+    def _watch_only(self, last_parameter: torch.Tensor) -> None:
+        """Keep a single hook on the gradients: on the parameter whose gradient comes last."""
         for hook in self._gradient_hooks:
             hook.remove()
-        self._gradient_hooks = [_when_accumulated(last, self._all_gradients_are_here)]
+        self._gradient_hooks = [_on_gradient(last_parameter, self._begin_exchange)]
 
-    def _learn_the_last(self, parameter: torch.Tensor) -> None:
-        self._last = parameter
-
-    def _all_gradients_are_here(self, parameter: torch.Tensor) -> None:
+    def _begin_exchange(self, parameter: torch.Tensor) -> None:
+        """Begin ``exchange`` when all gradients of this process are there, and are reduced now."""
         reduces = (
             isinstance(self.model, DistributedDataParallel)
             and self.model.require_backward_grad_sync
@@ -209,38 +264,54 @@ class Phases:
             self.at("exchange")
 
     def _add_up(self) -> None:
-        while len(self._marks) > 1 and self.clock.has_passed(self._marks[1][1]):
-            phase, began = self._marks.popleft()
+        """Add up the seconds of all phases whose end has passed."""
+        while len(self._starts) > 1 and self.clock.has_passed(self._starts[1].mark):
+            phase, start = self._starts.popleft()
             if phase in PHASES:
-                self._seconds[phase] += self.clock.seconds(began, self._marks[0][1])
-            self._updates += phase == "count"  # the one that every update has once
+                self._seconds[phase] += self.clock.seconds(start, self._starts[0].mark)
+            if phase == "count":  # every step has this phase once
+                self._steps += 1
 
     def _forget(self) -> None:
-        self._seconds, self._updates = dict.fromkeys(PHASES, 0.0), 0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._steps = 0
 
 
-def straggler(readings: dict[str, list[float]]) -> Late | None:
-    """Return the process that takes longest for itself, and the phase in which it is longest behind the others.
+def find_straggler(readings: dict[str, list[float]]) -> Straggler | None:
+    """Return the process whose own phases take longest, with the phase in which it lags most.
 
-    ``None`` where it does not take longer than they do (their median) by a fifth of an update.
+    Args:
+        readings: mean seconds of a step by phase, with a number for each rank.
+
+    Returns:
+        ``None`` unless the process takes longer than the median of the others, by more than a fifth
+        of a step.
     """
-    own = [sum(ranks) for ranks in zip(*(readings[phase] for phase in OWN), strict=True)]
-    if len(own) < 2:
+    own_phases = [readings[phase] for phase in OWN]
+    own_seconds = [sum(rank_seconds) for rank_seconds in zip(*own_phases, strict=True)]
+    if len(own_seconds) < 2:
         return None
-    rank = max(range(len(own)), key=own.__getitem__)
 
-    def behind(ranks: list[float]) -> float:
-        return ranks[rank] - statistics.median(ranks[:rank] + ranks[rank + 1 :])
-
-    seconds, update = behind(own), sum(readings[phase][rank] for phase in PHASES)
-    if seconds <= _WORTH_SAYING * update:
+    rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
+    lag = _lag(own_seconds, rank)
+    step_seconds = sum(readings[phase][rank] for phase in PHASES)
+    if lag <= _LATE_SHARE * step_seconds:
         return None
-    return Late(
-        rank, max(OWN, key=lambda phase: behind(readings[phase])), seconds, seconds / update
+    return Straggler(
+        rank=rank,
+        phase=max(OWN, key=lambda phase: _lag(readings[phase], rank)),
+        seconds=lag,
+        share=lag / step_seconds,
     )
 
 
-def _when_accumulated(
-    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
-) -> RemovableHandle:
-    return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+def _lag(seconds: Sequence[float], rank: int) -> float:
+    """Return how much longer one rank takes than the median of the others."""
+    others = [*seconds[:rank], *seconds[rank + 1 :]]
+    return seconds[rank] - statistics.median(others)
+
+
+def _on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``hook`` with the parameter whenever its gradient is accumulated."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return cast(RemovableHandle, handle)

@@ -1,10 +1,10 @@
-"""The rows that a run would be trained on, shown before its first update."""
+"""The rows that a run would be trained on, printed before its first step."""
 
 import os
 import sys
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import rank
 from llmtrain.types import IGNORED, Rows
@@ -12,8 +12,16 @@ from llmtrain.types import IGNORED, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_GREEN = ("\x1b[32m", "\x1b[0m")
-_QUOTES = (
+
+class _TargetMarks(NamedTuple):
+    """Text around the target tokens."""
+
+    before: str
+    after: str
+
+
+_GREEN = _TargetMarks("\x1b[32m", "\x1b[0m")
+_QUOTES = _TargetMarks(
     "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
     "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
 )
@@ -22,40 +30,70 @@ _QUOTES = (
 def preview(rows: Rows, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
-    Trained and judged tokens are green, or in angle quotes where there is no terminal.
+    Target tokens are green on a terminal, and in angle quotes elsewhere.
+
+    Args:
+        rows: the rows of the run.
+        tokenizer: turns tokens into text.
+        count: how many rows to print.
     """
-    if rank():
+    if rank() != 0:
         return
-    before, after = _GREEN if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _QUOTES
+
+    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number in range(min(count, len(rows))):
         print(f"===== row {number} of {len(rows):,}")
-        row = rows[number]
-        tokens, answers = row["input_ids"], row.get("answers")
-        labels, at = row.get("labels", tokens), row.get("position_ids", ())
-        new = [
-            p
-            for p in range(1, len(at))
-            if (at[p] == 0 if answers is None else answers[p] != answers[p - 1])
-        ]
-        for first, end in pairwise([0, *new, len(tokens)]):
-            answer = 0 if answers is None else answers[first]
-            if first and (answer < 0 or all(label == IGNORED for label in labels[first:])):
-                print(f"----- {end - first} places are padding")
-                continue
-            if first:
-                print(
-                    "----- the other answer"
-                    if answer & 1
-                    else "----- the next document of this row"
-                )
-            # a negative token comes after the end of a text; a row's first is not predicted
-            document = [
-                (p > 0 and labels[p] != IGNORED, tokens[p])
-                for p in range(first, end)
-                if tokens[p] >= 0
-            ]
-            for trained, pairs in groupby(document, key=itemgetter(0)):
-                text = tokenizer.decode([token for _, token in pairs])
-                print(f"{before}{text}{after}" if trained else text, end="")
-            print()
-    print("===== so far --dry_run goes; nothing was trained or written", flush=True)
+        _print_row(rows[number], tokenizer, marks=_GREEN if is_coloured else _QUOTES)
+    print("===== end of --dry_run: nothing was trained or written", flush=True)
+
+
+def _print_row(
+    row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast", marks: _TargetMarks
+) -> None:
+    tokens = row["input_ids"]
+    labels = row.get("labels", tokens)
+    answers = row.get("answers")
+    for start, end in pairwise([0, *_segment_starts(row), len(tokens)]):
+        answer = 0 if answers is None else answers[start]
+        # Padding is at the end of a row, or between two answers, with a negative answer.
+        is_padding = answer < 0 or all(label == IGNORED for label in labels[start:])
+        if start > 0 and is_padding:
+            print(f"----- padding: {end - start} positions")
+            continue
+
+        if start > 0:
+            is_second_answer = answer & 1
+            print("----- the other answer" if is_second_answer else "----- the next document")
+        print(_marked_text(tokens, labels, range(start, end), tokenizer, marks))
+
+
+def _segment_starts(row: dict[str, list[int]]) -> list[int]:
+    """Return where a document, an answer or padding begins, except the beginning of the row."""
+    positions = row.get("position_ids", [])
+    answers = row.get("answers")
+    if answers is None:
+        return [i for i in range(1, len(positions)) if positions[i] == 0]
+    return [i for i in range(1, len(positions)) if answers[i] != answers[i - 1]]
+
+
+def _marked_text(
+    tokens: list[int],
+    labels: list[int],
+    positions: range,
+    tokenizer: "PreTrainedTokenizerFast",
+    marks: _TargetMarks,
+) -> str:
+    """Return the text at some positions of a row, with marks around the target tokens."""
+    marked_tokens = []
+    for i in positions:
+        # The first token of a row is not predicted.
+        is_target = i > 0 and labels[i] != IGNORED
+        # A negative token comes after the end of a text.
+        if tokens[i] >= 0:
+            marked_tokens.append((is_target, tokens[i]))
+
+    text = ""
+    for is_target, group in groupby(marked_tokens, key=itemgetter(0)):
+        piece = str(tokenizer.decode([token for _, token in group]))
+        text += f"{marks.before}{piece}{marks.after}" if is_target else piece
+    return text

@@ -1,11 +1,12 @@
-"""The progress bar, on the main process alone."""
+"""The progress bar, which only the main process shows."""
 
 import contextlib
 import sys
 
 from tqdm import tqdm
 
-_TOLD = {  # of an evaluation
+# How the line of an evaluation shows each metric.
+_EVAL_FORMATS = {
     "eval/loss": "loss {:.4f}",
     "eval/perplexity": "perplexity {:,.1f}",
     "eval/bits_per_byte": "bits per byte {:.3f}",
@@ -13,11 +14,22 @@ _TOLD = {  # of an evaluation
     "eval/rewards/margins": "margin {:.3f}",
 }
 
+# Seconds between two refreshes of the bar. A log file should get few lines.
+_REFRESH_SECONDS_TERMINAL = 0.1
+_REFRESH_SECONDS_FILE = 10
+
 
 class Progress:
-    """Loss, tokens/s and time left, and a line for each evaluation above the bar."""
+    """A bar with the loss, tokens/s and time left, and a line above it for each evaluation.
+
+    Args:
+        shown: whether this process shows anything.
+        step: steps made before this start.
+        max_steps: steps of the run.
+    """
 
     def __init__(self, shown: bool, step: int, max_steps: int) -> None:
+        on_terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=max_steps,
             initial=step,
@@ -25,23 +37,23 @@ class Progress:
             unit="step",
             desc="training",
             dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else 10,  # seconds; a log file wants few lines
+            mininterval=_REFRESH_SECONDS_TERMINAL if on_terminal else _REFRESH_SECONDS_FILE,
         )
 
     def logged(self, metrics: dict[str, float]) -> None:
-        """Show the loss and the tokens/s of a reading."""
+        """Show the loss and the tokens/s of a log entry."""
+        loss = metrics["train/loss"]
         speed = metrics["train/tokens_per_second"]
-        self.bar.set_postfix_str(
-            f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s", refresh=False
-        )
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
         """Write a line with the results of an evaluation."""
         if self.bar.disable:
             return
-        told = "  ".join(
-            text.format(results[name]) for name, text in _TOLD.items() if name in results
-        )
+        metrics = [
+            text.format(results[name]) for name, text in _EVAL_FORMATS.items() if name in results
+        ]
+        # A reader that has gone (`| head`) does not end the run.
         with contextlib.suppress(BrokenPipeError):
-            self.bar.write(f"step {step:>6}  held out: {told}", file=sys.stdout)
+            self.bar.write(f"step {step:>6}  eval: {'  '.join(metrics)}", file=sys.stdout)
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Tokens per second, and the share of the hardware's arithmetic that they use."""
+"""Tokens per second, and the share of the hardware's peak FLOP/s that a run reaches."""
 
 import contextlib
 import time
@@ -13,17 +13,27 @@ from llmtrain.devices import peak_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Sizes of the square matrices whose product measures a device, and how often it is computed.
+_SIZES_CPU = (192, 768)
+_SIZES_GPU = (1024, 4096)
+_REPEATS = 20
+
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """A model that knows its arithmetic."""
+    """A model that knows how much arithmetic it needs."""
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of a forward and a backward pass for one token; 0 where they are not known."""
+        """Return the FLOPs of a forward and backward pass for one token; 0 if they are unknown."""
 
 
 class Throughput:
-    """Counts tokens and positions between two readings; time spent in :meth:`paused` does not count."""
+    """Counts tokens and positions between two readings. Time inside :meth:`paused` is left out.
+
+    Args:
+        accelerator: the Accelerator of this run.
+        model: the unwrapped model.
+    """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.flops_per_token = model.flops_per_token() if isinstance(model, CountsFlops) else 0
@@ -31,20 +41,27 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
-        self.tokens, self.positions, self.started = 0, 0, time.perf_counter()
+        """Start counting anew."""
+        self.tokens = 0
+        self.positions = 0
+        self.started = time.perf_counter()
 
     def add(self, tokens: int, positions: int) -> None:
-        """Count an update.
+        """Count a step.
 
-        ``tokens`` are those that all processes trained on. ``positions`` are those that this one computed, as many as
-        each other; of a conversation's only some are trained.
+        Args:
+            tokens: target tokens of the global batch.
+            positions: positions that this process computed, the same number on every process. In a
+                conversation only some positions have a target token.
         """
         self.tokens += tokens
         self.positions += positions
 
     def read(self) -> dict[str, float]:
-        """Return ``train/tokens_per_second`` since the last reading, and ``train/mfu`` where the FLOPs are known."""
+        """Return ``train/tokens_per_second`` since the last reading.
+
+        The result also has ``train/mfu`` if the model's FLOPs are known.
+        """
         seconds = max(time.perf_counter() - self.started, 1e-9)
         metrics = {"train/tokens_per_second": self.tokens / seconds}
         if self.peak:
@@ -55,35 +72,41 @@ class Throughput:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out the time that the block takes."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.started += time.perf_counter() - began
+        self.started += time.perf_counter() - start
 
 
 def peak_flops(accelerator: Accelerator) -> float:
-    """Return the FLOP/s that one process can hope for: a GPU's data sheet for 16-bit training, else a measured product.
+    """Return the most FLOP/s that one process can reach.
 
-    The measurement runs on all processes of a machine at once, as training does.
+    For 16-bit training on a GPU in :data:`llmtrain.devices.DEVICES`, that is the data sheet's
+    figure. Otherwise it is measured. The measurement runs on all processes of a machine at once, as
+    training does.
     """
-    device, dtype = accelerator.device, _DTYPES.get(accelerator.mixed_precision, torch.float32)
-    known = (
-        peak_of(torch.cuda.get_device_name(device))
-        if device.type == "cuda" and dtype != torch.float32
-        else None
-    )
-    return measured_peak(device, dtype) if known is None else known
+    device = accelerator.device
+    dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
+
+    peak = None
+    if device.type == "cuda" and dtype != torch.float32:
+        peak = peak_of(torch.cuda.get_device_name(device))
+    return measured_peak(device, dtype) if peak is None else peak
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product, the best of some."""
-    best, times = 0.0, 20
-    for n in (1024, 4096) if device.type == "cuda" else (192, 768):
-        if best and times * 2 * n**3 / best > 1:  # seconds: this precision is emulated here
+    """Return the FLOP/s of a square matrix product, the best of several."""
+    best = 0.0
+    for size in _SIZES_GPU if device.type == "cuda" else _SIZES_CPU:
+        flops = 2 * size**3
+        # If the larger product would take more than a second, this precision is emulated here.
+        if best and _REPEATS * flops / best > 1:
             break
-        a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
-        float((a @ b)[0, 0])  # the first loads the kernel
-        for _ in range(times):
-            began = time.perf_counter()
+
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        b = torch.ones(size, size, device=device, dtype=dtype)
+        float((a @ b)[0, 0])  # the first product loads the kernel
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
             float((a @ b)[0, 0])  # reading the result waits for the device
-            best = max(best, 2 * n**3 / (time.perf_counter() - began))
+            best = max(best, flops / (time.perf_counter() - start))
     return best

@@ -6,35 +6,47 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from llmtrain.observe.phases import PHASES
 from llmtrain.types import Facts
 
+Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
+
+# Threads of a process in the trace.
+_THREAD_NAMES = ("computes", "sends")
+_COMPUTE_THREAD = 0
+_SEND_THREAD = 1
+
 
 class Span(NamedTuple):
-    """A phase of one process; seconds of the first one's ``time.perf_counter``."""
+    """A phase of one process. Times are seconds of ``time.perf_counter`` on rank 0."""
 
     rank: int
-    update: int  # the first is 1
-    micro_batch: int  # in its window; -1 before the first
+    step: int  # the first is 1
+    micro_batch: int  # of the step; -1 before the first
     phase: str
-    began: float
-    ended: float
+    start: float
+    end: float
 
 
-class Sent(NamedTuple):
-    """A bucket that one process sent; seconds like those of a span."""
+class Transfer(NamedTuple):
+    """A bucket of gradients that one process sent. Times are like those of a span."""
 
     rank: int
-    update: int
+    step: int
     micro_batch: int
     bucket: int
-    sent_bytes: int  # that are added up over the processes; fewer than the bucket has where it is sent approximately
-    ready: float  # full on this process
-    blocked: float  # seconds of the backward pass that sending it took
-    ended: float
-    began: float = 0.0  # full on every process
+    sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
+    ready: float  # when the bucket was full on this process
+    blocked: float  # seconds of the backward pass that sending took
+    end: float
+    start: float = 0.0  # when the bucket was full on every process; Report computes it
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The step, micro-batch and bucket, which identify a transfer on each process."""
+        return (self.step, self.micro_batch, self.bucket)
 
 
 class Bucket(NamedTuple):
@@ -44,200 +56,313 @@ class Bucket(NamedTuple):
     parameters: list[str]
 
 
+class Timeline(NamedTuple):
+    """The spans of one process in one step, in their order."""
+
+    step: int
+    rank: int
+    spans: list[Span]
+
+
 class Communication(NamedTuple):
-    """Mean seconds of an update on one process."""
+    """Mean seconds of a step on one process."""
 
     hidden: float  # in which buckets travelled while the backward pass went on
-    exposed: float  # and in which it did not
-    waited: float  # for other processes to fill their buckets
+    exposed: float  # in which buckets travelled and the backward pass did not go on
+    waited: float  # in which the process waited for others to fill their buckets
 
     @property
     def hidden_share(self) -> float:
+        """The hidden share of the seconds in which buckets travelled."""
         return self.hidden / max(self.hidden + self.exposed, 1e-12)
+
+
+class LastRank(NamedTuple):
+    """The process that fills the first bucket last."""
+
+    rank: int
+    seconds: float  # mean seconds after the process that fills it first
 
 
 @dataclass
 class Report:
-    """The x-ray of some updates, of all processes."""
+    """The x-ray of some steps, on all processes.
+
+    Attributes:
+        processes: the number of processes.
+        spans: the phases of all processes.
+        transfers: the buckets that the processes sent.
+        buckets: the buckets of gradients by number.
+        counted_bytes: bytes that the machines' network devices sent meanwhile, of any origin.
+        cost: seconds per step that recording took, on the slowest process.
+        updates: the steps.
+    """
 
     processes: int
     spans: list[Span]
-    sent: list[Sent]
+    transfers: list[Transfer]
     buckets: dict[int, Bucket]
-    counted_bytes: int  # that the machines' network devices sent meanwhile; of whatever
-    cost: float  # seconds an update that recording took, on the slowest process
+    counted_bytes: int
+    cost: float
     updates: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.updates = sorted({span.update for span in self.spans})
-        full: dict[tuple[int, ...], float] = {}  # by update, micro-batch and bucket
-        for one in self.sent:
-            full[one[1:4]] = max(full.get(one[1:4], one.ready), one.ready)
-        self.sent = [one._replace(began=min(full[one[1:4]], one.ended)) for one in self.sent]
+        self.updates = sorted({span.step for span in self.spans})
 
-    def timelines(self) -> Iterator[tuple[tuple[int, int], list[Span]]]:
-        """Yield (update, rank) and its spans, in this order."""
-        ordered = sorted(self.spans, key=lambda span: (span.update, span.rank, span.began))
-        for key, group in groupby(ordered, key=lambda span: (span.update, span.rank)):
-            yield key, list(group)
+        # A bucket begins to travel when the last process has filled it.
+        last_ready: dict[tuple[int, int, int], float] = {}
+        for transfer in self.transfers:
+            latest = last_ready.get(transfer.key, transfer.ready)
+            last_ready[transfer.key] = max(latest, transfer.ready)
+        self.transfers = [
+            transfer._replace(start=min(last_ready[transfer.key], transfer.end))
+            for transfer in self.transfers
+        ]
 
-    def sent_by(self, update: int, rank: int) -> list[Sent]:
-        """Return the buckets that a process sent in an update."""
-        return [one for one in self.sent if (one.update, one.rank) == (update, rank)]
+    def timelines(self) -> Iterator[Timeline]:
+        """Yield the timeline of each process in each step, ordered by step and rank."""
+        ordered = sorted(self.spans, key=lambda span: (span.step, span.rank, span.start))
+        for (step, rank), spans in groupby(ordered, key=lambda span: (span.step, span.rank)):
+            yield Timeline(step, rank, list(spans))
+
+    def sent_by(self, step: int, rank: int) -> list[Transfer]:
+        """Return the buckets that a process sent in a step."""
+        return [
+            transfer
+            for transfer in self.transfers
+            if transfer.step == step and transfer.rank == rank
+        ]
 
     def seconds(self) -> list[dict[str, float]]:
-        """Return the mean seconds of an update in each phase, by rank."""
+        """Return the mean seconds of a step in each phase, by rank."""
         sums = [dict.fromkeys(PHASES, 0.0) for _ in range(self.processes)]
         for span in self.spans:
-            sums[span.rank][span.phase] += (span.ended - span.began) / len(self.updates)
+            sums[span.rank][span.phase] += (span.end - span.start) / len(self.updates)
         return sums
 
-    def communication(self, one_update: int | None = None) -> Communication:
-        """Return the mean seconds of a process in that update, or in all."""
-        found = []
-        for (update, rank), spans in self.timelines():
-            if one_update not in (None, update):
-                continue
-            sent = self.sent_by(update, rank)
-            travelling = _union((one.began, one.ended) for one in sent)
-            waiting = [(span.began, span.ended) for span in spans if span.phase == "exchange"]
-            both = sum(
-                max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in travelling for b in waiting
-            )
-            exposed = both + sum(one.blocked for one in sent)
-            hidden, waited = _total(travelling) - exposed, _total(waiting) - both
-            found.append((max(0.0, hidden), exposed, max(0.0, waited)))
-        return Communication(*map(statistics.mean, zip(*found, strict=True)))
-
-    def rounds(self) -> list[list[int]]:
-        """Return, of each update, the collectives for gradients that rank 0 began in each micro-batch."""
-        counts = []
-        for update in self.updates:
-            batches = {
-                span.micro_batch
-                for span in self.spans
-                if span.update == update and span.micro_batch >= 0
-            }
-            sent = [one.micro_batch for one in self.sent_by(update, 0)]
-            counts.append([sent.count(batch) for batch in sorted(batches)])
-        return counts
-
-    def last_to_come(self) -> tuple[int, float]:
-        """Return who fills the first bucket last, and the mean seconds after the first who does."""
-        lags: list[list[float]] = []
-        for update in self.updates:
-            ready = [
-                min((one.ready for one in self.sent_by(update, r)), default=0.0)
-                for r in range(self.processes)
-            ]
-            lags.append([when - min(ready) for when in ready])
-        means = [statistics.mean(lag) for lag in zip(*lags, strict=True)]
-        return max(enumerate(means), key=lambda item: item[1])
-
-    def bucket_times(self, number: int) -> dict[str, float]:
-        """Return when a bucket was ready, began and ended: mean seconds of rank 0 since its update began."""
-        began = {update: spans[0].began for (update, rank), spans in self.timelines() if rank == 0}
-        mine = [one for one in self.sent if one.rank == 0 and one.bucket == number]
-        times = [
-            [when - began[one.update] for when in (one.ready, one.began, one.ended)] for one in mine
+    def communication(self, step: int | None = None) -> Communication:
+        """Return the mean seconds of a process in one step, or in all of them."""
+        by_process = [
+            self._communication_of(timeline)
+            for timeline in self.timelines()
+            if step is None or timeline.step == step
         ]
-        return dict(
-            zip(
-                ("ready", "began", "ended"),
-                map(statistics.mean, zip(*times, strict=True)),
-                strict=True,
-            )
+        return Communication(
+            hidden=statistics.mean(seconds.hidden for seconds in by_process),
+            exposed=statistics.mean(seconds.exposed for seconds in by_process),
+            waited=statistics.mean(seconds.waited for seconds in by_process),
         )
 
+    def _communication_of(self, timeline: Timeline) -> Communication:
+        """Return the seconds of one process in one step."""
+        transfers = self.sent_by(timeline.step, timeline.rank)
+        travelling = _union((transfer.start, transfer.end) for transfer in transfers)
+        waiting = [(span.start, span.end) for span in timeline.spans if span.phase == "exchange"]
 
-def as_facts(report: Report) -> Facts:
-    """Return the table's numbers: seconds and bytes of an update, in the mean.
+        travelling_while_waiting = _overlap(travelling, waiting)
+        exposed = travelling_while_waiting + sum(transfer.blocked for transfer in transfers)
+        return Communication(
+            hidden=max(0.0, _total(travelling) - exposed),
+            exposed=exposed,
+            waited=max(0.0, _total(waiting) - travelling_while_waiting),
+        )
 
-    In a ring all-reduce every process sends 2 (N - 1) / N of what is added up, and no algorithm sends less (Patarasuk
-    and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
+    def collectives(self) -> list[list[int]]:
+        """Return how many buckets rank 0 sent in each micro-batch, for each step."""
+        counts = []
+        for step in self.updates:
+            micro_batches = {
+                span.micro_batch
+                for span in self.spans
+                if span.step == step and span.micro_batch >= 0
+            }
+            sent_in = [transfer.micro_batch for transfer in self.sent_by(step, rank=0)]
+            counts.append([sent_in.count(micro_batch) for micro_batch in sorted(micro_batches)])
+        return counts
+
+    def last_rank(self) -> LastRank:
+        """Return the process that fills the first bucket last, in the mean over the steps."""
+        lags_by_rank: list[list[float]] = [[] for _ in range(self.processes)]
+        for step in self.updates:
+            ready = [self._first_ready(step, rank) for rank in range(self.processes)]
+            first = min(ready)
+            for lags, seconds in zip(lags_by_rank, ready, strict=True):
+                lags.append(seconds - first)
+
+        mean_lags = [statistics.mean(lags) for lags in lags_by_rank]
+        rank = max(range(self.processes), key=mean_lags.__getitem__)
+        return LastRank(rank, mean_lags[rank])
+
+    def _first_ready(self, step: int, rank: int) -> float:
+        """Return when a process filled its first bucket of a step; 0 if it sent none."""
+        return min((transfer.ready for transfer in self.sent_by(step, rank)), default=0.0)
+
+    def bucket_times(self, number: int) -> dict[str, float]:
+        """Return when a bucket was ``ready``, ``began`` to travel and ``ended``, on rank 0.
+
+        The times are mean seconds since the step began.
+        """
+        step_starts = {
+            timeline.step: timeline.spans[0].start
+            for timeline in self.timelines()
+            if timeline.rank == 0
+        }
+        transfers = [
+            transfer
+            for transfer in self.transfers
+            if transfer.rank == 0 and transfer.bucket == number
+        ]
+        return {
+            "ready": statistics.mean(t.ready - step_starts[t.step] for t in transfers),
+            "began": statistics.mean(t.start - step_starts[t.step] for t in transfers),
+            "ended": statistics.mean(t.end - step_starts[t.step] for t in transfers),
+        }
+
+
+def summary(report: Report) -> Facts:
+    """Return the numbers of the table: mean seconds and bytes of a step.
+
+    In a ring all-reduce every process sends 2 (N - 1) / N of the bytes that are reduced. No
+    algorithm sends less (Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
     """
-    processes, updates = report.processes, len(report.updates)
-    facts: Facts = {
+    numbers: Facts = {
         "updates": report.updates,
-        "processes": processes,
+        "processes": report.processes,
         "seconds": report.seconds(),
         "buckets": [],
     }
-    if report.sent:
-        moved, (last, lag) = report.communication(), report.last_to_come()
-        sent_bytes = sum(one.sent_bytes for one in report.sent) / (processes * updates)
-        facts["buckets"] = [
-            {"bucket": number, **bucket._asdict(), **report.bucket_times(number)}
-            for number, bucket in sorted(report.buckets.items())
-        ]
-        facts |= {
-            "collectives": report.rounds(),
-            **{f"{name}_seconds": seconds for name, seconds in moved._asdict().items()},
-            "hidden_share": moved.hidden_share,
-            "last_rank": last,
-            "last_rank_after_seconds": lag,
-            "sent_bytes": sent_bytes,
-            "ring_bytes": 2 * (processes - 1) / processes * sent_bytes,
-            "counted_bytes": report.counted_bytes / updates,
-        }
-    return {**facts, "recording_seconds": report.cost}
+    if report.transfers:
+        numbers |= _transfer_summary(report)
+    numbers["recording_seconds"] = report.cost
+    return numbers
+
+
+def _transfer_summary(report: Report) -> Facts:
+    """Return the numbers of :func:`summary` that exist if DDP has sent buckets."""
+    processes = report.processes
+    steps = len(report.updates)
+    communication = report.communication()
+    last_rank = report.last_rank()
+    all_bytes = sum(transfer.sent_bytes for transfer in report.transfers)
+    sent_bytes = all_bytes / (processes * steps)
+    buckets = [
+        {"bucket": number, **bucket._asdict(), **report.bucket_times(number)}
+        for number, bucket in sorted(report.buckets.items())
+    ]
+    return {
+        "buckets": buckets,
+        "collectives": report.collectives(),
+        "hidden_seconds": communication.hidden,
+        "exposed_seconds": communication.exposed,
+        "waited_seconds": communication.waited,
+        "hidden_share": communication.hidden_share,
+        "last_rank": last_rank.rank,
+        "last_rank_after_seconds": last_rank.seconds,
+        "sent_bytes": sent_bytes,
+        "ring_bytes": 2 * (processes - 1) / processes * sent_bytes,
+        "counted_bytes": report.counted_bytes / steps,
+    }
 
 
 def as_lines(report: Report) -> list[str]:
-    """Return the table, for a person."""
-    share = report.cost / statistics.mean(sum(phases.values()) for phases in report.seconds())
-    return _render("table.txt", **as_facts(report), recording_share=share).splitlines()
+    """Return the lines of the table."""
+    step_seconds = statistics.mean(sum(phases.values()) for phases in report.seconds())
+    recording_share = report.cost / step_seconds
+    text = _render("table.txt", **summary(report), recording_share=recording_share)
+    return text.splitlines()
 
 
 def as_trace(report: Report) -> Facts:
-    """Return Chrome's trace event format: a process a rank, with a thread for what it does and one for what it sends.
+    """Return the report in Chrome's trace event format.
 
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    Each rank is a process with two threads: one computes, the other sends. The format is described
+    at https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     events: list[Facts] = []
     for rank in range(report.processes):
-        events.append(
-            {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
-        )
-        for thread, name in enumerate(("computes", "sends")):
-            events.append(
-                {
-                    "ph": "M",
-                    "pid": rank,
-                    "tid": thread,
-                    "name": "thread_name",
-                    "args": {"name": name},
-                }
-            )
-
-    def add(rank: int, thread: int, name: str, began: float, ended: float, details: Facts) -> None:
-        times = {"ts": round(began * 1e6, 3), "dur": round(max(ended - began, 0.0) * 1e6, 3)}
-        events.append(
-            {"ph": "X", "pid": rank, "tid": thread, "name": name, **times, "args": details}
-        )
+        events += _names_of_rank(rank)
 
     for span in report.spans:
-        add(
-            span.rank,
-            0,
-            span.phase,
-            span.began,
-            span.ended,
-            {"update": span.update, "micro_batch": span.micro_batch},
+        events.append(
+            _box(
+                rank=span.rank,
+                thread=_COMPUTE_THREAD,
+                name=span.phase,
+                start=span.start,
+                end=span.end,
+                details={"update": span.step, "micro_batch": span.micro_batch},
+            )
         )
-    for one in report.sent:
-        details = {"update": one.update, "sent_bytes": one.sent_bytes, "blocked_s": one.blocked}
-        details |= report.buckets[one.bucket]._asdict()
-        add(one.rank, 1, f"bucket {one.bucket} waits", one.ready, one.began, details)
-        add(one.rank, 1, f"bucket {one.bucket}", one.began, one.ended, details)
+
+    for transfer in report.transfers:
+        details: Facts = {
+            "update": transfer.step,
+            "sent_bytes": transfer.sent_bytes,
+            "blocked_s": transfer.blocked,
+            **report.buckets[transfer.bucket]._asdict(),
+        }
+        events.append(
+            _box(
+                rank=transfer.rank,
+                thread=_SEND_THREAD,
+                name=f"bucket {transfer.bucket} waits",
+                start=transfer.ready,
+                end=transfer.start,
+                details=details,
+            )
+        )
+        events.append(
+            _box(
+                rank=transfer.rank,
+                thread=_SEND_THREAD,
+                name=f"bucket {transfer.bucket}",
+                start=transfer.start,
+                end=transfer.end,
+                details=details,
+            )
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names_of_rank(rank: int) -> Iterator[Facts]:
+    """Yield the events that name a process and its threads."""
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    for thread, name in enumerate(_THREAD_NAMES):
+        yield {
+            "ph": "M",
+            "pid": rank,
+            "tid": thread,
+            "name": "thread_name",
+            "args": {"name": name},
+        }
+
+
+def _box(
+    *,
+    rank: int,
+    thread: int,
+    name: str,
+    start: float,
+    end: float,
+    details: Facts,
+) -> Facts:
+    """Return the event that draws a box from ``start`` to ``end``."""
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "name": name,
+        "ts": round(start * 1e6, 3),
+        "dur": round(max(end - start, 0.0) * 1e6, 3),
+        "args": details,
+    }
 
 
 class Picture(NamedTuple):
     """One step as boxes on a horizontal axis; times are in microseconds."""
 
     step: int
-    events: list[Facts]  # of Chrome's trace event format
+    events: list[Facts]  # in Chrome's trace event format
     zero: float  # when the step began
     length: float
     tick: float  # between two marks on the axis
@@ -255,7 +380,7 @@ def _picture(step: int, events: list[Facts]) -> Picture:
 
 
 def as_html(report: Report, title: str) -> str:
-    """Return one page that needs nothing else: the table, and a picture of each step."""
+    """Return a page that needs no other file, with the table and a picture of each step."""
     trace = as_trace(report)["traceEvents"]
     pictures = []
     for step in report.updates:
@@ -271,23 +396,40 @@ def as_html(report: Report, title: str) -> str:
     )
 
 
-def _render(name: str, **facts: object) -> str:
+def _render(name: str, **values: object) -> str:
+    """Fill in a template of this folder."""
     import jinja2
 
-    text, is_page = Path(__file__).with_name(name).read_text(), name.endswith(".html")
-    template = jinja2.Template(text, autoescape=is_page, trim_blocks=True, lstrip_blocks=True)
-    return str(template.render(facts))
+    template = jinja2.Template(
+        Path(__file__).with_name(name).read_text(),
+        autoescape=name.endswith(".html"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return str(template.render(values))
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for began, ended in sorted(intervals):
-        if found and began <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], ended)
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the times in any of the intervals, as intervals that do not overlap."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
+            last_start, last_end = union[-1]
+            union[-1] = (last_start, max(last_end, end))
         else:
-            found.append((began, ended))
-    return found
+            union.append((start, end))
+    return union
 
 
-def _total(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(ended - began for began, ended in intervals)
+def _overlap(first: list[Interval], second: list[Interval]) -> float:
+    """Return the seconds that are in both, if neither has intervals that overlap."""
+    overlaps = []
+    for first_start, first_end in first:
+        for second_start, second_end in second:
+            seconds = min(first_end, second_end) - max(first_start, second_start)
+            overlaps.append(max(0.0, seconds))
+    return sum(overlaps)
+
+
+def _total(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""An x-ray of some updates: what each process does when, and which bucket of gradients travels meanwhile."""
+"""An x-ray of some steps: when each process does what, and which gradients travel meanwhile."""
 
 import json
 import platform
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,24 +20,47 @@ from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import (
     Bucket,
     Report,
-    Sent,
     Span,
-    as_facts,
+    Transfer,
     as_html,
     as_lines,
     as_trace,
+    summary,
 )
 from llmtrain.parallel.collectives import BucketMean
 from llmtrain.parallel.ranks import Ranks
 
-_ROUNDS = 9  # in which the machines' clocks are compared
+_CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
+
+
+class _PhaseStart(NamedTuple):
+    """The beginning of a phase."""
+
+    phase: str
+    step: int
+    micro_batch: int
+    mark: Mark
+
+
+class _MarkedTransfer(NamedTuple):
+    """A transfer whose times have not been read from their marks yet."""
+
+    transfer: Transfer
+    ready: Mark
+    end: Mark
 
 
 class XRay:
-    """Records the updates in ``steps`` (the first is 1).
+    """Records some steps.
 
-    After the last of them ``report`` is there on the main process, and, where there is a ``folder``, as files in it.
-    :meth:`on_bucket` is to be called for every bucket of gradients that is full.
+    After the last of them, :attr:`report` is there on the main process.
+
+    Args:
+        ranks: the ranks of the run.
+        phases: the phases of this process.
+        model: the model that ``accelerator.prepare`` returned.
+        steps: the steps to record; the first of a run is 1.
+        folder: a folder to which the main process writes the report.
     """
 
     def __init__(
@@ -51,137 +75,195 @@ class XRay:
         self.phases = phases
         self.steps = steps
         self.folder = folder
-        self.clock = phases.clock
-        self.zero = phases.clock.now()
-        self.names: dict[torch.Tensor, str] = {
-            p: name.removeprefix("module.") for name, p in model.named_parameters()
-        }
-        self.recording = False
-        self.cost = 0.0  # seconds that recording itself took
-        self.offset = 0.0  # seconds by which this process's clock is ahead of the first one's
-        self.bytes_before = 0  # that this machine had sent when recording began
-        self.marks: list[
-            tuple[str, int, int, Mark]
-        ] = []  # phase, update, micro-batch, when it began
-        self.sent: list[
-            tuple[Sent, Mark, Mark]
-        ] = []  # its times are those of the marks: ready, ended
-        self.buckets: dict[int, Bucket] = {}
-        self.update = self.micro_batch = -1
         self.report: Report | None = None
-        phases.on_change.append(self._at)
+
+        self._clock = phases.clock
+        self._parameter_names: dict[torch.Tensor, str] = {
+            parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()
+        }
+
+        self._is_recording = False
+        self._zero = self._clock.now()
+        self._clock_offset = 0.0  # seconds by which this process's clock is ahead of rank 0's
+        self._bytes_before = 0  # that this machine had sent when the recording began
+        self._cost = 0.0  # seconds that recording itself took
+
+        self._step = -1
+        self._micro_batch = -1
+        self._phase_starts: list[_PhaseStart] = []
+        self._transfers: list[_MarkedTransfer] = []
+        self._buckets: dict[int, Bucket] = {}
+        phases.on_change.append(self._on_phase)
 
     def at_step_boundary(self, step: int) -> None:
-        """Begin or end after ``step`` updates. All ranks call this after every update, and before the first."""
+        """Begin or end the recording if it is time.
+
+        All ranks call this before the first step and after every step.
+
+        Args:
+            step: steps made so far.
+        """
         if step + 1 == self.steps.start:
-            self.offset = _offset_of_this_clock(self.ranks)
-            self.bytes_before = _bytes_sent(self.ranks)
-            self.zero = self.clock.zero()
-            self.recording = True
-        elif self.recording and step == self.steps[-1]:
-            self.phases.at("other")  # which ends what was before
-            self.recording = False
+            self._clock_offset = _clock_offset(self.ranks)
+            self._bytes_before = _bytes_sent(self.ranks)
+            self._zero = self._clock.zero()
+            self._is_recording = True
+        elif self._is_recording and step == self.steps[-1]:
+            self.phases.at("other")  # ends the phase before it
+            self._is_recording = False
             self._make_report()
 
     def on_bucket(
         self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
     ) -> BucketMean:
-        """Send a bucket that is full, and note how that goes."""
-        if not self.recording or self.phases.phase == "getting ready":
-            return send(bucket)
-        began = time.perf_counter()
-        number, place = (
-            bucket.index(),
-            (self.ranks.rank, self.update, self.micro_batch),
-        )
-        names = [self.names.get(parameter, "?") for parameter in bucket.parameters()]
-        self.buckets[number] = Bucket(
-            bucket.buffer().nbytes, names
-        )  # DDP makes others after the first update
-        ready, sending = self.clock.now(), time.perf_counter()
-        future = send(bucket)
-        taken = time.perf_counter() - sending
+        """Send a full bucket of gradients, and record its transfer.
 
-        def arrived(done: BucketMean) -> torch.Tensor:
-            blocked = 0.0 if self.clock.queues else taken
-            self.sent.append(
-                (Sent(*place, number, sent_bytes, 0.0, blocked, 0.0), ready, self.clock.now())
+        Args:
+            bucket: the bucket.
+            send: averages the bucket over the ranks.
+            sent_bytes: bytes that are summed over the ranks.
+        """
+        if not self._is_recording or self.phases.phase == "getting ready":
+            return send(bucket)
+
+        start = time.perf_counter()
+        number = bucket.index()
+        rank = self.ranks.rank
+        step = self._step
+        micro_batch = self._micro_batch
+        names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
+        # DDP makes other buckets after the first step.
+        self._buckets[number] = Bucket(size=bucket.buffer().nbytes, parameters=names)
+
+        ready = self._clock.now()
+        send_start = time.perf_counter()
+        future = send(bucket)
+        send_seconds = time.perf_counter() - send_start
+
+        def on_arrival(done: BucketMean) -> torch.Tensor:
+            transfer = Transfer(
+                rank=rank,
+                step=step,
+                micro_batch=micro_batch,
+                bucket=number,
+                sent_bytes=sent_bytes,
+                ready=0.0,
+                # On a device with a queue, the call only adds work to it.
+                blocked=0.0 if self._clock.uses_events else send_seconds,
+                end=0.0,
             )
+            self._transfers.append(_MarkedTransfer(transfer, ready, end=self._clock.now()))
             return done.value()
 
-        future = future.then(arrived)
-        self.cost += time.perf_counter() - began - taken
+        future = future.then(on_arrival)
+        self._cost += time.perf_counter() - start - send_seconds
         return future
 
-    def _at(self, phase: str, mark: Mark) -> None:
-        if not self.recording:
+    def _on_phase(self, phase: str, mark: Mark) -> None:
+        """Record the beginning of a phase."""
+        if not self._is_recording:
             return
-        began = time.perf_counter()
+
+        start = time.perf_counter()
         if phase == "data":
-            self.update, self.micro_batch = self.phases.step + 1, -1
-        self.micro_batch += phase == "forward"
-        self.marks.append((phase, self.update, self.micro_batch, mark))
-        self.cost += time.perf_counter() - began
+            self._step = self.phases.step + 1
+            self._micro_batch = -1
+        if phase == "forward":
+            self._micro_batch += 1
+        self._phase_starts.append(_PhaseStart(phase, self._step, self._micro_batch, mark))
+        self._cost += time.perf_counter() - start
 
     def _make_report(self) -> None:
-        counted: list[int] = gather_object([_bytes_sent(self.ranks) - self.bytes_before])
-        costs: list[float] = gather_object([self.cost / len(self.steps)])
+        """Gather the recordings of all processes; all ranks call this."""
+        counted_bytes: list[int] = gather_object([_bytes_sent(self.ranks) - self._bytes_before])
+        costs: list[float] = gather_object([self._cost / len(self.steps)])
+        spans: list[Span] = gather_object(self._local_spans())
+        transfers: list[Transfer] = gather_object(self._local_transfers())
+        if not self.ranks.is_main:
+            return
 
-        def seconds(mark: Mark) -> float:
-            return self.clock.since(self.zero, mark) - self.offset
+        self.report = Report(
+            processes=len(costs),
+            spans=spans,
+            transfers=transfers,
+            buckets=self._buckets,
+            counted_bytes=sum(counted_bytes),
+            cost=max(costs),
+        )
+        if self.folder is not None:
+            write_report(self.report, self.folder)
 
-        rank, times = self.ranks.rank, [seconds(mark) for *_, mark in self.marks]
-        mine = [
-            Span(rank, update, micro_batch, phase, began, ended)
-            for (phase, update, micro_batch, _), began, ended in zip(
-                self.marks, times, times[1:], strict=False
+    def _local_spans(self) -> list[Span]:
+        """Return the phases of this process; each ends when the next one begins."""
+        times = [self._seconds(start.mark) for start in self._phase_starts]
+        return [
+            Span(
+                rank=self.ranks.rank,
+                step=start.step,
+                micro_batch=start.micro_batch,
+                phase=start.phase,
+                start=start_time,
+                end=end_time,
             )
-            if phase in PHASES
+            for start, start_time, end_time in zip(
+                self._phase_starts, times, times[1:], strict=False
+            )
+            if start.phase in PHASES
         ]
-        spans: list[Span] = gather_object(mine)
-        timed = [
-            one._replace(ready=seconds(ready), ended=seconds(ended))
-            for one, ready, ended in self.sent
+
+    def _local_transfers(self) -> list[Transfer]:
+        return [
+            transfer._replace(ready=self._seconds(ready), end=self._seconds(end))
+            for transfer, ready, end in self._transfers
         ]
-        sent: list[Sent] = gather_object(timed)
-        if self.ranks.is_main:
-            self.report = Report(len(costs), spans, sent, self.buckets, sum(counted), max(costs))
-            if self.folder is not None:
-                write(self.report, self.folder)
+
+    def _seconds(self, mark: Mark) -> float:
+        """Return when a mark passed, by the clock of rank 0."""
+        return self._clock.since(self._zero, mark) - self._clock_offset
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write the table, for people and for programs, the trace and the page."""
+def write_report(report: Report, folder: Path) -> None:
+    """Write the table as text and as JSON, the trace, and the page."""
     folder.mkdir(exist_ok=True)
-    title = f"x-ray of {folder.parent}: updates {report.updates[0]} to {report.updates[-1]}"
+    title = f"x-ray of {folder.parent}: steps {report.updates[0]} to {report.updates[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
-    (folder / "summary.json").write_text(json_text(as_facts(report), indent=1))
+    (folder / "summary.json").write_text(json_text(summary(report), indent=1))
     (folder / "trace.json").write_text(json.dumps(as_trace(report)))
     (folder / "timeline.html").write_text(as_html(report, title))
     say(
         "x-ray",
-        f"{folder}/timeline.html; trace.json beside it is for ui.perfetto.dev or chrome://tracing",
+        f"{folder}/timeline.html; open trace.json in ui.perfetto.dev or chrome://tracing",
     )
 
 
-def _offset_of_this_clock(ranks: Ranks) -> float:
-    """Return the seconds by which this process's clock is ahead of the first one's.
+def _clock_offset(ranks: Ranks) -> float:
+    """Return the seconds by which this process's clock is ahead of rank 0's.
 
-    None on one machine; else as read when all have met, the median of some meetings.
+    Processes on one machine share a clock. Otherwise each reads its clock after a collective, when
+    all are there. The result is the median over several collectives.
     """
     hosts: list[str] = gather_object([platform.node()])
     if len(set(hosts)) == 1:
         return 0.0
+
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(_CLOCK_ROUNDS):
         float(ranks.accelerator.reduce(torch.ones((), device=ranks.device)))
         times.append(time.perf_counter())
-    first = gather_object(times)[:_ROUNDS]
-    ahead = statistics.median(mine - its for mine, its in zip(times, first, strict=True))
-    return ahead if platform.node() != hosts[0] else 0.0
+    first_rank_times = gather_object(times)[:_CLOCK_ROUNDS]
+
+    differences = [
+        local_time - first_rank_time
+        for local_time, first_rank_time in zip(times, first_rank_times, strict=True)
+    ]
+    is_on_first_machine = platform.node() == hosts[0]
+    return 0.0 if is_on_first_machine else statistics.median(differences)
 
 
 def _bytes_sent(ranks: Ranks) -> int:
-    """Return the bytes that all network devices of this machine sent, loopback too, counted by one process of it."""
+    """Return the bytes that all network devices of this machine have sent, loopback included.
+
+    The first process of each machine counts them. It is 0 on the others.
+    """
     counters = psutil.net_io_counters() if ranks.is_local_main else None
     return counters.bytes_sent if counters is not None else 0

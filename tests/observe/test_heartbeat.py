@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from llmtrain.observe.heartbeat import Beat, missing_processes
+from llmtrain.observe.heartbeat import Beat, describe_missing
 
 
 def beat(number: int, phase: str, step: int = 7, host: str = "elsewhere", pid: int = 1) -> Beat:
@@ -21,20 +21,20 @@ def beat(number: int, phase: str, step: int = 7, host: str = "elsewhere", pid: i
 
 
 def missing(before: dict[int, Beat], now: dict[int, Beat], size: int = 3) -> str:
-    return missing_processes(
-        rank=0, size=size, place="the count of tokens after step 7", before=before, now=now
+    return describe_missing(
+        rank=0, world_size=size, location="the token count after step 7", before=before, now=now
     )
 
 
 WAITING = {0: beat(8, "count"), 2: beat(8, "count")}
 BEFORE = {0: beat(5, "count"), 2: beat(5, "count")}
-OTHERS_WAIT = "the others wait in the count of tokens after step 7 (collective 30)."
+OTHERS_WAIT = "the others wait in the token count after step 7 (collective 30)."
 
 
 def test_a_silent_process_is_named_with_the_phase_and_step_of_its_last_beat() -> None:
     last = beat(5, "data", step=6)
     assert missing({**BEFORE, 1: last}, {**WAITING, 1: last}) == (
-        "rank 1 is silent, last heard of in data loading after step 6 (stopped, cut off or gone); "
+        "rank 1 is silent, last seen in data loading after step 6 (stopped, cut off or gone); "
         + OTHERS_WAIT
     )
 
@@ -63,4 +63,4 @@ def test_a_process_that_beats_and_does_not_come_is_named_with_its_phase(
 def test_processes_in_the_same_place_are_not_blamed() -> None:
     before = {**BEFORE, 1: beat(5, "count")}
     now = {**WAITING, 1: beat(8, "count")}
-    assert missing(before, now) == "all ranks are alive and in the same place."
+    assert missing(before, now) == "all ranks are alive, and in the same phase and step."

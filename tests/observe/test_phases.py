@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.observe import phases
-from llmtrain.observe.phases import OWN, PHASES, Phases, straggler
+from llmtrain.observe.phases import OWN, PHASES, Phases, find_straggler
 
 CPU = torch.device("cpu")
 
@@ -151,17 +151,17 @@ def test_a_process_that_takes_longer_is_named_with_its_phase(rank: int, phase: s
     ranks[rank] = 4.0
     waiting = [3.0] * 4
     waiting[rank] = 0.0
-    late = straggler(readings([1.0] * 4, **{phase: ranks, "exchange": waiting}))
+    late = find_straggler(readings([1.0] * 4, **{phase: ranks, "exchange": waiting}))
     assert late is not None
     assert (late.rank, late.phase, late.seconds, late.share) == (rank, phase, 3.0, 3 / 8)
     assert str(late).startswith(
-        f"rank {rank} takes 3000.0 ms an update more than the others, most of it in {PHASES[phase]}"
+        f"rank {rank} takes 3000.0 ms longer per step than the others, most of it in {PHASES[phase]}"
     )
 
 
 def test_who_waits_is_not_named_nor_a_small_difference_nor_one_that_is_alone() -> None:
-    assert straggler(readings([1.0, 1.0], exchange=[5.0, 0.0])) is None
-    assert straggler(readings([1.0, 1.0], data=[1.0, 2.0])) is None, (
+    assert find_straggler(readings([1.0, 1.0], exchange=[5.0, 0.0])) is None
+    assert find_straggler(readings([1.0, 1.0], data=[1.0, 2.0])) is None, (
         "less than a fifth of the update"
     )
-    assert straggler(readings([1.0], data=[9.0])) is None
+    assert find_straggler(readings([1.0], data=[9.0])) is None

@@ -42,9 +42,9 @@ def test_trained_tokens_are_quoted_documents_apart_and_padding_is_named(
     assert capsys.readouterr().out.splitlines()[:-1] == [
         "===== row 0 of 1",
         "ab\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}CD\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
-        "----- the next document of this row",
+        "----- the next document",
         "e\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}F\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
-        "----- 3 places are padding",
+        "----- padding: 3 positions",
     ]
 
 
@@ -81,10 +81,10 @@ def test_the_answers_of_pairs_and_the_padding_between_them_are_apart(words, caps
         "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
         "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
     )
-    between = [] if packing else ["----- 2 places are padding"]
+    between = [] if packing else ["----- padding: 2 positions"]
     other = f"{left}C{right}" if packing else f"p{left}C{right}"
     told = ["===== row 0 of 1", f"p{left}AB{right}", *between, "----- the other answer", other]
-    assert capsys.readouterr().out.splitlines()[:-1] == [*told, "----- 2 places are padding"]
+    assert capsys.readouterr().out.splitlines()[:-1] == [*told, "----- padding: 2 positions"]
 
 
 def test_other_ranks_are_silent(packed, words, capsys, monkeypatch):

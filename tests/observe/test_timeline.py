@@ -10,23 +10,27 @@ from llmtrain.observe.phases import PHASES
 from llmtrain.observe.timeline import (
     Bucket,
     Report,
-    Sent,
     Span,
-    as_facts,
+    Transfer,
     as_html,
     as_lines,
     as_trace,
+    summary,
 )
 
 MS = 1e-3
 
 
 def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
-    """Two processes and two updates of 100 ms. Backward is from 20 to 60 ms; bucket 0 is full at 30, on rank 1 ``wait``
-    later, and travels until 50; bucket 1 from 60 to 75."""
-    spans, sent = [], []
-    for update in (6, 7):
-        zero = (update - 6) * 100 * MS
+    """Return the report of two processes and two steps of 100 ms.
+
+    Backward is from 20 to 60 ms. Bucket 0 is full at 30, on rank 1 ``wait`` later, and travels until
+    50. Bucket 1 travels from 60 to 75.
+    """
+    spans = []
+    transfers = []
+    for step in (6, 7):
+        zero = (step - 6) * 100 * MS
         for rank in (0, 1):
             edges = {
                 "data": (0, 5),
@@ -39,14 +43,50 @@ def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
                 "other": (95, 100),
             }
             assert [*edges] == [*PHASES]
-            for phase, (began, ended) in edges.items():
-                micro = -1 if phase in ("data", "count") else 0
-                spans.append(Span(rank, update, micro, phase, zero + began * MS, zero + ended * MS))
-            ready = zero + (30 + wait * rank) * MS
-            sent.append(Sent(rank, update, 0, 0, 4 << 20, ready, blocked * MS, zero + 50 * MS))
-            sent.append(Sent(rank, update, 0, 1, 1 << 20, zero + 60 * MS, 0.0, zero + 75 * MS))
+            for phase, (start, end) in edges.items():
+                spans.append(
+                    Span(
+                        rank=rank,
+                        step=step,
+                        micro_batch=-1 if phase in ("data", "count") else 0,
+                        phase=phase,
+                        start=zero + start * MS,
+                        end=zero + end * MS,
+                    )
+                )
+            transfers.append(
+                Transfer(
+                    rank=rank,
+                    step=step,
+                    micro_batch=0,
+                    bucket=0,
+                    sent_bytes=4 << 20,
+                    ready=zero + (30 + wait * rank) * MS,
+                    blocked=blocked * MS,
+                    end=zero + 50 * MS,
+                )
+            )
+            transfers.append(
+                Transfer(
+                    rank=rank,
+                    step=step,
+                    micro_batch=0,
+                    bucket=1,
+                    sent_bytes=1 << 20,
+                    ready=zero + 60 * MS,
+                    blocked=0.0,
+                    end=zero + 75 * MS,
+                )
+            )
     buckets = {0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])}
-    return Report(2, spans, sent, buckets, counted_bytes=21 << 20, cost=0.5 * MS)
+    return Report(
+        processes=2,
+        spans=spans,
+        transfers=transfers,
+        buckets=buckets,
+        counted_bytes=21 << 20,
+        cost=0.5 * MS,
+    )
 
 
 def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_exposed() -> None:
@@ -57,11 +97,12 @@ def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_ex
 
 def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
     late = report(wait=12.0)
-    assert [one.began for one in late.sent if one.bucket == 0 and one.update == 6] == [
-        pytest.approx(42 * MS)
-    ] * 2
+    starts = [
+        transfer.start for transfer in late.transfers if transfer.bucket == 0 and transfer.step == 6
+    ]
+    assert starts == [pytest.approx(42 * MS)] * 2
     assert late.communication() == pytest.approx((8 * MS, 15 * MS, 0.0))
-    assert late.last_to_come() == (1, pytest.approx(12 * MS))
+    assert late.last_rank() == (1, pytest.approx(12 * MS))
 
 
 def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
@@ -69,30 +110,32 @@ def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
 
 
 def test_waiting_for_another_process_is_not_travelling() -> None:
-    found = report()
-    found.sent = [
-        one._replace(began=one.began + 10 * MS) if one.bucket == 1 else one for one in found.sent
-    ]
-    assert found.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
+    waiting = report()
+    for i, transfer in enumerate(waiting.transfers):
+        if transfer.bucket == 1:
+            waiting.transfers[i] = transfer._replace(start=transfer.start + 10 * MS)
+    assert waiting.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
 
 
 def test_bytes_are_compared_with_what_a_ring_sends() -> None:
-    found = report()
-    assert as_facts(found)["sent_bytes"] == 5 << 20
-    assert as_facts(found)["ring_bytes"] == 5 << 20  # 2 (N - 1) / N is 1 for two processes
+    numbers = summary(report())
+    assert numbers["sent_bytes"] == 5 << 20
+    assert numbers["ring_bytes"] == 5 << 20  # 2 (N - 1) / N is 1 for two processes
     assert (
-        "a ring sends 2(N-1)/N of it from each process, 10.00 MiB from all; the network devices sent 10.50, 1.05"
-        in ("\n".join(as_lines(found)))
-    )
+        "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total; "
+        "the network devices sent 10.50 MiB, 1.05 of that"
+    ) in "\n".join(as_lines(report()))
 
 
 def test_the_table_says_how_often_gradients_were_sent() -> None:
-    found = report()
-    assert found.rounds() == [[2], [2]]
-    lines = "\n".join(as_lines(found))
-    assert "collectives   2 an update, in its last micro-batch, for 2 buckets" in lines
-    found.sent[0] = found.sent[0]._replace(update=7)
-    assert "differ between updates" in "\n".join(as_lines(found))
+    regular = report()
+    assert regular.collectives() == [[2], [2]]
+    lines = "\n".join(as_lines(regular))
+    assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in lines
+
+    irregular = report()
+    irregular.transfers[0] = irregular.transfers[0]._replace(step=7)
+    assert "differ between steps" in "\n".join(as_lines(irregular))
 
 
 def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:

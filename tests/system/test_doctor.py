@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.commands.doctor import _by_machine
-from llmtrain.doctor import here
-from llmtrain.doctor.together import Place
+from llmtrain.commands.doctor import _merge_findings
+from llmtrain.doctor import local_checks
+from llmtrain.doctor.group_checks import JoinResult, Process
 from llmtrain.launching.launcher import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
@@ -57,17 +57,17 @@ def test_a_machine_that_can_train_has_nothing_bad(
 def test_a_version_that_is_too_old_is_bad(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    true = here.importlib.metadata.version
+    true = local_checks.importlib.metadata.version
     needed = ["accelerate>=1.15; python_version >= '3'", "peft>=9; extra == 'lora'", "numpy"]
     monkeypatch.setattr(
-        here.importlib.metadata,
+        local_checks.importlib.metadata,
         "version",
         lambda name: "1.0" if name == "accelerate" else true(name),
     )
-    monkeypatch.setattr(here.importlib.metadata, "requires", lambda _: needed)
+    monkeypatch.setattr(local_checks.importlib.metadata, "requires", lambda _: needed)
     status, found = alone(capsys)
     assert status == 1
-    assert "accelerate is 1.0, and >=1.15 is needed" in found["versions"][0]["said"]
+    assert "accelerate is 1.0, but >=1.15 is needed" in found["versions"][0]["said"]
     assert "peft" not in found["versions"][0]["said"]
     assert found["versions"][0]["remedy"] == "pip install 'accelerate>=1.15'"
 
@@ -77,7 +77,7 @@ def test_without_a_launcher_the_config_is_shown_that_one_would_read(
 ) -> None:
     default = tmp_path / "default_config.yaml"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    assert alone(capsys)[1]["launch"][0]["said"] == "1 process(es); no accelerate config, no flags"
+    assert alone(capsys)[1]["launch"][0]["said"] == "1 process; no accelerate config, no flags"
     default.write_text("num_processes: 3\nmixed_precision: bf16\n")
     said = alone(capsys)[1]["launch"][0]["said"]
     assert said.endswith(
@@ -118,11 +118,13 @@ def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would
 
 def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(
-        here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("mps")
+        local_checks.torch.accelerator,
+        "current_accelerator",
+        lambda **_: local_checks.torch.device("mps"),
     )
-    monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(local_checks.torch.accelerator, "device_count", lambda: 1)
     _, found = alone(capsys)
-    assert found["devices"][0]["said"].startswith("1 x mps, for one process alone, ")
+    assert found["devices"][0]["said"].startswith("1 x mps, usable by one process only, ")
     assert found["precision"][0]["said"].startswith("float32")
 
 
@@ -136,37 +138,39 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return (10 if gpu == 3 else 80), 80
 
     monkeypatch.setattr(
-        here.torch.accelerator, "current_accelerator", lambda **_: here.torch.device("cuda")
+        local_checks.torch.accelerator,
+        "current_accelerator",
+        lambda **_: local_checks.torch.device("cuda"),
     )
-    monkeypatch.setattr(here.torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(local_checks.torch.accelerator, "device_count", lambda: 4)
     for name, value in {
         "device_count": 4,
         "get_device_name": "H100",
         "is_bf16_supported": True,
     }.items():
-        monkeypatch.setattr(here.torch.cuda, name, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(here.torch.cuda, "mem_get_info", memory)
+        monkeypatch.setattr(local_checks.torch.cuda, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(local_checks.torch.cuda, "mem_get_info", memory)
     return asked
 
 
 def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {3: [*here._devices()]}
+    found = {3: [*local_checks._devices()]}
     assert asked == [0, 1, 2, 3]
-    assert [one.said for one in found[3] if one.level == "doubtful"] == [
-        "of GPU 3 12% of the memory is free"
+    assert [one.text for one in found[3] if one.level == "doubtful"] == [
+        "GPU 3 has 12% of its memory free"
     ]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        found[rank] = [*here._devices()]
+        found[rank] = [*local_checks._devices()]
     assert asked == [0, 1, 2, 3] * 2
     said = [
-        one.said
-        for one in _by_machine([(Place(rank, "host", 0), found[rank]) for rank in range(4)])
+        one.text
+        for one in _merge_findings([(Process(rank, "host", 0), found[rank]) for rank in range(4)])
     ]
-    assert "of GPU 3 12% of the memory is free" in said
+    assert "GPU 3 has 12% of its memory free" in said
     assert len(said) == len(set(said)) == len(found[0]) + 1
 
 
@@ -188,10 +192,11 @@ def test_processes_meet_where_those_of_a_run_would(
         Launcher, "find", classmethod(lambda cls: Launcher(["accelerate", "launch", *words]))
     )
     monkeypatch.setattr("os._exit", sys.exit)
-    nobody = here.Finding("bad", "meeting", "nobody")
-    monkeypatch.setattr(
-        "llmtrain.doctor.together.meet", lambda how, _: ([nobody._replace(said=how)], False)
-    )
+
+    def join_group(backend: str, timeout: float) -> JoinResult:
+        return JoinResult([local_checks.Finding("bad", "meeting", backend)], is_complete=False)
+
+    monkeypatch.setattr("llmtrain.doctor.group_checks.join_group", join_group)
     _, found = alone(capsys)
     assert found["meeting"][0]["said"] == backend
     bad = [one["said"] for one in found["launch"] if one["level"] == "bad"]
@@ -212,14 +217,14 @@ def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_pa
     done = run([*words, "--output_dir", str(tmp_path)]).assert_ok()
     said = told(done)
     assert said.count("versions") == 1
-    assert "2 process(es)" in said
+    assert "2 processes; config file" in said
     assert f"config file {ROOT}/accelerate_configs/cpu_ddp.yaml" in said
     assert "mixed_precision no (command line), multi_gpu True (command line)" in said
     assert "output_dir" not in said
     assert "num_processes 2 (config file)" in said
     assert "2 processes over gloo" in said
     assert "MB/s" in said
-    assert "is seen by all" in said
+    assert "is visible to all processes" in said
     assert "BAD" not in said
 
 

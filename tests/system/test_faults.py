@@ -146,8 +146,8 @@ def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
         status = read_json(folder / "status.json")
         assert ended.status != 0
         found = re.fullmatch(
-            r"waited \d+ s in the count of tokens after step (\d+): rank 1 is silent, last heard of in [a-z ]+ after step "
-            r"(\d+) \(process (\d+) is stopped\); the others wait in the count of tokens after step \1 "
+            r"waited \d+ s in the token count after step (\d+): rank 1 is silent, last seen in [a-z ]+ after step "
+            r"(\d+) \(process (\d+) is stopped\); the others wait in the token count after step \1 "
             r"\(collective \d+\)\. Stacks are in .*",
             status["reason"],
         )
@@ -184,9 +184,11 @@ def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(
     flags = [*ENDLESS, "--eval_fraction", "0", "--ddp_timeout", "6", "--dataset", str(text_file)]
     ended = run([*torchrun(2), str(tmp_path / "hanging.py"), *flags, "--output_dir", str(folder)])
     assert ended.status != 0
-    where = r"rank 1 is in data loading after step \d+, for \d+ s; the others wait in the count of tokens"
+    where = (
+        r"rank 1 is in data loading after step \d+, for \d+ s; the others wait in the token count"
+    )
     assert re.search(
-        rf"note: waiting for \d+ s in the count of tokens after step \d+: {where}", ended.err
+        rf"note: waiting for \d+ s in the token count after step \d+: {where}", ended.err
     )
     assert re.search(
         rf"waited \d+ s in [a-z ]+ after step \d+: {where}",

@@ -253,7 +253,7 @@ def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, tmp_path
     ):
         assert shown in ended.out
     assert "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}" in ended.out
-    assert "----- the next document of this row" in ended.out
+    assert "----- the next document" in ended.out
     assert not (tmp_path / "run").exists()
 
 

@@ -62,10 +62,10 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert len(parameters) == len(set(parameters))
     assert "model.layers.0.conv.conv.weight" in parameters
     assert (
-        f"{len(buckets)} an update, in its last micro-batch, for {len(buckets)} buckets" in done.out
+        f"{len(buckets)} per step, in its last micro-batch, for {len(buckets)} buckets" in done.out
     )
     assert ("none in the 3 micro-batches before" in done.out) == (micro_batches == 4)
-    counted = re.search(r"the network devices sent [\d.]+, ([\d.]+) of that", done.out)
+    counted = re.search(r"the network devices sent [\d.]+ MiB, ([\d.]+) of that", done.out)
     assert counted is not None
     assert float(counted[1]) > 0.9, "what DDP sends is what the kernel saw"
     assert (tmp_path / "run" / "xray" / "timeline.html").stat().st_size > 2000
@@ -118,7 +118,7 @@ def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_pa
         [*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]
     ).assert_ok()
     late = re.findall(
-        r"late +rank (\d) takes ([\d.]+) ms an update more than the others, most of it in (.*?):",
+        r"late +rank (\d) takes ([\d.]+) ms longer per step than the others, most of it in (.*?);",
         ended.out,
     )
     (seconds,) = [
