@@ -68,7 +68,7 @@ def make(
     status = {
         "state": "finished",
         "step": 30,
-        "reason": "all updates were made",
+        "reason": "all steps are done",
         "time": at(100),
         "host": "here",
     }
