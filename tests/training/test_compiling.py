@@ -118,7 +118,7 @@ def test_blocks_are_not_compiled_under_tensor_parallelism(
     """They communicate, so no rank can try one alone."""
     accelerator.sharding = Sharding(replicas=1, shards=1, tensor=2)
     monkeypatch.setattr(compiling, "_MIN_REMAINING_SECONDS", 0.0)
-    with pytest.raises(UserError, match="--torch_compile always .* tensor parallelism"):
+    with pytest.raises(UserError, match=r"--torch_compile always .* tensor parallelism"):
         choose_compiled_or_eager(
             ShardedEngine(accelerator, gpt()),
             BATCH,
