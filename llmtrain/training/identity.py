@@ -39,7 +39,7 @@ def identity_of(
         "block_size": rows.facts.block_size,
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.loop.seed,
-        "bits": layout.bits(accelerator) if settings.loop.bitwise else None,
+        "bits": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
         "update": asdict(settings.optim),
         "exchange": settings.parallel.approximation,
         "order": "stored" if rows.in_order else "shuffled",
