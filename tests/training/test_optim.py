@@ -255,7 +255,7 @@ def test_muons_updates_are_orthogonal_whatever_goes_together(
     together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
     before = [matrix.detach().clone() for matrix in together]
     Muon(together, lr=0.1, weight_decay=0.0).step()
-    monkeypatch.setitem(muon_module._TOGETHER, "cpu", 1)
+    monkeypatch.setitem(muon_module._BATCH_NUMBERS, "cpu", 1)
     Muon(alone, lr=0.1, weight_decay=0.0).step()
     for matrix, other, old in zip(together, alone, before, strict=True):
         torch.testing.assert_close(matrix, other)
