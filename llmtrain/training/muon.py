@@ -78,10 +78,9 @@ class Muon(torch.optim.Optimizer):
 
     def _begin(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> "_PendingUpdate":
         """Compute the orthogonal momenta of a batch of matrices, or begin to gather them."""
-        momenta = [full_tensor(self._nesterov(p, group["momentum"])) for p in matrices]
-        stacked = torch.stack([_wide(momentum) for momentum in momenta])
-        stacked = stacked.to(group["dtype"] or stacked.dtype)
-        results, work = self._orthogonal(stacked)
+        momenta = torch.stack([self._wide_momentum(p, group["momentum"]) for p in matrices])
+        momenta = momenta.to(group["dtype"] or momenta.dtype)
+        results, work = self._orthogonal(momenta)
         return _PendingUpdate(
             matrices=matrices,
             lr=group["lr"],
@@ -112,6 +111,10 @@ class Muon(torch.optim.Optimizer):
         results = own_results.new_empty(world_size * share, *momenta.shape[1:])
         shares = list(torch.split(results, share))
         return results, dist.all_gather(shares, own_results, async_op=True)
+
+    def _wide_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+        """Update the momentum of a matrix and return it in full, with at most as many rows as columns."""
+        return _wide(full_tensor(self._nesterov(p, momentum)))
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
         """Update the momentum of a matrix and return the Nesterov momentum."""
