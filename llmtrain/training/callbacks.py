@@ -24,7 +24,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
-from llmtrain.training.run import Run
+from llmtrain.training.run import Outcome, Run
 from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
@@ -48,7 +48,7 @@ class Timing(Callback):
             self.phases,
             folder=run.folder.path,
             timeout=run.settings.parallel.ddp_timeout,
-            on_failure=run.failed,
+            on_failure=run.record_failure,
         )
         engine.on_phase(self._set_phase)
 
@@ -465,19 +465,19 @@ class Finish(LoopCallback):
         run = self.run
         if self.loop_context.is_replay:
             # The run has more steps to make, so it is not finished.
-            run.outcome = ("preempted", f"step {run.step} was repeated for llmtrain replay")
+            run.outcome = Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
             return
 
         wait_for_saves(run)
         if run.patience.over:
             self._write_model()
-            run.outcome = ("finished", run.patience.why)
+            run.outcome = Outcome("finished", run.patience.why)
         elif run.step == run.settings.optim.max_steps:
             self._write_model()
-            run.outcome = ("finished", "all steps are done")
+            run.outcome = Outcome("finished", "all steps are done")
         else:
             reason = run.stop_reason or "asked to stop"
-            run.outcome = ("preempted", f"{reason}; step {run.step} is saved")
+            run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
             self._say_how_to_resume(reason)
 
     def _write_model(self) -> None:

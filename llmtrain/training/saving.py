@@ -84,9 +84,10 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
 def _state(run: Run, engine: Engine) -> Facts:
     """Return the content of ``state.json``, except for its format version."""
-    eval_step, results = run.evaluated or (None, {})
-    eval_loss = results.get("eval/loss", math.inf)
-    is_current = eval_step == run.step and math.isfinite(eval_loss)
+    eval_loss = None
+    if run.last_eval is not None and run.last_eval.step == run.step:
+        loss = run.last_eval.metrics["eval/loss"]
+        eval_loss = loss if math.isfinite(loss) else None
     scaler = engine.accelerator.scaler
 
     return {
@@ -94,7 +95,7 @@ def _state(run: Run, engine: Engine) -> Facts:
         "tokens": run.tokens,
         "skipped": run.skipped,
         "compiled": run.compiled,
-        "eval_loss": eval_loss if is_current else None,
+        "eval_loss": eval_loss,
         "best": run.patience.state if run.patience.allowed else None,
         "identity": run.identity,
         "identity_sha256": digest(run.identity),
