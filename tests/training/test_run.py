@@ -387,7 +387,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
         run.step = 2
         with pytest.raises(
-            UserError, match="another run has taken over this folder; nothing was saved here"
+            UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
             save(run, engine, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
