@@ -67,7 +67,7 @@ class Timing(Callback):
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
-        # `count` is the first phase of `train_step`: count the gradient syncs of the step from here.
+        # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
         if phase == "count":
             self.syncs.restart()
         self.phases.at(phase, self.run.step)
@@ -146,7 +146,7 @@ class LoopCallback(Callback):
 
 
 class MemoryAdvice(LoopCallback):
-    """Says how to use less memory after an out-of-memory error: the global batch need not change."""
+    """Tells how to use less memory after an out-of-memory error, with the same global batch."""
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -325,8 +325,8 @@ class Logging(LoopCallback):
     def _of_global_batch(self, fingerprints: list[float]) -> int:
         """Return the fingerprint of the global batch, given those of all ranks.
 
-        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly. So
-        those of the ranks add up. Ranks that share a model have the same rows: their sum counts
+        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly.
+        So those of the ranks add up. Ranks that share a model have the same rows: their sum counts
         every row ``model_parallel_size`` times.
         """
         total = sum(int(fingerprint) for fingerprint in fingerprints)

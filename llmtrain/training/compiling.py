@@ -310,7 +310,7 @@ def _without_fsdp(module: nn.Module, is_block: bool = True) -> nn.Module:
         for name in _HOOK_ATTRIBUTES:
             vars(plain)[name] = OrderedDict()
         if not is_block:
-            # The compiler breaks the graph at hooks of FSDP. Break it here too, for the same graphs.
+            # The compiler breaks a graph at hooks of FSDP. Break it here too, for the same graphs.
             plain.register_forward_pre_hook(_break_graph)
             plain.register_forward_hook(_break_graph)
     return plain

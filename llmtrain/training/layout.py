@@ -30,7 +30,7 @@ class Layout(NamedTuple):
         return self.processes * self.accumulation * self.micro_batch
 
     def bitwise_fingerprint(self, accelerator: Accelerator) -> Facts:
-        """Return what the bits of a ``--bitwise`` run depend on, besides what every run depends on."""
+        """Return what the bits of a ``--bitwise`` run depend on, in addition to any run."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
         return {
@@ -123,6 +123,6 @@ def _check_power_of_two(count: int, noun: str) -> None:
     if count & (count - 1):
         lower = 1 << (count.bit_length() - 1)
         raise UserError(
-            f"--bitwise works with {lower} or {2 * lower} {noun}, not {count}: their number must be "
-            "a power of two."
+            f"--bitwise works with {lower} or {2 * lower} {noun}, not {count}: their number must "
+            "be a power of two."
         )

@@ -129,8 +129,8 @@ def _make_step(
     for group in context.optimizer.param_groups:
         group["lr"] = lr_at(run.step, settings.optim)
 
-    # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The step
-    # carries the vote to the other ranks, and its result says whether any rank wants to stop.
+    # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
+    # step carries the vote to the other ranks, and its result says whether any rank wants to stop.
     votes = [run.wants_to_stop(), *(callback.wants_to_stop() for callback in callbacks)]
     result = train_step(
         engine,
@@ -181,8 +181,8 @@ def _read_ahead(engine: Engine, loader: DataLoaderShard) -> Generator[LocalBatch
         batch = pending_read.result()
         pending_read = start_reading()
         # At the top of the loop, `pending_read` reads the batch after `batch`. It is awaited before
-        # `batch` is yielded, because Accelerate must know whether `batch` is the last. Then the read
-        # after it starts, and goes on while the caller trains on `batch`.
+        # `batch` is yielded, because Accelerate must know whether `batch` is the last. Then the
+        # next read starts, and continues while the caller trains on `batch`.
         while batch is not None:
             next_batch = pending_read.result()
             if next_batch is None:
@@ -261,9 +261,9 @@ def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
         raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
-            "the model is wrapped in nn.DataParallel, which this loop does not support. Do not wrap "
-            "it (accelerator.prepare wraps it in DDP), and start one process per GPU with accelerate "
-            "launch."
+            "the model is wrapped in nn.DataParallel, which this loop does not support. Do not "
+            "wrap it (accelerator.prepare wraps it in DDP), and start one process per GPU with "
+            "accelerate launch."
         )
 
 
@@ -279,8 +279,8 @@ def _check_steps(run: Run) -> None:
     steps_to_make = range(run.step + 1, last_step + 1)
     if loop.replay_step is not None and loop.replay_step not in steps_to_make:
         raise UserError(
-            f"--replay_step {loop.replay_step}: this run makes steps {run.step + 1} to {last_step}. "
-            "Name one of these."
+            f"--replay_step {loop.replay_step}: this run makes steps {run.step + 1} to "
+            f"{last_step}. Name one of these."
         )
     if loop.xray_range is not None and loop.xray_range[-1] > last_step:
         raise UserError(
@@ -303,8 +303,8 @@ def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
     # The layers are split into pipeline stages.
     if loop.torch_compile == "always":
         raise UserError(
-            "--torch_compile always does not work with pipeline stages, because no process holds all "
-            "layers. Leave it out."
+            "--torch_compile always does not work with pipeline stages, because no process holds "
+            "all layers. Leave it out."
         )
     if loop.sample_prompts:
         raise UserError(
@@ -327,8 +327,8 @@ def _say_if_xray_is_missed(run: Run) -> None:
     if recorded_steps is not None and run.step >= recorded_steps.start:
         say(
             "x-ray",
-            f"none: --xray_steps begins with step {recorded_steps.start}, but this run resumes with "
-            f"step {run.step + 1}",
+            f"none: --xray_steps begins with step {recorded_steps.start}, but this run resumes "
+            f"with step {run.step + 1}",
         )
 
 

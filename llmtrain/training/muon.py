@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         return results, dist.all_gather(shares, own_results, async_op=True)
 
     def _wide_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Update the momentum of a matrix and return it in full, with at most as many rows as columns."""
+        """Update the momentum of a matrix, and return it in full and :func:`_wide`."""
         return _wide(full_tensor(self._nesterov(p, momentum)))
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _wide(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield batches of matrices that have the same shape, up to a transpose, and are not too large."""
+    """Yield batches, not too large, of matrices with the same shape up to a transpose."""
     by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)

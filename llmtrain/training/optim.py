@@ -88,8 +88,8 @@ def make_optimizer(
 def _may_share_work(accelerator: Accelerator) -> bool:
     """Return whether ranks may divide Muon's matrices among them.
 
-    Which matrices a rank computes depends on the layout, so not with ``--bitwise``. Ranks that share
-    a model hold different parameters, so they cannot, either.
+    They may not with ``--bitwise``, because the division depends on the layout. Ranks that share a
+    model cannot, because they hold different parameters.
     """
     if not isinstance(accelerator, TrainingAccelerator) or accelerator.bitwise:
         return False

@@ -101,7 +101,7 @@ def _with_column(
 
 
 def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
-    """Add a column of ``values`` [rows, size] to rows, in chunks like those of the other columns."""
+    """Add a column of ``values`` [rows, size] to rows, in the chunks of the other columns."""
     import pyarrow
 
     column_type = pyarrow.list_(pyarrow.float32(), values.shape[1])

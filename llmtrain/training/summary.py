@@ -69,7 +69,7 @@ def _print_how_to_load(model_folder: Path, auto_class: str) -> None:
 
 
 def _command() -> str:
-    """Return how the user can call ``llmtrain``: by name, or by its path if it is not on ``PATH``."""
+    """Return how to call ``llmtrain``: by name, or by its path if it is not on ``PATH``."""
     next_to_python = Path(sys.executable).parent / "llmtrain"
     if shutil.which("llmtrain") or not next_to_python.exists():
         return "llmtrain"

@@ -322,7 +322,9 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
 
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
-    with pytest.raises(UserError, match="write two updates, such as 6:8; the first of a run is 1"):
+    with pytest.raises(
+        UserError, match="Write two numbers such as 6:8; the first step of a run is 1"
+    ):
         LoopConfig(xray_steps=steps)
 
 
