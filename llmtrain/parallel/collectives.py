@@ -127,7 +127,11 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def call(x: torch.Tensor, forwards: _Operation, backwards: _Operation) -> torch.Tensor:
-        result: torch.Tensor = _Collective.apply(x, forwards, backwards)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Collective.apply(  # type: ignore[no-untyped-call]
+            x,
+            forwards,
+            backwards,
+        )
         return result
 
     @staticmethod
