@@ -74,19 +74,24 @@ class LocalBatch:
         return self.columns["labels"][:, 1:].numel()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LocalBatch:
-        """Return the batch with its columns on a device; Accelerate calls this."""
-        return self._moved(lambda column: column.to(device, non_blocking=non_blocking))
+        """Return the batch on a device; Accelerate calls this."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LocalBatch:
         """Return the batch in pinned memory, for asynchronous copies; torch calls this."""
-        return self._moved(lambda column: column.pin_memory())
+        return self._map(lambda tensor: tensor.pin_memory())
 
-    def _moved(self, move: Callable[[Any], Any]) -> LocalBatch:
-        columns = {name: move(column) for name, column in self.columns.items()}
-        prepared = tuple(
-            {name: move(value) for name, value in batch.items()} for batch in self.prepared
+    def _map(self, move: Callable[[Any], Any]) -> LocalBatch:
+        """Return the batch with ``move`` applied to all columns and prepared values."""
+
+        def move_all(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: move(value) for name, value in values.items()}
+
+        return replace(
+            self,
+            columns=move_all(self.columns),
+            prepared=tuple(move_all(batch) for batch in self.prepared),
         )
-        return replace(self, columns=columns, prepared=prepared)
 
 
 def count_targets(labels: torch.Tensor) -> torch.Tensor:
@@ -105,7 +110,7 @@ class StepTotals(NamedTuple):
     """Counts over the global batch, before its gradient is computed; int64 scalars."""
 
     target_tokens: torch.Tensor
-    denominator: torch.Tensor  # what the summed loss is divided by
+    denominator: torch.Tensor  # divides the summed loss
     stop_votes: torch.Tensor  # how many ranks were asked to stop
 
 
@@ -115,7 +120,7 @@ class StepResult(NamedTuple):
     sums: LossSums  # this rank's sums over its micro-batches
     extra: Batch  # what the objective's `prepass` returned
     target_tokens: int  # of the global batch
-    denominator: int  # what the summed loss of the global batch is divided by
+    denominator: int  # divides the summed loss of the global batch
     grad_norm: float  # of the global batch's mean loss, before clipping
     should_stop: bool  # whether any rank was asked to stop
 
@@ -138,7 +143,7 @@ class Objective:
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         """Return the summed loss of a micro-batch, and the sums of further metrics.
 
-        This runs inside ``model.forward``, where weights are gathered and autocast is on.
+        This runs inside ``model.forward``, with weights gathered and autocast on.
 
         Args:
             model: the unwrapped model.
@@ -157,8 +162,8 @@ class Objective:
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
         """Return extra inputs of :meth:`loss` that depend on the whole global batch.
 
-        All ranks call this before the first forward pass of a step. An objective that needs a pass
-        of its own uses ``engine.sum_over_batches``.
+        All ranks call this before the first forward pass of a step. An objective that needs a
+        separate pass uses ``engine.sum_over_batches``.
         """
         return {}
 

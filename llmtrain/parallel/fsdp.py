@@ -134,7 +134,7 @@ def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm with weights of its own."""
+    """Return whether a module is a norm that has weights."""
     has_weights = any(True for _ in module.parameters(recurse=False))
     return "Norm" in type(module).__name__ and has_weights
 

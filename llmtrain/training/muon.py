@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         return results, dist.all_gather(shares, own_results, async_op=True)
 
     def _wide_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Update the momentum of a matrix. Return it in full, with at most as many rows as columns."""
+        """Update the momentum of a matrix and return the full one, transposed if it is tall."""
         return _wide(full_tensor(self._nesterov(p, momentum)))
 
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
