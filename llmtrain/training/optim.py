@@ -102,7 +102,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     The head predicts tokens, or is the ``score`` head of a reward model.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    excluded_ids = set()
+    excluded_ids: set[int] = set()
     for module in [*embeddings, *_heads(model)]:
         excluded_ids.update(id(p) for p in module.parameters())
 
