@@ -1,6 +1,6 @@
-"""Types that packages hand to each other, each defined once."""
+"""Types that several packages share."""
 
-from __future__ import annotations  # torch is not loaded for them
+from __future__ import annotations  # so that annotations do not import torch
 
 import contextlib
 import math
@@ -13,26 +13,31 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-IGNORED = -100  # a label that is not trained on (cross_entropy's default); in a stored row, a place without a token
+# A label that is not trained on, the default of cross_entropy. In a stored row, padding.
+IGNORED = -100
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-Facts: TypeAlias = dict[str, Any]  # a JSON object of a run's record, whose shape its reader knows
-Batch: TypeAlias = dict[str, Any]  # a micro-batch by column: tensors, and what a model has prepared
-Weights: TypeAlias = Iterable[tuple[str, "torch.Tensor"]]  # names and full tensors, one at a time
+# A JSON object, such as an entry of run.json. Its reader knows the keys.
+Facts: TypeAlias = dict[str, Any]
+# The columns of a micro-batch: tensors, and what the model's `prepare_batch` has returned.
+Batch: TypeAlias = dict[str, Any]
+# Names and full tensors, one at a time.
+Weights: TypeAlias = Iterable[tuple[str, "torch.Tensor"]]
 
-# A metric of the user's own: takes the unwrapped model and an eval batch, and returns by name a sum and
-# what it is divided by.
+# A custom metric of the user. It takes the unwrapped model and an eval micro-batch, and returns a
+# sum and its denominator by name.
 Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torch.Tensor"]]]
-# Turns a tensor of a checkpoint into those of a finished model's folder.
+# Takes the name and the value of a tensor in a checkpoint. Returns the tensors, by name, that the
+# folder of the finished model has instead.
 Published: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's share of one global batch, as micro-batches.
+    """This rank's share of a global batch, as micro-batches.
 
     Attributes:
-        columns: columns of all its rows, one micro-batch after the other. They go to the device.
+        columns: the columns of all rows, one micro-batch after the other. They go to the device.
         micro_batch: rows of a micro-batch.
         rows: int64 [rows], the number of each row in the data set; -1 if the row is padding.
         targets: int64 [rows], the number of target tokens of each row.
@@ -65,23 +70,28 @@ class LocalBatch:
 
     @property
     def positions(self) -> int:
-        """Positions that the model computes, with or without a loss."""
+        """Number of positions that the model computes, with or without a loss."""
         return self.columns["labels"][:, 1:].numel()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LocalBatch:
-        """Return the batch with its columns on a device; Accelerate calls this."""
-        return self._moved(lambda column: column.to(device, non_blocking=non_blocking))
+        """Return the batch on a device; Accelerate calls this."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LocalBatch:
-        """Return the batch in pinned memory, from which a GPU copies by itself; torch calls this."""
-        return self._moved(lambda column: column.pin_memory())
+        """Return the batch in pinned memory, for asynchronous copies; torch calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
 
-    def _moved(self, move: Callable[[Any], Any]) -> LocalBatch:
-        columns = {name: move(column) for name, column in self.columns.items()}
-        prepared = tuple(
-            {name: move(value) for name, value in batch.items()} for batch in self.prepared
+    def _map(self, move: Callable[[Any], Any]) -> LocalBatch:
+        """Return the batch with ``move`` applied to all columns and prepared values."""
+
+        def move_all(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: move(value) for name, value in values.items()}
+
+        return replace(
+            self,
+            columns=move_all(self.columns),
+            prepared=tuple(move_all(batch) for batch in self.prepared),
         )
-        return replace(self, columns=columns, prepared=prepared)
 
 
 def count_targets(labels: torch.Tensor) -> torch.Tensor:
@@ -90,17 +100,17 @@ def count_targets(labels: torch.Tensor) -> torch.Tensor:
 
 
 class LossSums(NamedTuple):
-    """What one or several micro-batches add to the loss and the metrics of a step."""
+    """Sums of the loss and of further metrics, over one or several micro-batches."""
 
     loss: torch.Tensor  # a sum, not a mean; scalar
     metrics: dict[str, torch.Tensor]  # sums of further metrics; scalars without a gradient
 
 
 class StepTotals(NamedTuple):
-    """What is counted over the global batch before its gradient is computed; int64 scalars."""
+    """Counts over the global batch, before its gradient is computed; int64 scalars."""
 
     target_tokens: torch.Tensor
-    denominator: torch.Tensor  # what the summed loss is divided by
+    denominator: torch.Tensor  # divides the summed loss
     stop_votes: torch.Tensor  # how many ranks were asked to stop
 
 
@@ -110,28 +120,30 @@ class StepResult(NamedTuple):
     sums: LossSums  # this rank's sums over its micro-batches
     extra: Batch  # what the objective's `prepass` returned
     target_tokens: int  # of the global batch
-    denominator: int  # what the summed loss of the global batch is divided by
+    denominator: int  # divides the summed loss of the global batch
     grad_norm: float  # of the global batch's mean loss, before clipping
     should_stop: bool  # whether any rank was asked to stop
 
 
 class Objective:
-    """What a run minimises. By default, the mean negative log-likelihood per target token.
+    """The loss that a run minimises; by default the mean negative log-likelihood per target token.
 
-    The loss of a step is the sum over the whole global batch, divided by one denominator. So every
+    The loss of a step is a sum over the whole global batch, divided by one denominator. So every
     method works on sums, which add up over micro-batches and ranks.
     """
 
-    reference_size: int = 0  # numbers that `reference` returns for each row; 0: there is none
-    # What `reference` depends on besides the initial weights and the rows: the hash of a teacher's
-    # weights, say. What is kept on disk for one is not used for another.
+    # Numbers that `reference` returns for each row; 0 if the objective has no reference.
+    reference_size: int = 0
+    # What `reference` depends on besides the initial weights and the rows, such as a hash of a
+    # teacher's weights. References in the cache are only used for the same source.
     reference_source: str = ""
-    uses_prepass_in_eval: bool = False  # whether the eval loss needs `prepass`, too
+    # Whether the eval loss needs `prepass`, too.
+    uses_prepass_in_eval: bool = False
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         """Return the summed loss of a micro-batch, and the sums of further metrics.
 
-        This runs inside ``model.forward``, where weights are gathered and autocast is on.
+        This runs inside ``model.forward``, with weights gathered and autocast on.
 
         Args:
             model: the unwrapped model.
@@ -141,24 +153,25 @@ class Objective:
         return LossSums(model.nll(**batch), metrics={})
 
     def denominator(self, batch: Batch) -> torch.Tensor:
-        """Return what a micro-batch adds to the denominator, an int64 scalar.
+        """Return the micro-batch's part of the denominator, an int64 scalar.
 
-        By default that is the number of its target tokens, after the shift.
+        By default this is the number of its target tokens, after the shift.
         """
         return count_targets(batch["labels"])
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
         """Return extra inputs of :meth:`loss` that depend on the whole global batch.
 
-        All ranks call this before the first forward pass of a step. See ``engine.sum_over_batches``.
+        All ranks call this before the first forward pass of a step. An objective that needs a
+        separate pass uses ``engine.sum_over_batches``.
         """
         return {}
 
     def reference(self, model: Any, batch: Batch) -> torch.Tensor:
-        """Return what is kept of a reference model or a teacher, float [B, ``reference_size``].
+        """Return numbers of a reference model or a teacher, float [B, ``reference_size``].
 
-        It is computed once, before training, and becomes the column ``reference`` of the rows. This
-        runs inside ``model.forward``.
+        They are computed once, before training, and become the column ``reference`` of the rows.
+        This runs inside ``model.forward``.
         """
         raise NotImplementedError
 
@@ -181,56 +194,64 @@ class Objective:
         }
 
     def check(self, model: Any) -> None:
-        """Check that the objective suits a model whose weights are in place; all ranks call this.
+        """Check that the objective works with a model that has its weights; all ranks call this.
 
         Raises:
             UserError: it does not.
         """
 
     def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return the kind and the text of an event that the metrics of a log entry call for."""
+        """Return the kind and the text of an event to record, given the metrics of a log entry."""
         return None
 
 
 class ModelWriter(Protocol):
-    """How a model becomes a folder, and is restored from one."""
+    """Writes the files of a model folder, and names the tensors of checkpoints."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The description of the model in a run's identity."""
+        """The description of the model in the fingerprint of a run."""
 
     @property
     def weights(self) -> str:
-        """The name of the file that holds the weights, where it is one."""
+        """The name of the file with the weights, if they are in a single file."""
 
     @property
     def divisible(self) -> bool:
-        """True where the weights may be split over several files."""
+        """Whether the weights may be split over several files."""
 
     def write(self, folder: Path, parameters: int) -> None:
-        """Write all of a model folder but its weights, of which there are ``parameters``."""
+        """Write all files of a model folder except the weights.
+
+        Args:
+            folder: the folder.
+            parameters: the number of weights.
+        """
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint keeps of a model: the tensors themselves, which are filled when it is loaded."""
+        """Return the tensors of a checkpoint by name.
+
+        They are the model's own tensors, not copies. Loading a checkpoint fills them.
+        """
 
     def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return what the finished model's folder holds."""
+        """Return the tensors in the folder of the finished model, by name."""
 
     def publishing(self, model: nn.Module) -> Published:
-        """Return what turns one of a checkpoint's tensors into those of the finished model's folder."""
+        """Return the function that converts a checkpoint's tensors to those of a finished model."""
 
 
 @dataclass
 class ModelBundle:
-    """A model that a recipe has built, with everything that belongs to it.
+    """A model that a recipe has built, with its weights, files and objective.
 
     Attributes:
         model: the model. Its parameters may be on the meta device until it is placed.
-        files: how the model becomes a folder.
+        files: writes the model to a folder.
         weights: the initial weights of parameters on the meta device.
         start: where the weights came from, for the fingerprint of a run.
-        check: called when the weights are in place; raises UserError.
-        objective: what is minimised.
+        check: called when the model has its weights. It raises UserError if it rejects them.
+        objective: the loss that is minimised.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
     """
@@ -257,8 +278,8 @@ class StepInfo(NamedTuple):
     """How far the loop is after a step, and which periodic actions are due."""
 
     step: int  # steps made so far
-    is_last: bool  # all steps of the run are made
-    should_stop: bool  # the run stops here
+    is_last: bool  # whether all steps of the run are made
+    should_stop: bool  # whether the run stops after this step
 
     def is_due(self, every: int) -> bool:
         """Return whether an action that happens every ``every`` steps is due.
@@ -284,7 +305,7 @@ class Callback:
         """Called before the first step of this start."""
 
     def on_step_begin(self, batch: LocalBatch) -> None:
-        """Called when the batch of a step is there, before anything is computed."""
+        """Called when the batch of a step has been read, before anything is computed."""
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         """Called when a step was made, or skipped."""

@@ -1,9 +1,12 @@
 """Gradients whose bits do not depend on how many processes computed them.
 
-Float addition does not associate, so an all-reduce over two processes and one over four differ in the last bits. Here
-the gradients of the slots (micro-batches) of the global batch are added in one fixed binary tree: inside a process by
-recursion, between processes by recursive doubling. With slots and processes a power of two, every process holds whole
-subtrees, and a + b = b + a bit for bit, so all layouts add the same pairs in the same order.
+Floating-point addition is not associative, so all-reduces over two and four processes differ in
+the last bits. Here the gradients of the micro-batches of a global batch are added in a fixed binary
+tree: within a process by recursion, and between processes by recursive doubling.
+
+The numbers of micro-batches and processes are powers of two, so the micro-batches of a process are
+a complete subtree. As a + b and b + a have the same bits, all layouts add the same pairs in the
+same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,21 +23,27 @@ from llmtrain.types import Batch, LossSums
 
 
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
-    """Return the sum of the next ``count`` terms, a power of two, added pairwise as they come; they are overwritten.
+    """Return the sum of the next ``count`` terms, added in a binary tree.
 
-    At most one subtree of each height is held, which waits for its other half.
+    Terms are added as soon as they come. At most one subtree of each height is held at a time,
+    which waits for its sibling.
+
+    Args:
+        terms: tensors of one shape. They are overwritten.
+        count: how many of them to add, a power of two.
     """
     assert count.bit_count() == 1, "the number of terms is no power of two"
     if count == 1:
         return next(terms)
-    half = tree_sum(terms, count // 2)
-    return half.add_(tree_sum(terms, count // 2))
+    left = tree_sum(terms, count // 2)
+    right = tree_sum(terms, count // 2)
+    return left.add_(right)
 
 
 def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Return the sum over all ranks, with the same bits on each of them.
 
-    Subtrees of neighbouring ranks are added first, then their sums, and so on.
+    Sums of neighbouring ranks are added first, then the sums of neighbouring pairs, and so on.
 
     Args:
         local_sum: the sum of this rank. It is overwritten.
@@ -51,7 +60,8 @@ def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) 
 class BitwiseEngine(ReplicatedEngine):
     """Data parallelism whose gradients and losses have the same bits on 1, 2, 4, ... ranks."""
 
-    may_choose_by_timing = False  # they differ between layouts, and must not decide about bits
+    # Timings differ between layouts, so a choice by them would change the bits.
+    may_choose_by_timing = False
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, **settings: Any) -> None:
         super().__init__(accelerator, model, **settings)
@@ -63,8 +73,8 @@ class BitwiseEngine(ReplicatedEngine):
         """Leave the gradient of the mean loss of the global batch in ``.grad``.
 
         Returns:
-            The sums of the whole global batch on rank 0, and zeros on the others. Further metrics
-            are this rank's own sums.
+            The loss of the whole global batch on rank 0, and zero on all others. Further metrics
+            are this rank's sums.
         """
         metric_sums: dict[str, torch.Tensor] = {}
         gradients = (self._gradient_of(batch, denominator, extra, metric_sums) for batch in batches)
@@ -72,9 +82,9 @@ class BitwiseEngine(ReplicatedEngine):
 
         self.set_phase("exchange")
         total = all_reduce_by_doubling(local_sum, self.rank, self.world_size)
-        *gradients_of_parameters, loss_sum = total.split_with_sizes(
-            [*(p.numel() for p in self.parameters), 1]
-        )
+
+        sizes = [parameter.numel() for parameter in self.parameters]
+        *gradients_of_parameters, loss_sum = total.split_with_sizes([*sizes, 1])
         for parameter, gradient in zip(self.parameters, gradients_of_parameters, strict=True):
             parameter.grad = gradient.view_as(parameter)
         loss = loss_sum[0] if self.is_main else torch.zeros_like(loss_sum[0])
@@ -87,19 +97,21 @@ class BitwiseEngine(ReplicatedEngine):
         extra: Batch | None,
         metric_sums: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the gradient of a micro-batch as one vector, with its summed loss at the end.
+        """Compute the gradient of a micro-batch, and add its further metrics to ``metric_sums``.
 
-        Its sums of further metrics are added to ``metric_sums``.
+        Returns:
+            All gradients as one vector, with the summed loss at the end.
         """
         with self.no_sync():
             sums = self.loss(batch, extra)
             self.accelerator.backward(sums.loss / denominator.clamp(min=1))
         add_metrics(metric_sums, sums.metrics)
 
-        flat = [
-            p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel())
-            for p in self.parameters
-        ]
+        flat = []
         for parameter in self.parameters:
+            if parameter.grad is None:
+                flat.append(parameter.new_zeros(parameter.numel()))
+            else:
+                flat.append(parameter.grad.flatten())
             parameter.grad = None
         return torch.cat([*flat, sums.loss.detach().to(flat[0].dtype)[None]])

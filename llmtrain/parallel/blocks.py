@@ -1,4 +1,4 @@
-"""The parts that models of all families have: repeated blocks, an embedding and a head."""
+"""The repeated blocks of a model, and its embedding and head."""
 
 from typing import Protocol, runtime_checkable
 
@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 @runtime_checkable
 class HasEmbeddings(Protocol):
-    """A model that returns its embedding and its head, as models of transformers do."""
+    """A model with the methods of transformers that return its embedding and its head."""
 
     def get_input_embeddings(self) -> nn.Module: ...
 
@@ -18,9 +18,9 @@ class HasEmbeddings(Protocol):
 def block_classes(model: nn.Module) -> set[str]:
     """Return the class names of a model's repeated blocks.
 
-    A model of transformers lists them in ``_no_split_modules``. For any other model, the blocks
-    are the elements of its longest ``nn.ModuleList`` that is not inside of another one. The
-    result is empty if the model has no such list.
+    A model of transformers lists them in ``_no_split_modules``. In any other model, the blocks
+    are the elements of its longest ``nn.ModuleList`` that is not inside another one. The result is
+    empty if the model has no such list.
     """
     declared = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
     present = {type(module).__name__ for module in model.modules()}
@@ -39,7 +39,7 @@ def block_classes(model: nn.Module) -> set[str]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's repeated blocks, outer blocks before those that they contain."""
+    """Return a model's repeated blocks, outer blocks before the blocks that they contain."""
     names = block_classes(model)
     return [module for module in model.modules() if type(module).__name__ in names]
 

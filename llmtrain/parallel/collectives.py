@@ -1,7 +1,10 @@
-"""Collectives over unequal shards, and those that have a gradient (Shoeybi et al. 2019, arXiv:1909.08053)."""
+"""Collectives over shards of unequal sizes, and collectives with a gradient.
+
+For the latter see Shoeybi et al. 2019, arXiv:1909.08053.
+"""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -9,25 +12,27 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 from torch.distributed.device_mesh import DeviceMesh
 
-BucketMean: TypeAlias = torch.futures.Future[
-    torch.Tensor
-]  # of a bucket's gradients, over the ranks
+# The mean of a bucket of gradients over the ranks.
+BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]
 # Begins to average a bucket over the ranks.
 BucketAverage: TypeAlias = Callable[[GradBucket], BucketMean]
-# Called with a full bucket, the function that averages it, and the bytes that are summed over the ranks.
-# It returns the average.
+# Takes a full bucket, the function that averages it, and the bytes that are summed over the ranks.
+# Returns the mean.
 BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketMean]
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def range_of(size: int, ranks: int, rank: int) -> range:
-    """Return which of ``size`` rows a rank has: as many as the others, and the last ranks what is left."""
-    each = -(-size // ranks)
-    return range(min(rank * each, size), min((rank + 1) * each, size))
+    """Return which of ``size`` rows a rank holds.
+
+    All ranks hold the same number of rows, except the last ranks if the rows do not divide evenly.
+    """
+    share = -(-size // ranks)
+    return range(min(rank * share, size), min((rank + 1) * share, size))
 
 
 def shard_range(size: int, mesh: DeviceMesh) -> range:
-    """Return which of ``size`` rows this rank of a mesh of one dimension has."""
+    """Return which of ``size`` rows this rank of a one-dimensional mesh holds."""
     return range_of(size, mesh.size(), mesh.get_local_rank())
 
 
@@ -43,68 +48,91 @@ def all_reduce(
 def all_gather(
     shard: torch.Tensor, group: dist.ProcessGroup, size: int, dimension: int
 ) -> torch.Tensor:
-    """Gather a dimension of ``size`` from the shards of all ranks of a group, each as long as :func:`range_of` says."""
-    ranks, after = dist.get_world_size(group), shard.ndim - 1 - dimension
-    padding = [0, 0] * after + [0, len(range_of(size, ranks, 0)) - shard.shape[dimension]]
+    """Gather a tensor from its shards on all ranks of a group.
+
+    Args:
+        shard: this rank's shard, as long as :func:`range_of` says.
+        group: the ranks.
+        size: the size of the full tensor along ``dimension``.
+        dimension: the dimension that is sharded.
+    """
+    # All ranks must send tensors of the same shape, so shorter shards are padded at the end.
+    ranks = dist.get_world_size(group)
+    longest = len(range_of(size, ranks, 0))
+    later_dimensions = shard.ndim - 1 - dimension
+    padding = [0, 0] * later_dimensions + [0, longest - shard.shape[dimension]]
     padded = F.pad(shard, padding).contiguous()
-    everyone = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(everyone, padded, group)
-    return torch.cat(everyone, dimension).narrow(dimension, 0, size)
+
+    shards = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(shards, padded, group)
+    return torch.cat(shards, dimension).narrow(dimension, 0, size)
 
 
-def swap_with(peer: int, mine: torch.Tensor) -> torch.Tensor:
-    """Send a tensor to another rank, which sends one of its own; return that."""
-    theirs = torch.empty_like(mine)
-    transfer([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)])
-    return theirs
+def swap_with(peer: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Send a tensor to another rank, and return the tensor that it sends in exchange."""
+    received = torch.empty_like(tensor)
+    transfer([dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)])
+    return received
 
 
 def transfer(operations: list[dist.P2POp]) -> None:
-    """Send and receive, all at once, and wait for the end."""
-    for request in dist.batch_isend_irecv(operations) if operations else ():
+    """Send and receive, all at once, and wait until everything has arrived."""
+    if not operations:
+        return
+    for request in dist.batch_isend_irecv(operations):
         request.wait()
 
 
+# --- collectives with a gradient
+
+
 def copy_to(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Copy ``x``, which all ranks have, to where each computes something else: the gradient is summed over them."""
+    """Return ``x``, which is the same on all ranks; the gradient is summed over them.
+
+    Use it before a computation that differs between the ranks.
+    """
     return _Collective.call(x, lambda x: x.view_as(x), lambda grad: all_reduce(grad, mesh))
 
 
 def reduce_from(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Sum ``x`` over the ranks, all of which go on with the sum: the gradient is copied."""
+    """Sum ``x`` over the ranks; the gradient is passed on as it is."""
     return _Collective.call(x, lambda x: all_reduce(x, mesh), lambda grad: grad)
 
 
 def scatter_to(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Scatter the last dimension of ``x``, which all ranks have: the gradient is gathered."""
+    """Keep this rank's shard of the last dimension of ``x``; the gradient is gathered.
+
+    Before, ``x`` is the same on all ranks.
+    """
     size = x.shape[-1]
-    return _Collective.call(
-        x, lambda x: _scattered(x, mesh), lambda grad: _gathered(grad, mesh, size)
-    )
+    return _Collective.call(x, lambda x: _shard(x, mesh), lambda grad: _gather(grad, mesh, size))
 
 
 def gather_from(x: torch.Tensor, mesh: DeviceMesh, size: int) -> torch.Tensor:
-    """Gather a last dimension of ``size`` from its shards: the gradient is scattered."""
-    return _Collective.call(
-        x, lambda x: _gathered(x, mesh, size), lambda grad: _scattered(grad, mesh)
-    )
+    """Gather the last dimension, of ``size``, from its shards; the gradient is sharded."""
+    return _Collective.call(x, lambda x: _gather(x, mesh, size), lambda grad: _shard(grad, mesh))
 
 
-def _scattered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    mine = shard_range(x.shape[-1], mesh)
-    return x[..., mine.start : mine.stop].contiguous()
+def _shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    columns = shard_range(x.shape[-1], mesh)
+    return x[..., columns.start : columns.stop].contiguous()
 
 
-def _gathered(x: torch.Tensor, mesh: DeviceMesh, size: int) -> torch.Tensor:
+def _gather(x: torch.Tensor, mesh: DeviceMesh, size: int) -> torch.Tensor:
     return all_gather(x, mesh.get_group(), size, x.ndim - 1)
 
 
 class _Collective(torch.autograd.Function):
-    """An operation with another for its gradient."""
+    """Two operations, of which the second computes the gradient of the first."""
 
     @staticmethod
     def call(x: torch.Tensor, forwards: _Operation, backwards: _Operation) -> torch.Tensor:
-        return cast(torch.Tensor, _Collective.apply(x, forwards, backwards))  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Collective.apply(  # type: ignore[no-untyped-call]
+            x,
+            forwards,
+            backwards,
+        )
+        return result
 
     @staticmethod
     def forward(x: torch.Tensor, forwards: _Operation, backwards: _Operation) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Flags of how processes share the work."""
+"""The flags of the parallel methods."""
 
 import math
 from dataclasses import dataclass
@@ -10,37 +10,41 @@ from llmtrain.errors import UserError
 
 @dataclass
 class ParallelConfig(Config):
-    """How processes exchange gradients, and how long they wait for each other. Each field is a flag."""
+    """How processes exchange gradients, and how long they wait. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "processes"
     acts: ClassVar[str] = "layout"
 
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(
-        "none", "add up gradients in 16 bits, which sends half the bytes", acts="gradient"
+        "none",
+        "sum gradients over the processes in bf16 or fp16, which halves the bytes to send but is "
+        "less exact; none: in full precision",
+        acts="gradient",
     )
     sync_each_batch: bool = flag(
         False,
-        "reduce gradients after every micro-batch: a sharded model holds less",
+        "reduce gradients over the processes after every micro-batch instead of once per step; a "
+        "sharded model then needs less memory",
         acts="gradient",
         hidden=True,
     )
-    ddp_bucket_cap_mb: float = flag(25.0, "MiB of gradients that DDP sends at once", hidden=True)
+    ddp_bucket_cap_mb: float = flag(25.0, "size of DDP's gradient buckets in MiB", hidden=True)
     ddp_timeout: int = flag(
-        1800, "seconds that processes wait for one that is missing", hidden=True
+        1800, "seconds that a process waits for the others before the run fails", hidden=True
     )
 
-    pipeline_stages: ClassVar[int] = 1
+    pipeline_stages: ClassVar[int] = 1  # a flag of PipelineConfig
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_timeout", "pipeline_stages")
         size = self.ddp_bucket_cap_mb
         if size <= 0 or not math.isfinite(size):
-            raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: give a size above 0.")
+            raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")
 
     @property
     def bucket_mib(self) -> float | None:
-        """The size of a bucket of gradients in MiB; ``None`` for DDP's own sizes."""
-        # Unless it gets a size, DDP makes the first bucket smaller than the others.
+        """The size of DDP's gradient buckets in MiB, or ``None`` if DDP should choose."""
+        # If DDP chooses, the first bucket is smaller than the others.
         size = self.ddp_bucket_cap_mb
         if self.given("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
             return size
@@ -56,8 +60,10 @@ class ParallelConfig(Config):
 
 @dataclass
 class PipelineConfig(ParallelConfig):
-    """How processes share the work on a model that can be split into stages. Each field is a flag."""
+    """The flags for models that can be split into pipeline stages. Each field is a flag."""
 
     pipeline_stages: int = flag(  # type: ignore[misc]
-        1, "stages into which the model's layers are split, each on a process of its own"
+        1,
+        "number of pipeline stages into which the model's layers are split, each in a separate "
+        "process",
     )

@@ -1,4 +1,4 @@
-"""Tensors that one rank can gather, wherever they are held."""
+"""Tensors that may be on other ranks, and can be gathered on one rank."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,14 +10,18 @@ from llmtrain.parallel.shards import gather_to
 
 
 class DistributedTensors(NamedTuple):
-    """Tensors of a model by name, which may be sharded, and divided among pipeline stages.
+    """Tensors of a model by name, which may be sharded and divided among pipeline stages.
 
-    If a tensor is gathered from another stage, it is on the meta device here. Consecutive ranks are
-    the stages of one pipeline.
+    Consecutive ranks are the stages of a pipeline.
+
+    Attributes:
+        tensors: the tensors of this rank. Those that other stages hold are on the meta device.
+        holders: the stage from which each tensor is gathered, if there are several stages.
+        stages: the number of pipeline stages.
     """
 
     tensors: dict[str, torch.Tensor]
-    holders: Mapping[str, int] = {}  # the stage that each is gathered from, if there are several
+    holders: Mapping[str, int] = {}
     stages: int = 1
 
     def gather_to(self, name: str, rank: int) -> torch.Tensor | None:
@@ -30,14 +34,14 @@ class DistributedTensors(NamedTuple):
         if self.stages == 1:
             return gather_to(tensor.detach(), rank)
 
-        # Gather on the stage that holds the tensor, in the pipeline that `rank` belongs to.
+        # Gather on the stage that holds the tensor, within the pipeline of `rank`.
         first_rank = rank - rank % self.stages
         holder = first_rank + self.holders[name]
         full = None if tensor.is_meta else gather_to(tensor.detach(), holder)
         if holder == rank:
             return full
 
-        # Send it from there.
+        # Send it from there to `rank`.
         this_rank = dist.get_rank()
         if this_rank == holder:
             assert full is not None

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel, in torch's second version (FSDP2).
+"""Fully sharded data parallelism, with FSDP2 of torch.
 
 Every rank holds a shard of each weight, of its gradient and of its optimizer state. It gathers
 the full weights of a block only while it computes that block.
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether ranks share a model, instead of each holding a full copy."""
+    """Return whether the ranks share a model, instead of each holding a full copy."""
     return bool(accelerator.is_fsdp2)
 
 
 def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Shard a model, in place, over the data-parallel ranks, as the accelerate config asks.
+    """Shard a model over the data-parallel ranks, in place, as the accelerate config asks.
 
-    Parameters stay on the meta device if they are there. See :mod:`llmtrain.parallel.placement`.
+    Parameters on the meta device stay there. See :mod:`llmtrain.parallel.placement`.
 
     Args:
-        accelerator: The Accelerator of this run.
-        model: A model with repeated blocks.
-        ignored: Parameters that are not sharded, because only other pipeline stages hold them.
+        accelerator: the Accelerator of this run.
+        model: a model with repeated blocks.
+        ignored: parameters that are not sharded, because only other pipeline stages hold them.
 
     Raises:
-        UserError: if the model has no blocks.
+        UserError: the model has no blocks.
     """
     sharding = sharding_of(accelerator)
     plugin = accelerator.state.fsdp_plugin
@@ -65,8 +65,8 @@ def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]
         autocast = torch.autocast(accelerator.device.type, torch.bfloat16)
         model.forward = autocast(model.forward)
 
-    # A rank may route no token to an expert. Unless asked, torch 2.13 does not reduce the
-    # gradients of its weights.
+    # If a rank routes no token to an expert, the expert's weights get no gradient there. By default
+    # torch 2.13 then does not reduce the gradient over the ranks.
     reduce_unused: Callable[[bool], None] | None = getattr(
         model, "set_reduce_scatter_unused_params", None
     )
@@ -78,9 +78,9 @@ class Unit(NamedTuple):
     """Modules whose weights are gathered and freed together.
 
     Attributes:
-        modules: The modules.
-        is_autocast: Whether autocast casts their weights, which are then gathered in its precision.
-        starts_backward: Whether the backward pass starts with this unit, which is then not freed
+        modules: the modules.
+        is_autocast: whether autocast casts their weights, which are then gathered in its precision.
+        starts_backward: whether the backward pass starts with this unit. If so, it is not freed
             after the forward pass.
     """
 
@@ -94,24 +94,24 @@ class Unit(NamedTuple):
 
 
 def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
-    """Yield the units of a model: what is gathered and freed together.
+    """Yield the units of a model.
 
-    Each block is a unit. The embedding is a unit, and so is the head. If the two share weights,
-    they are one unit, because each weight belongs to exactly one. The rest of the model, such as
-    its last norm, is in no unit.
+    Each block is a unit, and so are the embedding and the head. If the embedding and the head share
+    weights, they are a single unit, because each weight belongs to exactly one unit. The rest of
+    the model, such as its last norm, is in no unit.
 
     Args:
-        model: A model with repeated blocks.
-        separate_norms: Whether the norms of each block are a unit of their own, because they
-            compute in another precision than the rest of the block.
+        model: a model with repeated blocks.
+        separate_norms: whether the norms of each block are a separate unit, because they compute in
+            another precision than the rest of the block.
 
     Raises:
-        UserError: if the model has no blocks.
+        UserError: the model has no blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
         raise UserError(
-            f"{type(model).__name__} has no repeated blocks that could be sharded; use DDP."
+            f"{type(model).__name__} has no repeated blocks to shard. Use a DDP config."
         )
 
     for block in reversed(blocks):  # inner blocks before those that contain them
@@ -134,13 +134,13 @@ def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm with weights of its own."""
+    """Return whether a module is a norm that has weights."""
     has_weights = any(True for _ in module.parameters(recurse=False))
     return "Norm" in type(module).__name__ and has_weights
 
 
 def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
-    """Return torch's records of the units of a sharded model.
+    """Return torch's internal objects for the units of a sharded model.
 
     They tell, for example, whether a backward pass reduces the gradients of a unit.
     """

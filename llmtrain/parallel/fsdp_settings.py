@@ -1,4 +1,4 @@
-"""How Accelerate is set up to shard models with FSDP2."""
+"""Settings with which Accelerate shards models with FSDP2."""
 
 import torch
 from accelerate import PartialState
@@ -37,8 +37,8 @@ def sharding_settings(sharding: Sharding, on_cpu: bool, precision: str) -> dict[
         cpu_offload=offload,
     )
 
-    # Tensor parallelism is not declared here. Accelerate 1.15 would ask for classes that
-    # transformers no longer has. Instead, Sharding.set_mesh() hands Accelerate a mesh.
+    # Tensor parallelism is not declared here, because Accelerate 1.15 would then import classes
+    # that transformers no longer has. Sharding.set_mesh() gives Accelerate a mesh instead.
     replicas = sharding.replicas if sharding.model_parallel_size == 1 else 1
     sizes = ParallelismConfig(
         dp_replicate_size=replicas,

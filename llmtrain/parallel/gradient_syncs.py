@@ -11,20 +11,20 @@ from llmtrain.parallel.fsdp import parameter_groups
 
 
 class GradientSyncs:
-    """Counts the backward passes whose gradients are reduced, while :meth:`counting` runs.
+    """Counts the backward passes whose gradients are reduced, while :meth:`counting` is open.
 
-    There should be one in a step, however many micro-batches it has. Losses and weights agree even
-    if every micro-batch is reduced; only the time does not.
+    A step should have one, however many micro-batches it has. If every micro-batch were reduced,
+    losses and weights would still be right, but the step would take longer.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.count = 0
-        self.sharded = parameter_groups(model)
+        self.fsdp_groups = parameter_groups(model)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count while the block runs, by a hook on the model."""
+        """Count while the block runs, with a hook on the model."""
         hook = self.model.register_forward_pre_hook(self._before_forward)
         try:
             yield
@@ -34,10 +34,11 @@ class GradientSyncs:
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
         if not torch.is_grad_enabled():
             return
-        ddp_reduces = (
-            isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-        )
-        if ddp_reduces or any(group.reduce_grads for group in self.sharded):
+        ddp_reduces = False
+        if isinstance(model, DistributedDataParallel):
+            ddp_reduces = model.require_backward_grad_sync
+        fsdp_reduces = any(group.reduce_grads for group in self.fsdp_groups)
+        if ddp_reduces or fsdp_reduces:
             self.count += 1
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Give a new model memory and weights on the ranks that train it."""
+"""Place a new model on the devices that train it, and load its initial weights."""
 
 import functools
 from collections.abc import Iterable
@@ -24,32 +24,33 @@ _MIB = 2**20
 
 
 def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
-    """Bring a new model to where it is trained: sharded, or in full on this rank's device.
+    """Move a new model to this rank's device, or shard it if the accelerate config asks for it.
 
-    Parameters on the meta device become real and get their first weights.
+    Parameters on the meta device become real and get their initial weights.
 
     Args:
-        accelerator: The Accelerator of this run.
-        bundle: The model with its weights. It is changed in place.
+        accelerator: the Accelerator of this run.
+        bundle: the model with its weights. It is changed in place.
 
     Returns:
         The same ``bundle``.
 
     Raises:
-        UserError: if there is not enough memory, or if the model cannot be sharded.
+        UserError: there is not enough memory, or the model cannot be sharded.
     """
     model = bundle.model
     class_name = type(model).__name__  # before FSDP renames it
     # Quantized weights are stored as integers.
     is_quantized = not all(p.is_floating_point() for p in model.parameters())
+
     if is_sharded(accelerator) and bundle.weights is None:
         if is_quantized:
-            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+            raise UserError("--load_in_4bit weights cannot be sharded. Use a DDP config.")
         raise UserError(
             f"{class_name} has no stream of weights, which sharding needs. Build the model on the "
-            "meta device and pass its first weights to ModelBundle, or use a DDP config."
+            "meta device and pass its initial weights to ModelBundle, or use a DDP config."
         )
-    check_room(accelerator, model)
+    check_memory(accelerator, model)
     _say_size(model, class_name)
 
     if is_sharded(accelerator):
@@ -65,20 +66,20 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
 
 
 def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
-    """Shard a model, in place, over the ranks, and fill it with its first weights.
+    """Shard a model over the ranks, in place, and load its initial weights.
 
     Parameters on the meta device become real if this rank holds a part of them. Tied parameters
     stay tied.
 
     Args:
-        accelerator: The Accelerator of this run.
-        model: The model, real or on the meta device.
-        weights: Pairs of a name and a full tensor, for the parameters on the meta device. Only
-            one full tensor is held at a time.
+        accelerator: the Accelerator of this run.
+        model: the model, real or on the meta device.
+        weights: names and full tensors, for the parameters on the meta device. Only one full tensor
+            is in memory at a time.
 
     Raises:
-        UserError: if the model lacks what the layout needs: blocks, a plan for tensor parallelism,
-            or a way to split it into stages.
+        UserError: the model does not support the parallel layout, because it has no blocks, no plan
+            for tensor parallelism, or no way to be split into stages.
     """
     sharding = sharding_of(accelerator)
     if sharding.tensor > 1:
@@ -92,13 +93,13 @@ def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) 
 def _load_shards(
     accelerator: Accelerator, model: nn.Module, weights: Weights, remote: set[nn.Parameter]
 ) -> None:
-    """Give a sharded model memory on this rank, and fill its shards.
+    """Allocate this rank's shards of a model, and load their weights.
 
     Args:
-        accelerator: The Accelerator of this run.
-        model: The sharded model.
-        weights: Pairs of a name and a full tensor.
-        remote: Parameters that only other pipeline stages hold. They stay on the meta device.
+        accelerator: the Accelerator of this run.
+        model: the sharded model.
+        weights: names and full tensors.
+        remote: parameters that only other pipeline stages hold. They stay on the meta device.
     """
     offload = accelerator.state.fsdp_plugin.cpu_offload
     is_offloaded = isinstance(offload, CPUOffloadPolicy)
@@ -112,14 +113,17 @@ def _load_shards(
     _make_real(empty.values(), device)
 
     # FSDP2 overrides `_apply` to notice that its parameters have new memory.
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    model._apply(move)  # type: ignore[no-untyped-call]
 
     # Buffers are not offloaded.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
 
-    # The weights of a staged model include those of other stages. fill() skips these.
+    # The weights of a staged model include those of other stages, which fill() skips.
     targets = dict(model.named_parameters()) if remote else empty
     fill(targets, weights)
     _give_addresses(model)
@@ -128,7 +132,8 @@ def _load_shards(
 def _give_addresses(model: nn.Module) -> None:
     """Give the empty shards of a model distinct addresses.
 
-    Accelerate finds the parameters of an optimizer by ``data_ptr()``, which is 0 for all of them.
+    Accelerate identifies the parameters of an optimizer by ``data_ptr()``, which is 0 for all empty
+    shards.
     """
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or parameter.is_meta:
@@ -139,7 +144,7 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Give parameters on the meta device uninitialized memory, in place.
+    """Allocate memory for parameters on the meta device, in place and uninitialised.
 
     Each parameter stays the same object, so that tied modules still share it.
     """
@@ -148,14 +153,14 @@ def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
-def check_room(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that the GPU has enough memory for the least that a run needs.
+def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
+    """Check that the GPU has the least memory that a run needs.
 
-    This is the memory for weights, gradients and optimizer state. AdamW keeps two numbers for
-    each weight and Muon keeps one, so one is counted. The check allocates nothing.
+    This is the memory for weights, gradients and optimizer state. AdamW keeps two numbers for each
+    weight and Muon keeps one, so one is counted. The check allocates nothing.
 
     Raises:
-        UserError: if the GPU has less memory.
+        UserError: the GPU has less memory.
     """
     sharding = sharding_of(accelerator)
     if accelerator.device.type != "cuda" or sharding.cpu_offload:
@@ -168,10 +173,11 @@ def check_room(accelerator: Accelerator, model: nn.Module) -> None:
     available = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
     if needed > available:
         raise UserError(
-            f"this run needs {needed / _GIB:.1f} GiB a process and more: {weights / _GIB:.1f} for "
-            f"weights, {gradients / _GIB:.1f} for gradients, as much at least for the optimizer, "
-            f"and activations; this GPU has {available / _GIB:.1f}. Share them among more "
-            f"processes ({shipped_config('fsdp2')}): see llmtrain plan."
+            f"each process needs at least {needed / _GIB:.1f} GiB, but this GPU has "
+            f"{available / _GIB:.1f}: {weights / _GIB:.1f} GiB for weights, {gradients / _GIB:.1f} "
+            f"for gradients, at least {gradients / _GIB:.1f} for the optimizer, and more for "
+            f"activations. Shard the model over more processes ({shipped_config('fsdp2')}); "
+            "llmtrain plan shows how many."
         )
 
 
@@ -193,7 +199,7 @@ def _say_size(model: nn.Module, class_name: str) -> None:
     for parameter in model.parameters():
         is_quantized = not parameter.is_floating_point()
         count = parameter.numel()
-        if is_quantized:  # bitsandbytes keeps two 4-bit numbers in a byte
+        if is_quantized:  # bitsandbytes stores two 4-bit numbers in a byte
             count *= 2
         total += count
         if parameter.requires_grad:
@@ -212,5 +218,5 @@ def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
     say(
         "sharded",
         f"{sharding.method} over {replicas}{processes} processes in {units} units; "
-        f"this one holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
+        f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
     )

@@ -23,19 +23,19 @@ class Staged(Protocol):
 
     @property
     def width(self) -> int:
-        """Size of the hidden states that one stage passes on to the next."""
+        """The size of the hidden states that a stage sends to the next one."""
 
     def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
-        """Return the stages that hold a parameter."""
+        """Return which of ``stages`` hold a parameter."""
 
     def keep(self, stage: int, stages: int) -> None:
-        """Compute as one stage from now on."""
+        """Let ``forward`` compute only the layers of a stage from now on."""
 
 
 def holders_of(model: nn.Module, stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each parameter, by its name.
+    """Return the stages that hold each parameter, by name.
 
-    A parameter has several holders if it is tied, such as the embedding that is also the head.
+    A tied parameter has several holders, such as an embedding that is also the head.
     """
     names = [name for name, _ in model.named_parameters()]
     if not isinstance(model, Staged):
@@ -50,13 +50,13 @@ def select_stage(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
         The parameters that only other stages hold. The set is empty if there is one stage.
 
     Raises:
-        UserError: if there are several stages and the model cannot be split.
+        UserError: there are several stages and the model cannot be split.
     """
     if sharding.stages == 1:
         return set()
     if not isinstance(model, Staged):
         raise UserError(
-            f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages."
+            f"{type(model).__name__} cannot be split into stages. Leave out --pipeline_stages."
         )
 
     stage = sharding.submesh("pp").get_local_rank()
@@ -71,16 +71,17 @@ def select_stage(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
 def gather_stages(
     accelerator: Accelerator, model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> DistributedTensors:
-    """Learn from the other pipeline stages which tensors they hold. All ranks call this.
+    """Describe the tensors of all pipeline stages. All ranks call this.
 
-    Only names, shapes and dtypes are exchanged. :meth:`DistributedTensors.gather_to` gathers values.
+    Stages exchange only names, shapes and dtypes. :meth:`DistributedTensors.gather_to` gathers
+    values.
 
     Args:
-        accelerator: The Accelerator of this run.
-        model: The model to which the tensors belong.
-        tensors: The tensors of this rank by name. A name is that of a parameter, or of a
-            parameter and a key of the optimizer (``wte.weight.exp_avg``). Tensors of other stages
-            may be missing or on the meta device.
+        accelerator: the Accelerator of this run.
+        model: the model to which the tensors belong.
+        tensors: the tensors of this rank by name. A name is that of a parameter, or of a parameter
+            and a key of the optimizer (``wte.weight.exp_avg``). Tensors of other stages may be
+            missing or on the meta device.
     """
     sharding = sharding_of(accelerator)
     if sharding.stages == 1:

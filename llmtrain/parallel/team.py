@@ -1,4 +1,4 @@
-"""The ranks of a run that act together: either an action works on all of them, or all of them raise."""
+"""Actions that either work on all ranks of a run, or raise on all of them."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,59 +12,87 @@ T = TypeVar("T")
 
 
 class Team(NamedTuple):
-    """Ranks that act together; ``writers`` are those that see the run's folder, and write what all of them hold."""
+    """Ranks that run actions together.
+
+    Attributes:
+        rank: the number of this process.
+        writers: the ranks that can write to the run's folder. They write the tensors of all ranks.
+        group: the process group; ``None`` if the team is this rank only.
+    """
 
     rank: int = 0
     writers: tuple[int, ...] = (0,)
-    group: dist.ProcessGroup | None = None  # None: this rank is alone
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def everyone(cls) -> "Team":
-        """Return all ranks, over the default process group; this one alone where there is no group."""
-        return cls(dist.get_rank(), group=dist.group.WORLD) if dist.is_initialized() else ALONE
+        """Return the ranks of the default process group, or this rank if there is no group."""
+        if not dist.is_initialized():
+            return ALONE
+        return cls(dist.get_rank(), group=dist.group.WORLD)
 
     @classmethod
     def of_all(cls, sees_folder: bool, timeout: float = 1800) -> "Team":
-        """Return all ranks, all of which call this, over a gloo group of its own.
+        """Return all ranks with a new gloo group; all of them call this.
 
-        A save in the background must not meet the training's collectives. Actions fail after ``timeout`` seconds.
+        A save in the background needs a separate group, because its collectives would otherwise mix
+        with those of training.
+
+        Args:
+            sees_folder: whether this rank can write to the run's folder.
+            timeout: seconds after which an action fails if a rank is missing.
         """
+        rank = dist.get_rank()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        seen = cls(dist.get_rank(), group=group).each(lambda: sees_folder)
-        return cls(dist.get_rank(), tuple(rank for rank, sees in enumerate(seen) if sees), group)
+        answers = cls(rank, group=group).each(lambda: sees_folder)
+        writers = tuple(i for i, can_write in enumerate(answers) if can_write)
+        return cls(rank, writers, group)
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """Run ``action`` on every rank; return what it returned on each.
+        """Run ``action`` on every rank, and return the results of all ranks in rank order.
 
-        Where it fails on one in a way that a person can mend, raises :class:`UserError` on all of them, so that none
-        waits for another that has left.
+        Raises:
+            UserError: on all ranks, if the action failed on one of them with an error that the user
+                can fix. So no rank waits for another one that has left.
         """
-        mine: T | UserError
+        outcome: T | UserError
         try:
-            mine = action()
+            outcome = action()
         except UserError as error:
-            mine = error
-        except (OSError, ValueError) as error:
-            place = (
-                "" if isinstance(error, OSError) else "the run folder: "
-            )  # an OSError names its file
-            mine = UserError(f"{place}{first_line(error).rstrip('.')}.")
-        outcomes = [mine]
+            outcome = error
+        except OSError as error:  # its text names the file
+            outcome = UserError(f"{first_line(error).rstrip('.')}.")
+        except ValueError as error:
+            outcome = UserError(f"the run folder: {first_line(error).rstrip('.')}.")
+
+        outcomes = [outcome]
         if self.group is not None:
             outcomes *= dist.get_world_size(self.group)
-            dist.all_gather_object(outcomes, mine, self.group)
+            dist.all_gather_object(outcomes, outcome, self.group)
+
+        results: list[T] = []
         for outcome in outcomes:
             if isinstance(outcome, UserError):
                 raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, UserError)]
+            results.append(outcome)
+        return results
 
     def main(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0; return, or raise, on all ranks what it did there."""
-        [result] = self.each(lambda: [action()] if self.is_main else [])[0]
+        """Run ``action`` on rank 0, and return its result on all ranks.
+
+        Raises:
+            UserError: on all ranks, if the action failed with an error that the user can fix.
+        """
+
+        def on_main() -> list[T]:
+            return [action()] if self.is_main else []
+
+        [result] = self.each(on_main)[0]
         return result
 
 

@@ -1,1 +1,1 @@
-"""Batches + model -> updates."""
+"""The training loop: steps, evaluations, checkpoints and everything around them."""

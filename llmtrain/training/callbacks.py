@@ -24,7 +24,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
-from llmtrain.training.run import Run
+from llmtrain.training.run import Outcome, Run
 from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
@@ -48,7 +48,7 @@ class Timing(Callback):
             self.phases,
             folder=run.folder.path,
             timeout=run.settings.parallel.ddp_timeout,
-            on_failure=run.failed,
+            on_failure=run.record_failure,
         )
         engine.on_phase(self._set_phase)
 
@@ -67,7 +67,7 @@ class Timing(Callback):
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
-        # `count` is the first phase of `train_step`: count the gradient syncs of the step from here.
+        # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
         if phase == "count":
             self.syncs.restart()
         self.phases.at(phase, self.run.step)
@@ -89,7 +89,7 @@ class LoopContext:
         engine: how this process computes, with the model and the objective.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         eval_batches: the loader of eval batches, if there are any.
-        metric: a metric of the user's own.
+        metric: a custom metric of the user.
         timing: the clock, the progress bar and the heartbeat.
     """
 
@@ -146,7 +146,7 @@ class LoopCallback(Callback):
 
 
 class MemoryAdvice(LoopCallback):
-    """Says how to use less memory after an out-of-memory error: the global batch need not change."""
+    """Tells how to use less memory after an out-of-memory error, with the same global batch."""
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -162,11 +162,17 @@ class MemoryAdvice(LoopCallback):
 
     def _advice(self, rows: int) -> str:
         if rows > 1:
-            advice = f"--per_device_train_batch_size {rows // 2} computes the same global batch with less."
+            advice = (
+                f"--per_device_train_batch_size {rows // 2} computes the same global batch with "
+                "less memory."
+            )
         else:
-            advice = "one row at a time is too much; lower --block_size, or make the model smaller."
+            advice = "one row is too much. Lower --block_size, or make the model smaller."
         if self.engine.is_sharded and not self.engine.sync_each_batch:
-            advice += " Where there are several micro-batches, --sync_each_batch holds less of the gradient."
+            advice += (
+                " With several micro-batches per step, --sync_each_batch also saves memory for "
+                "gradients."
+            )
         return advice
 
 
@@ -185,21 +191,21 @@ class WarmUp(LoopCallback):
                 self.engine,
                 micro_batch,
                 passes=steps_to_come * len(batch.batches),
-                wanted=self._wanted_code(),
-                earlier=self.run.compiled,
+                mode=self._compile_mode(),
+                earlier_choice=self.run.compiled,
             )
             # DDP orders its buckets anew in the first step of a run. A resumed run does so here, to
             # add up gradients in the same order.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
-    def _wanted_code(self) -> str:
+    def _compile_mode(self) -> str:
         """Return ``always``, ``never`` or ``auto``."""
         on_gpu = self.engine.device.type == "cuda"
-        wanted = self.settings.torch_compile or ("auto" if on_gpu else "never")
-        if wanted == "auto" and not self.engine.may_choose_by_timing:
+        mode = self.settings.torch_compile or ("auto" if on_gpu else "never")
+        if mode == "auto" and not self.engine.may_choose_by_timing:
             return "never"
-        return wanted
+        return mode
 
 
 class Replay(LoopCallback):
@@ -319,8 +325,8 @@ class Logging(LoopCallback):
     def _of_global_batch(self, fingerprints: list[float]) -> int:
         """Return the fingerprint of the global batch, given those of all ranks.
 
-        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly. So
-        those of the ranks add up. Ranks that share a model have the same rows: their sum counts
+        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly.
+        So those of the ranks add up. Ranks that share a model have the same rows: their sum counts
         every row ``model_parallel_size`` times.
         """
         total = sum(int(fingerprint) for fingerprint in fingerprints)
@@ -330,10 +336,10 @@ class Logging(LoopCallback):
         """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
         event = self.engine.objective.notable_event(metrics)
         if event is not None:
-            self.run.incident(*event)
+            self.run.record_event(*event)
         late_rank = self.timing.phases.late(by_rank.phase_seconds)
         if late_rank is not None:
-            self.run.incident("late", str(late_rank))
+            self.run.record_event("late", str(late_rank))
 
 
 class _ByRank(NamedTuple):
@@ -453,40 +459,41 @@ class Checkpoints(LoopCallback):
 
 
 class Finish(LoopCallback):
-    """Notes how the run has ended, and writes the model if it is finished."""
+    """Records how the run has ended, and writes the model if it is finished."""
 
     def on_train_end(self) -> None:
         run = self.run
         if self.loop_context.is_replay:
-            # More steps are left to make, so the run is not finished.
-            run.outcome = ("preempted", f"made up to update {run.step} again, to look at it")
+            # The run has more steps to make, so it is not finished.
+            run.outcome = Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
             return
 
         wait_for_saves(run)
         if run.patience.over:
             self._write_model()
-            run.outcome = ("finished", run.patience.why)
+            run.outcome = Outcome("finished", run.patience.why)
         elif run.step == run.settings.optim.max_steps:
             self._write_model()
-            run.outcome = ("finished", "all updates were made")
+            run.outcome = Outcome("finished", "all steps are done")
         else:
             reason = run.stop_reason or "asked to stop"
-            run.outcome = ("preempted", f"{reason}; step {run.step} is saved")
-            self._say_how_to_go_on(reason)
+            run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
+            self._say_how_to_resume(reason)
 
     def _write_model(self) -> None:
         """Write the best weights if early stopping has chosen some, and the last ones otherwise."""
         load_best(self.run, self.engine)
         write_model(self.run, self.engine)
 
-    def _say_how_to_go_on(self, reason: str) -> None:
+    def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder.path
         flags = ""
         if self.run.settings.run.resume_from_checkpoint == "never":
-            flags = f" with --resume_from_checkpoint auto --output_dir {folder}"
+            flags = f" and --resume_from_checkpoint auto --output_dir {folder}"
         say(
             "stopped",
-            f"{reason}: step {self.run.step} is saved in {folder}; the same command{flags} goes on",
+            f"{reason}: step {self.run.step} is saved in {folder}; "
+            f"resume with the same command{flags}",
         )
 
 

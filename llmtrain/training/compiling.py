@@ -1,4 +1,7 @@
-"""torch.compile where it pays: the code of one block, compiled once, serves all blocks of a model."""
+"""Compile the blocks of a model if that makes training faster.
+
+The blocks of a model run the same code, so torch.compile compiles it once for all of them.
+"""
 
 import contextlib
 import time
@@ -22,22 +25,34 @@ from llmtrain.types import Batch
 
 # Compiling takes 10 to 60 seconds and saves a tenth of the time or more. It is not worth trying
 # for a run with fewer seconds of steps to come.
-_WORTH_SECONDS = 300.0
-_GAIN = 0.97  # compiled code is dropped unless it takes less than this share of the time
-_TRIES = 2
+_MIN_REMAINING_SECONDS = 300.0
+# Compiled code is kept if it takes at most this share of the time of eager code.
+_MAX_TIME_RATIO = 0.97
+_TRIALS = 2
 
 # Compilers are less mature for other devices.
 _DEVICES = ("cpu", "cuda")
+
+# Where torch.nn.Module keeps the hooks of a module.
+_HOOK_ATTRIBUTES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def choose_compiled_or_eager(
     engine: Engine,
     batch: Batch,
     passes: int,
-    wanted: str,
-    earlier: bool | None,
+    mode: str,
+    earlier_choice: bool | None,
 ) -> bool:
-    """Compile the blocks of the model if that is wanted, or if it pays; return whether they are.
+    """Compile the blocks of the model if the user asks for it, or if a trial is faster.
 
     All ranks call this, and all of them compile or none does.
 
@@ -45,23 +60,30 @@ def choose_compiled_or_eager(
         engine: how this process computes, with the model.
         batch: a micro-batch, to try the model on. Weights and gradients stay as they are.
         passes: micro-batches that this rank has still to compute.
-        wanted: ``--torch_compile``.
-        earlier: the choice of an earlier start of this run. Compiled code rounds differently, so a
-            run keeps its choice.
+        mode: ``--torch_compile``: ``always``, ``never`` or ``auto``.
+        earlier_choice: the result for an earlier start of this run, if there was one. Compiled code
+            rounds differently, so a run keeps its choice.
+
+    Returns:
+        Whether the blocks are compiled.
 
     Raises:
-        UserError: compiled code was asked for, and does not work.
+        UserError: the user asked for compiled code, and it does not work.
     """
-    _check_can_compile(engine, wanted)
-    if wanted == "never" or (wanted == "auto" and earlier is False):
+    if mode == "always" and engine.blocks_communicate:
+        raise UserError(
+            "--torch_compile always does not work with tensor parallelism, because blocks "
+            "communicate. Leave it out."
+        )
+    if mode == "never" or (mode == "auto" and earlier_choice is False):
         return False
     if engine.blocks_communicate:
-        if earlier:
-            say("compile", "no: blocks communicate under tensor parallelism")
+        if earlier_choice:
+            say("compile", "blocks stay eager: they communicate under tensor parallelism")
         return False
 
-    if wanted == "always" or earlier:
-        failure = _compile_everywhere(engine, batch)
+    if mode == "always" or earlier_choice:
+        failure = _compile_on_all_ranks(engine, batch)
         if failure:
             raise UserError(
                 f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never."
@@ -70,32 +92,33 @@ def choose_compiled_or_eager(
 
     if engine.device.type not in _DEVICES:
         return False
-    return _compile_if_it_pays(engine, batch, passes)
+    return _compile_if_faster(engine, batch, passes)
 
 
-def _compile_if_it_pays(engine: Engine, batch: Batch, passes: int) -> bool:
-    """Compile the blocks in a long run, and keep that if a trial gains by it."""
-    eager_seconds = _seconds(engine, batch)
-    if eager_seconds * passes < _WORTH_SECONDS:
+def _compile_if_faster(engine: Engine, batch: Batch, passes: int) -> bool:
+    """Compile the blocks if the run is long, and keep that if a trial is faster."""
+    eager_seconds = _seconds_per_micro_batch(engine, batch)
+    if eager_seconds * passes < _MIN_REMAINING_SECONDS:
         return False
 
     start = time.monotonic()
-    failure = _compile_everywhere(engine, batch)
+    failure = _compile_on_all_ranks(engine, batch)
     if failure:
         _drop_compiled_code(engine.model)
-        say("compile", failure)
+        say("compile", f"blocks stay eager: {failure}")
         return False
 
-    compiled_seconds = _seconds(engine, batch)
-    gains = compiled_seconds <= _GAIN * eager_seconds
-    if not gains:
+    compiled_seconds = _seconds_per_micro_batch(engine, batch)
+    is_faster = compiled_seconds <= _MAX_TIME_RATIO * eager_seconds
+    if not is_faster:
         _drop_compiled_code(engine.model)
     say(
         "compile",
-        f"{'blocks' if gains else 'no'}: {time.monotonic() - start:.0f} s of compiling, and a "
-        f"micro-batch takes {compiled_seconds / eager_seconds:.2f}x its time before",
+        f"{'blocks are compiled' if is_faster else 'blocks stay eager'}: the trial took "
+        f"{time.monotonic() - start:.0f} s, and a micro-batch takes "
+        f"{compiled_seconds / eager_seconds:.2f}x its time before",
     )
-    return gains
+    return is_faster
 
 
 @contextlib.contextmanager
@@ -113,23 +136,16 @@ def eager_code(model: nn.Module) -> Iterator[None]:
             vars(block)["forward"] = forward
 
 
-def _check_can_compile(engine: Engine, wanted: str) -> None:
-    if wanted == "always" and engine.blocks_communicate:
-        raise UserError(
-            "--torch_compile always: blocks communicate under tensor parallelism, and are not "
-            "compiled; leave it out."
-        )
+def _compile_on_all_ranks(engine: Engine, batch: Batch) -> str:
+    """Compile the blocks on all ranks, and return the first error of any rank.
 
-
-def _compile_everywhere(engine: Engine, batch: Batch) -> str:
-    """Compile the blocks on all ranks, or on none if one of them fails; return what went wrong.
-
-    The result is the same on every rank, and empty if nothing went wrong.
+    The result is the same on every rank, and empty if there was no error. After an error the
+    blocks may be left compiled.
     """
     if engine.is_sharded:
         # A rank that failed in a pass through the whole model would leave the others waiting for
-        # its shards. So each rank first tries the blocks alone.
-        failure = _failure_anywhere(engine, _error_of_blocks(engine, batch))
+        # its shards. So each rank first tries the blocks one by one.
+        failure = _first_failure(engine, _error_of_blocks(engine, batch))
         if failure:
             return failure
 
@@ -137,21 +153,21 @@ def _compile_everywhere(engine: Engine, batch: Batch) -> str:
     error = ""
     try:
         _try(engine, batch)
-    except Exception as problem:  # each compiler has errors of its own
+    except Exception as problem:  # each compiler raises its own errors
         error = first_line(problem)
-    return _failure_anywhere(engine, error)
+    return _first_failure(engine, error)
 
 
 def _compile(model: nn.Module, backend: str = "inductor") -> None:
     """Let all blocks run compiled code, which is compiled at the first call."""
-    # Else DDP would split a block at the end of a bucket of gradients.
+    # Otherwise DDP would split a block at the end of a bucket of gradients.
     torch._dynamo.config.optimize_ddp = False
     for block in blocks_of(model):
         # Hooks around `forward`, such as those of FSDP, are not compiled.
-        block.forward = _compiled(block.forward, backend)
+        block.forward = _compile_forward(block.forward, backend)
 
 
-def _compiled(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def _compile_forward(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(forward, backend=backend, dynamic=False)
     return compiled
 
@@ -161,26 +177,28 @@ def _drop_compiled_code(model: nn.Module) -> None:
         vars(block).pop("forward", None)
 
 
-def _failure_anywhere(engine: Engine, error: str) -> str:
-    """Return the first error of all ranks, with the rank it is from; empty if there is none."""
+def _first_failure(engine: Engine, error: str) -> str:
+    """Return the first error of all ranks, with the number of its rank; empty if there is none."""
     errors: list[str] = gather_object([error])
     if engine.world_size == 1:
         return error
-    failures = [f"process {rank}: {error}" for rank, error in enumerate(errors) if error]
-    return failures[0] if failures else ""
+    for rank, error_of_rank in enumerate(errors):
+        if error_of_rank:
+            return f"process {rank}: {error_of_rank}"
+    return ""
 
 
-def _seconds(engine: Engine, batch: Batch) -> float:
-    """Return the seconds per micro-batch on the slowest rank."""
-    seconds = min(timeit.repeat(lambda: _try(engine, batch), number=1, repeat=_TRIES))
+def _seconds_per_micro_batch(engine: Engine, batch: Batch) -> float:
+    """Return the seconds that a forward and a backward pass take on the slowest rank."""
+    seconds = min(timeit.repeat(lambda: _try(engine, batch), number=1, repeat=_TRIALS))
     return max(engine.gather_numbers({"seconds": seconds})["seconds"])
 
 
 def _try(engine: Engine, batch: Batch) -> None:
-    """Run a forward and a backward pass, and undo what they leave behind."""
-    # Without reducing them, a sharded model would keep whole gradients.
-    unsynced = contextlib.nullcontext() if engine.is_sharded else engine.no_sync()
-    with engine.fork_rng(), unsynced:
+    """Run a forward and a backward pass, and leave gradients and random generators as before."""
+    # A sharded model that reduces no gradients would keep full ones.
+    sync_context = contextlib.nullcontext() if engine.is_sharded else engine.no_sync()
+    with engine.fork_rng(), sync_context:
         loss = engine.loss(batch).loss
         engine.accelerator.backward(loss * 0.0)
     loss.item()
@@ -188,7 +206,7 @@ def _try(engine: Engine, batch: Batch) -> None:
         parameter.grad = None
 
 
-# --- blocks of a sharded model, tried by each rank alone
+# --- blocks of a sharded model, which each rank tries one by one
 
 
 @dataclass
@@ -199,7 +217,7 @@ class _Call:
     kwargs: dict[str, Any]
 
     def detached(self) -> "_Call":
-        """Return the call with tensors that belong to no graph, and need a gradient as before."""
+        """Return the call with detached tensors that require a gradient if they did before."""
 
         def detach(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -209,10 +227,10 @@ class _Call:
 
 
 def _error_of_blocks(engine: Engine, batch: Batch) -> str:
-    """Compile each block of a sharded model and try it on this rank alone; return the first error.
+    """Compile and run each block of a sharded model on this rank; return the first error.
 
-    All ranks call this. They meet only in passes that run no compiled code, and where the weights
-    of a block are gathered, which a rank does even after an error.
+    All ranks call this. They communicate only in passes that run no compiled code, and to gather
+    the weights of a block. A rank takes part in that even after an error.
     """
     calls = _calls_of_blocks(engine, batch)
     error = ""
@@ -220,15 +238,15 @@ def _error_of_blocks(engine: Engine, batch: Batch) -> str:
         _unshard(block)
         if not error:
             try:
-                _try_alone(engine, block, call)
-            except Exception as problem:  # each compiler has errors of its own
+                _try_block(engine, block, call)
+            except Exception as problem:  # each compiler raises its own errors
                 error = first_line(problem)
         reshard(block)
     return error
 
 
 def _calls_of_blocks(engine: Engine, batch: Batch) -> dict[nn.Module, _Call]:
-    """Return how each block of a model is called in a pass over a micro-batch."""
+    """Return the call of each block in a pass over a micro-batch."""
     calls: dict[nn.Module, _Call] = {}
 
     def note_call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,21 +260,21 @@ def _calls_of_blocks(engine: Engine, batch: Batch) -> dict[nn.Module, _Call]:
 
 
 def _unshard(block: nn.Module) -> None:
-    """Gather the weights of a block, and of units of FSDP inside of it."""
+    """Gather the weights of a block and of the FSDP units inside it."""
     for module in block.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
-def _try_alone(engine: Engine, block: nn.Module, call: _Call) -> None:
+def _try_block(engine: Engine, block: nn.Module, call: _Call) -> None:
     """Compile a block whose weights are gathered, and run it forward and backward."""
     plain = _without_fsdp(block)
-    compiled = _compiled(plain.forward)
+    compiled = _compile_forward(plain.forward)
     with engine.fork_rng(), engine.accelerator.autocast():
         result = compiled(*call.args, **call.kwargs)
 
-    inputs = _with_gradient([call.args, call.kwargs, *plain.parameters()])
-    outputs = _with_gradient(result)
+    inputs = _requiring_grad([call.args, call.kwargs, *plain.parameters()])
+    outputs = _requiring_grad(result)
     if inputs and outputs:
         # Unlike backward(), this leaves no gradients in the parameters.
         torch.autograd.grad(
@@ -267,46 +285,37 @@ def _try_alone(engine: Engine, block: nn.Module, call: _Call) -> None:
         )
 
 
-def _with_gradient(tree: object) -> list[torch.Tensor]:
-    """Return the tensors of nested containers that need a gradient."""
-    return [
-        leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
+def _requiring_grad(tree: object) -> list[torch.Tensor]:
+    """Return the tensors of nested containers that require a gradient."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _without_fsdp(module: nn.Module, is_block: bool = True) -> nn.Module:
     """Return a module with the class and the tensors of ``module``, without the hooks of FSDP.
 
-    They would free the weights of a unit, and gather them again in the backward pass. The class
-    stays, because compiled code serves modules of one class: the run uses what is compiled here.
+    The hooks would free the weights of a unit, and gather them again in the backward pass. The
+    class stays, because all modules of a class share compiled code: the run uses the code that is
+    compiled here.
     """
     plain: nn.Module = object.__new__(type(module))
     vars(plain).update(vars(module))
-    vars(plain)["_modules"] = {
-        name: None if child is None else _without_fsdp(child, is_block=False)
-        for name, child in module._modules.items()
-    }
+
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else _without_fsdp(child, is_block=False)
+    vars(plain)["_modules"] = children
+
     if isinstance(module, FSDPModule):
-        for name in _HOOKS:
+        for name in _HOOK_ATTRIBUTES:
             vars(plain)[name] = OrderedDict()
         if not is_block:
-            # A compiler stops at the hooks of FSDP. Let it stop here too, to make the same pieces.
-            plain.register_forward_pre_hook(_no_hook)
-            plain.register_forward_hook(_no_hook)
+            # The compiler breaks a graph at hooks of FSDP. Break it here too, for the same graphs.
+            plain.register_forward_pre_hook(_break_graph)
+            plain.register_forward_hook(_break_graph)
     return plain
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
-def _no_hook(*_: object) -> None:
-    """Do nothing, in the place of a hook of FSDP."""
+def _break_graph(*_: object) -> None:
+    """Take the place of a hook of FSDP, and do nothing."""
     torch._dynamo.graph_break()

@@ -1,4 +1,4 @@
-"""What a model can do now: its eval loss, the losses of single rows, and samples of its text."""
+"""Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
 
 import bisect
 import itertools
@@ -19,7 +19,7 @@ _LOSS = ""  # the name under which the loss is summed; it sorts before all other
 class EvalSums:
     """Sums over eval batches: ratios by name, and the sums of the objective's further metrics.
 
-    They stay on the device until they are reduced, because reading each would wait for it.
+    The sums stay on the device until :meth:`reduce`, because reading one waits for the device.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,8 +38,8 @@ class EvalSums:
         """Add the sums of a micro-batch.
 
         Args:
-            ratios: by name, a sum and what it is divided by.
-            metrics: further sums.
+            ratios: a sum and its denominator, by name.
+            metrics: sums of further metrics, by name.
 
         Raises:
             UserError: the names differ from those of earlier micro-batches.
@@ -50,15 +50,19 @@ class EvalSums:
                 f"not {sorted(self._ratios)} and {sorted(ratios)}."
             )
         for name, ratio in ratios.items():
-            numbers = [
-                torch.as_tensor(number, dtype=torch.float64, device=self.device) for number in ratio
-            ]
-            pair = torch.stack(numbers)
+            pair = torch.stack([self._as_float64(number) for number in ratio])
             self._ratios[name] = self._ratios[name] + pair if name in self._ratios else pair
         add_metrics(self._metrics, metrics)
 
+    def _as_float64(self, number: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(number, dtype=torch.float64, device=self.device)
+
     def reduce(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Return ratios and further sums over all ranks; all ranks call this."""
+        """Sum over all ranks; all ranks call this.
+
+        Returns:
+            The ratios, and the sums of further metrics, by name.
+        """
         names = sorted(self._ratios)
         parts = [self._ratios[name] for name in names]
         if self._metrics:
@@ -69,6 +73,7 @@ class EvalSums:
             total = self.engine.sum_over_ranks(total)
 
         numbers = total.tolist()
+        # The two numbers of each ratio come first, then the metrics.
         ratios = {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
         metric_sums = dict(zip(self._metrics, numbers[2 * len(names) :], strict=True))
         return ratios, metric_sums
@@ -97,10 +102,10 @@ def evaluate(
         engine: how this process computes.
         eval_batches: this rank's share of the eval rows.
         text_bytes: UTF-8 bytes of the eval text.
-        metric: a metric of the user's own. ``eval/NAME`` is the sum that it returns for a name,
-            divided by its denominator, each summed over all micro-batches.
-        sources: the number of rows of each source, in the order of the rows. ``eval/loss/SOURCE`` is
-            the loss of one source. No batch has rows of two sources.
+        metric: a custom metric of the user. It returns a sum and a denominator by name.
+            ``eval/NAME`` is the ratio of the two, after both are summed over all micro-batches.
+        sources: the number of rows of each source, in the order of the rows. ``eval/loss/SOURCE``
+            is the loss of one source. No batch has rows of two sources.
         extra: what the objective's ``prepass`` returned for all eval rows.
 
     Raises:
@@ -112,38 +117,50 @@ def evaluate(
     for local_batch in eval_batches:
         source = _source_of(local_batch, source_rows)
         for batch in local_batch.batches:
-            own_ratios = metric(engine.unwrapped, batch) if metric is not None else {}
+            custom_ratios = metric(engine.unwrapped, batch) if metric is not None else {}
             loss = engine.loss(batch, extra)
-            count = engine.objective.denominator(batch)
-            ratios = _loss_by_source(loss, count, source, source_rows)
-            sums.add(ratios | own_ratios, loss.metrics)
+            denominator = engine.objective.denominator(batch)
+            ratios = _loss_by_source(loss, denominator, source=source, sources=source_rows)
+            sums.add(ratios | custom_ratios, loss.metrics)
     engine.free_gathered_weights()
     engine.model.train()
 
-    totals, metric_sums = sums.reduce()
-    loss_sum, denominator = totals.pop(_LOSS)
-    mean_loss = loss_sum / max(denominator, 1)
-    metrics = {
-        **engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes),
-        **engine.objective.metrics(metric_sums, extra={}),
-        **{name: mean(ratio) for name, ratio in totals.items()},
-    }
+    ratios_of_all, metric_sums = sums.reduce()
+    loss_sum, loss_denominator = ratios_of_all.pop(_LOSS)
+    mean_loss = loss_sum / max(loss_denominator, 1)
+
+    metrics = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
+    metrics = metrics | engine.objective.metrics(metric_sums, extra={})
+    metrics = metrics | {name: mean(ratio) for name, ratio in ratios_of_all.items()}
     return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in metrics.items()}}
 
 
 def _loss_by_source(
-    loss: LossSums, count: torch.Tensor, source: str | None, source_rows: Mapping[str, int]
+    loss: LossSums,
+    denominator: torch.Tensor,
+    *,
+    source: str | None,
+    sources: Iterable[str],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the loss of a micro-batch and its denominator: of all, and of each source."""
-    nothing = (count.new_zeros(()), count.new_zeros(()))
-    ratios = {_LOSS: (loss.loss, count)}
-    for name in source_rows:
-        ratios[f"loss/{name}"] = (loss.loss, count) if name == source else nothing
+    """Return the loss of a micro-batch with its denominator, under its own name and by source.
+
+    Args:
+        loss: the sums of a micro-batch.
+        denominator: what it adds to the denominator.
+        source: the source of its rows. All other sources get zeros.
+        sources: all sources.
+    """
+    ratio = (loss.loss, denominator)
+    zeros = (denominator.new_zeros(()), denominator.new_zeros(()))
+
+    ratios = {_LOSS: ratio}
+    for name in sources:
+        ratios[f"loss/{name}"] = ratio if name == source else zeros
     return ratios
 
 
 def _source_of(local_batch: LocalBatch, source_rows: Mapping[str, int]) -> str | None:
-    """Return the source that the rows of a batch are from; ``None`` if there are no sources."""
+    """Return the source of the rows of a batch; ``None`` if there are no sources."""
     if not source_rows:
         return None
     ends = list(itertools.accumulate(source_rows.values()))
@@ -152,76 +169,82 @@ def _source_of(local_batch: LocalBatch, source_rows: Mapping[str, int]) -> str |
 
 
 def eval_extra(engine: Engine, eval_batches: Iterable[LocalBatch]) -> Batch:
-    """Return the extra inputs that the objective needs for an eval loss; that may take a pass."""
+    """Return the extra inputs that the objective needs for an eval loss.
+
+    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them.
+    """
     if not engine.objective.uses_prepass_in_eval:
         return {}
     engine.model.eval()
-    batches = (batch for local_batch in eval_batches for batch in local_batch.batches)
-    nothing = torch.zeros((), device=engine.device)
-    totals = StepTotals(target_tokens=nothing, denominator=nothing, stop_votes=nothing)
+    batches = itertools.chain.from_iterable(local_batch.batches for local_batch in eval_batches)
+    zero = torch.zeros((), device=engine.device)
+    totals = StepTotals(target_tokens=zero, denominator=zero, stop_votes=zero)
     return engine.objective.prepass(engine, batches, totals)
 
 
 @torch.no_grad()
 def row_losses(engine: Engine, local_batch: LocalBatch) -> list[Facts]:
-    """Return each row of the global batch with its loss, before the step is made.
+    """Return the loss of each row of the global batch, before the step is made.
 
-    All ranks call this. It draws no random numbers that the step would have drawn.
+    All ranks call this. The random state stays as it is, so the step draws the same numbers.
 
     Returns:
         A dictionary for each row: ``row``, ``targets`` (the number of target tokens), ``loss``
-        (their mean in nats, or the mean over what the objective counts) and ``tokens`` (the first).
+        (divided by the row's denominator, so by default the mean per target token in nats) and
+        ``tokens`` (the first 64).
     """
     extra: Batch = {}
     if engine.objective.uses_prepass_in_eval:
         totals = engine.count(local_batch.batches)
         extra = engine.objective.prepass(engine, local_batch.batches, totals)
 
-    rows = [
-        {name: column[i : i + 1] for name, column in local_batch.columns.items()}
-        for i in range(len(local_batch.rows))
-    ]
+    single_rows = [_single_row(local_batch, i) for i in range(len(local_batch.rows))]
     with engine.fork_rng():
-        losses = [engine.loss(row, extra).loss.float().reshape(()) for row in rows]
-    counts = [engine.objective.denominator(row) for row in rows]
-
+        losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
+    denominators = [engine.objective.denominator(row) for row in single_rows]
     first_tokens = local_batch.columns["input_ids"][:, :_ROW_TOKENS].contiguous()
-    columns = (
-        local_batch.rows,
-        local_batch.targets,
-        torch.stack(counts),
-        torch.stack(losses),
-        first_tokens,
+
+    gathered_columns = zip(
+        engine.gather_rows(local_batch.rows).tolist(),
+        engine.gather_rows(local_batch.targets).tolist(),
+        engine.gather_rows(torch.stack(denominators)).tolist(),
+        engine.gather_rows(torch.stack(losses)).tolist(),
+        engine.gather_rows(first_tokens).tolist(),
+        strict=True,
     )
-    of_all_ranks = [engine.gather_rows(column).tolist() for column in columns]
     return [
-        {"row": row, "targets": targets, "loss": loss / max(count, 1), "tokens": tokens}
-        for row, targets, count, loss, tokens in zip(*of_all_ranks, strict=True)
-        if row >= 0
+        {"row": row, "targets": targets, "loss": loss / max(denominator, 1), "tokens": tokens}
+        for row, targets, denominator, loss, tokens in gathered_columns
+        if row >= 0  # padding has the row -1
     ]
+
+
+def _single_row(local_batch: LocalBatch, index: int) -> Batch:
+    """Return a micro-batch of one row."""
+    return {name: column[index : index + 1] for name, column in local_batch.columns.items()}
 
 
 @torch.no_grad()
 def sample(engine: Engine, tokenizer: Any, prompts: list[str], sampling: Sampling) -> list[str]:
     """Generate a continuation of each prompt, or an answer if there is a chat template.
 
-    All ranks call this and compute the same, because none may hold the full model. Torch's own
-    generators stay as they are.
+    All ranks call this and compute the same text, because no rank may hold the full model. Torch's
+    own generators stay as they are.
     """
     model = engine.unwrapped
     was_training = model.training
     model.eval()
     texts = []
     for prompt in prompts:
-        ids = _ids_of(tokenizer, prompt)
-        texts.append(_continued(engine, tokenizer, ids, sampling))
+        ids = _prompt_tokens(tokenizer, prompt)
+        texts.append(_generate(engine, tokenizer, ids, sampling))
     engine.free_gathered_weights()
     model.train(was_training)
     return texts
 
 
-def _ids_of(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; at least one, to begin with."""
+def _prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the tokens of a prompt; an empty prompt becomes a BOS or EOS token."""
     if tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -233,15 +256,15 @@ def _ids_of(tokenizer: Any, prompt: str) -> list[int]:
     return [tokenizer.eos_token_id]
 
 
-def _continued(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling) -> str:
-    """Return the text that follows the tokens ``ids``, up to the end token."""
+def _generate(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling) -> str:
+    """Return the text that follows the tokens ``ids``, up to the EOS token."""
     model = engine.unwrapped
-    most_positions = _most_positions(model)
+    max_positions = _max_positions(model)
     generator = torch.Generator().manual_seed(sampling.seed)
     new_ids: list[int] = []
     # All ranks make the same number of passes, because they communicate in each.
     for _ in range(sampling.max_new_tokens):
-        visible = [*ids, *new_ids][-most_positions:]
+        visible = [*ids, *new_ids][-max_positions:]
         output = model(input_ids=torch.tensor([visible], device=engine.device))
         logits = getattr(output, "logits", output)[0, -1].float().cpu()
         new_ids.append(draw(logits, sampling, generator))
@@ -251,8 +274,8 @@ def _continued(engine: Engine, tokenizer: Any, ids: list[int], sampling: Samplin
     return str(tokenizer.decode(new_ids, skip_special_tokens=True))
 
 
-def _most_positions(model: Any) -> int:
-    """Return the number of positions that a model can see, as its configuration has it."""
+def _max_positions(model: Any) -> int:
+    """Return the length of a model's context, from its config; without one, no limit."""
     config: Any = getattr(model, "config", None)
     for name in ("block_size", "max_position_embeddings"):
         positions: int | None = getattr(config, name, None)

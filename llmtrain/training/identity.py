@@ -1,4 +1,4 @@
-"""The identity of a run: everything that its steps depend on."""
+"""The fingerprint of a run: everything that its steps depend on."""
 
 from dataclasses import asdict
 
@@ -19,8 +19,9 @@ def identity_of(
 ) -> Facts:
     """Return everything that a run's steps depend on, as a JSON object.
 
-    It says nothing about how the steps are computed, except with ``--bitwise``, whose bits depend
-    on it. A checkpoint with another identity is never loaded.
+    A run resumes from a checkpoint only if the fingerprints match. If the user names the
+    checkpoint, ``update``, ``exchange`` and ``stopping`` may differ. The parallel layout is not
+    part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None
     if settings.loop.early_stopping_patience:
@@ -39,7 +40,7 @@ def identity_of(
         "block_size": rows.facts.block_size,
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.loop.seed,
-        "bits": layout.bits(accelerator) if settings.loop.bitwise else None,
+        "bits": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
         "update": asdict(settings.optim),
         "exchange": settings.parallel.approximation,
         "order": "stored" if rows.in_order else "shuffled",

@@ -12,7 +12,13 @@ from llmtrain.types import Facts
 
 
 class Layout(NamedTuple):
-    """How a global batch is computed: ``processes`` x ``accumulation`` micro-batches x ``micro_batch`` rows."""
+    """The parallel layout of a run: who computes which part of a global batch.
+
+    Attributes:
+        processes: data-parallel ranks, among which the rows are divided.
+        accumulation: micro-batches that each of them computes in a step.
+        micro_batch: rows of a micro-batch.
+    """
 
     processes: int
     accumulation: int
@@ -20,10 +26,11 @@ class Layout(NamedTuple):
 
     @property
     def global_batch_size(self) -> int:
+        """Rows of a step, over all ranks."""
         return self.processes * self.accumulation * self.micro_batch
 
-    def bits(self, accelerator: Accelerator) -> Facts:
-        """Return what the bits of a ``--bitwise`` run depend on, beside what every run depends on."""
+    def bitwise_fingerprint(self, accelerator: Accelerator) -> Facts:
+        """Return what the bits of a ``--bitwise`` run depend on, besides its settings."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
         return {
@@ -35,47 +42,87 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, data: BatchConfig, processes: int, bitwise: bool = False) -> "Layout":
-        """Derive the accumulation. Raises :class:`UserError` with values that divide, where these do not.
+        """Derive the layout from the flags of the batch.
 
-        A micro-batch larger than a rank's share of the rows is that share: a limit of memory, not part of the run.
+        ``--per_device_train_batch_size`` is an upper limit, to bound memory. If a rank has fewer
+        rows than that in a step, they are its micro-batch.
+
+        Args:
+            data: the flags.
+            processes: data-parallel ranks.
+            bitwise: whether the run has ``--bitwise``.
+
+        Raises:
+            UserError: the numbers do not divide. The message has values that do.
         """
         rows = data.global_batch_size
         if rows % processes:
-            lower = rows // processes * processes
-            fits = " or ".join(str(n) for n in (lower, lower + processes) if n)
             raise UserError(
-                f"--global_batch_size {rows} does not divide among {processes} processes; {fits} would, "
-                f"or --num_processes {max(n for n in range(1, processes + 1) if rows % n == 0)}."
+                f"--global_batch_size {rows} cannot be divided among {processes} processes. "
+                f"Use {_nearest_multiples(rows, processes)}, or "
+                f"--num_processes {_largest_divisor(rows, processes)}."
             )
+
         share = rows // processes
-        micro = min(data.per_device_train_batch_size, share)
-        if share % micro:
-            divisors = [m for m in range(1, share + 1) if share % m == 0]
-            near = sorted(sorted(divisors, key=lambda m: abs(m - micro))[:3])
+        micro_batch = min(data.per_device_train_batch_size, share)
+        if share % micro_batch:
             raise UserError(
-                f"--per_device_train_batch_size {micro} does not divide the {share} rows of each process "
-                f"({rows} rows on {processes}); {', '.join(map(str, near))} would."
+                f"--per_device_train_batch_size {micro_batch} does not divide the {share} rows of "
+                f"each process ({rows} rows on {counted(processes, 'process')}). "
+                f"Use {_nearest_divisors(share, micro_batch)}."
             )
+
         if bitwise:
-            for what, count in (
-                ("processes", processes),
-                (f"slots of {micro} rows", rows // micro),
-            ):
-                if count & (count - 1):
-                    raise UserError(
-                        f"--bitwise adds gradients in a binary tree, for which {count} {what} are not a power of two; "
-                        f"{1 << count.bit_length() - 1} or {1 << count.bit_length()} would be."
-                    )
-            if micro != data.per_device_train_batch_size:
+            # Gradients are added in a binary tree of processes and micro-batches.
+            _check_power_of_two(processes, "processes")
+            micro_batches = rows // micro_batch
+            _check_power_of_two(micro_batches, f"micro-batches of {counted(micro_batch, 'row')}")
+            if micro_batch != data.per_device_train_batch_size:
                 raise UserError(
-                    f"--bitwise keeps the micro-batch on every layout, and {micro} rows a process are fewer than "
-                    f"--per_device_train_batch_size {data.per_device_train_batch_size}; set it to {micro} or less."
+                    "--bitwise needs micro-batches of --per_device_train_batch_size "
+                    f"{data.per_device_train_batch_size} rows, but each process has only "
+                    f"{counted(micro_batch, 'row')}. Set it to {micro_batch} or less."
                 )
-        return cls(processes, share // micro, micro)
+        return cls(processes, share // micro_batch, micro_batch)
 
     def __str__(self) -> str:
-        processes, batches = (
-            counted(self.processes, "process"),
-            counted(self.accumulation, "micro-batch"),
+        processes = counted(self.processes, "process")
+        micro_batches = counted(self.accumulation, "micro-batch")
+        rows = counted(self.micro_batch, "row")
+        total = counted(self.global_batch_size, "row")
+        return f"{total} per step = {processes} x {micro_batches} x {rows}"
+
+
+def _nearest_multiples(rows: int, processes: int) -> str:
+    """Return the positive multiples of ``processes`` next to ``rows``, such as ``63 or 66``."""
+    lower = rows // processes * processes
+    multiples = [multiple for multiple in (lower, lower + processes) if multiple > 0]
+    return _alternatives(multiples)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is not above ``limit``."""
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
+
+
+def _nearest_divisors(number: int, target: int) -> str:
+    """Return the three divisors of a number nearest to ``target``, such as ``4, 8 or 16``."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    nearest = sorted(divisors, key=lambda divisor: abs(divisor - target))[:3]
+    return _alternatives(sorted(nearest))
+
+
+def _alternatives(numbers: list[int]) -> str:
+    """Return numbers in words, such as ``1, 2 or 4``."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _check_power_of_two(count: int, noun: str) -> None:
+    """Raise :class:`UserError` if ``count`` is not a power of two."""
+    if count & (count - 1):
+        lower = 1 << (count.bit_length() - 1)
+        raise UserError(
+            f"--bitwise works with {lower} or {2 * lower} {noun}, not {count}: their number must "
+            "be a power of two."
         )
-        return f"{self.global_batch_size} rows = {processes} x {batches} x {self.micro_batch}"

@@ -43,8 +43,8 @@ def train(
 ) -> None:
     """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
 
-    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` it only shows the
-    rows that it would train on.
+    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` this only prints
+    the rows that the run would train on.
 
     Args:
         run: the open run.
@@ -52,8 +52,8 @@ def train(
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: the loader of training batches that ``accelerator.prepare`` returned.
         eval_batches: the loader of eval batches, likewise.
-        metric: a metric of your own, computed in every evaluation.
-        callbacks: your own callbacks, which are called after those of the loop.
+        metric: a custom metric, computed in every evaluation.
+        callbacks: custom callbacks, called after those of the loop.
 
     Raises:
         UserError: the model or the settings do not allow training.
@@ -76,7 +76,7 @@ def train(
 
     restore(run, engine, optimizer)
     _say_if_xray_is_missed(run)
-    _say_what_changed(run)
+    _say_changed_settings(run)
 
     context = LoopContext(
         run=run,
@@ -90,12 +90,12 @@ def train(
     with contextlib.ExitStack() as contexts:
         for callback in all_callbacks:
             contexts.enter_context(callback.context())
-        freeze_start()  # garbage collection no longer visits what was made so far
+        freeze_start()  # from now on, garbage collection skips the objects made so far
         for callback in all_callbacks:
             callback.on_train_begin()
 
         model.train()
-        # A run that has stopped early may be started again: then there is nothing to do.
+        # If a run has already stopped early, starting it again makes no more steps.
         if not run.patience.over:
             _make_steps(context, all_callbacks, batches)
 
@@ -106,9 +106,9 @@ def train(
 def _make_steps(
     context: LoopContext, callbacks: Sequence[Callback], batches: DataLoaderShard
 ) -> None:
-    """Make a step of each batch, until the run is to stop. The loader ends at ``--max_steps``."""
+    """Make a step of each batch, until the run should stop. The loader ends at ``--max_steps``."""
     local_batches = _read_ahead(context.engine, batches)
-    with contextlib.closing(local_batches):  # also when an exception passes
+    with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
         for local_batch in local_batches:
             info = _make_step(context, callbacks, local_batch)
             if info.should_stop or context.run.patience.over:
@@ -129,8 +129,8 @@ def _make_step(
     for group in context.optimizer.param_groups:
         group["lr"] = lr_at(run.step, settings.optim)
 
-    # Ask all of them, even after the first that wants to stop: each notes its own reason. The step
-    # carries the vote to the other ranks, and its result says whether any rank wants to stop.
+    # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
+    # step carries the vote to the other ranks, and its result says whether any rank wants to stop.
     votes = [run.wants_to_stop(), *(callback.wants_to_stop() for callback in callbacks)]
     result = train_step(
         engine,
@@ -181,8 +181,8 @@ def _read_ahead(engine: Engine, loader: DataLoaderShard) -> Generator[LocalBatch
         batch = pending_read.result()
         pending_read = start_reading()
         # At the top of the loop, `pending_read` reads the batch after `batch`. It is awaited before
-        # `batch` is yielded, because Accelerate must know whether `batch` is the last. Then the read
-        # after it starts, and goes on while the caller trains on `batch`.
+        # `batch` is yielded, because Accelerate must know whether `batch` is the last. Then the
+        # next read starts, and continues while the caller trains on `batch`.
         while batch is not None:
             next_batch = pending_read.result()
             if next_batch is None:
@@ -207,7 +207,8 @@ def _read_ahead(engine: Engine, loader: DataLoaderShard) -> Generator[LocalBatch
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     """Seed torch's generators, from which dropout draws.
 
-    A model that takes ``dropout_keys`` computes its dropout from those, and draws nothing. The seed depends on the run's seed, the step and the data-parallel rank alone.
+    The seed depends only on the run's seed, the step and the data-parallel rank. A model that takes
+    ``dropout_keys`` computes its dropout from these instead, and draws nothing.
     """
     count = step * engine.data_parallel_size + engine.data_parallel_rank
     seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
@@ -224,13 +225,13 @@ def _count_if_skipped(
     """Count the step if it was skipped because its gradient is not finite.
 
     Raises:
-        UserError: on every rank, if ``--skip_nonfinite`` allows no more of them.
+        UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
     """
-    number = run.step + 1
+    step = run.step + 1
     allowed = run.settings.loop.skip_nonfinite
     if math.isfinite(result.grad_norm):
         return
-    if number == run.settings.loop.replay_step:  # the user wants to see this very step
+    if step == run.settings.loop.replay_step:  # the user wants to look at this very step
         return
     # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps while
     # the scale is lowered is normal. A scale below 1 is not too large, so the gradient is at fault.
@@ -240,89 +241,99 @@ def _count_if_skipped(
 
     # Padding has the row -1.
     rows = [row for row in engine.gather_rows(local_batch.rows).tolist() if row >= 0]
-    event = (
-        f"update {number} has a gradient norm of {result.grad_norm} and was not made; "
-        f"its rows are {rows}"
-    )
+    event = f"step {step} was skipped: its gradient norm is {result.grad_norm}; its rows are {rows}"
     if run.skipped == allowed:
         raise UserError(
-            f"{event}. Lower --learning_rate, or allow some with --skip_nonfinite. "
+            f"{event}. Lower --learning_rate, or allow some skipped steps with --skip_nonfinite. "
             "The newest checkpoint is untouched."
         )
     run.skipped += 1
-    run.incident("skipped", f"{event} ({run.skipped} of --skip_nonfinite {allowed})")
+    run.record_event("skipped", f"{event} ({run.skipped} of --skip_nonfinite {allowed})")
 
 
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that a model is wrapped in a way that this loop supports.
+    """Check that the loop supports the accelerator and the wrapping of the model.
 
     Raises:
-        UserError: if it is not.
+        UserError: it does not.
     """
     if not isinstance(accelerator, TrainingAccelerator):
         raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
-            "the model is wrapped in nn.DataParallel, which this loop does not support: wrap it in nothing, "
-            "accelerator.prepare makes it DDP; start one process a GPU with accelerate launch."
+            "the model is wrapped in nn.DataParallel, which this loop does not support. Do not "
+            "wrap it (accelerator.prepare wraps it in DDP), and start one process per GPU with "
+            "accelerate launch."
         )
 
 
 def _check_steps(run: Run) -> None:
     """Raise :class:`UserError` if a flag names steps that this run does not make."""
     loop = run.settings.loop
-    last = run.settings.optim.max_steps
-    if run.step > last:
+    last_step = run.settings.optim.max_steps
+    if run.step > last_step:
         raise UserError(
-            f"--max_steps {last}: this run goes on from step {run.step}, which is past it."
+            f"--max_steps {last_step} is below step {run.step}, from which this run resumes. "
+            "Raise it."
         )
-    steps_to_make = range(run.step + 1, last + 1)
+    steps_to_make = range(run.step + 1, last_step + 1)
     if loop.replay_step is not None and loop.replay_step not in steps_to_make:
         raise UserError(
-            f"--replay_step {loop.replay_step}: there are updates {run.step + 1} to {last} to make."
+            f"--replay_step {loop.replay_step}: this run makes steps {run.step + 1} to "
+            f"{last_step}. Name one of these."
         )
-    if loop.xray_range is not None and loop.xray_range[-1] > last:
-        raise UserError(f"--xray_steps {loop.xray_steps}: the last update is --max_steps {last}.")
+    if loop.xray_range is not None and loop.xray_range[-1] > last_step:
+        raise UserError(
+            f"--xray_steps {loop.xray_steps} goes past the last step, --max_steps {last_step}. "
+            "Name earlier steps."
+        )
 
 
 def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
-    """Raise :class:`UserError` for what the model or its parallel method cannot do."""
+    """Raise :class:`UserError` if the model or its parallel method lacks what the settings need."""
     loop = run.settings.loop
     if loop.sample_prompts and not engine.unwrapped.gives_outputs:
         raise UserError(
-            "--sample_prompts: this model returns nothing but a loss. Give the parameter `labels` of its "
-            "forward the default None, and return logits then."
+            "--sample_prompts: this model only returns a loss. Give the parameter `labels` of its "
+            "forward the default None, and return logits if it is None."
         )
     if engine.runs_whole_forward:
         return
+
+    # The layers are split into pipeline stages.
     if loop.torch_compile == "always":
         raise UserError(
-            "--torch_compile always: no process has the whole model, so nothing is compiled; leave it out."
+            "--torch_compile always does not work with pipeline stages, because no process holds "
+            "all layers. Leave it out."
         )
     if loop.sample_prompts:
-        raise UserError("--sample_prompts: no process can run the whole model; leave it out.")
+        raise UserError(
+            "--sample_prompts does not work with pipeline stages, because no process holds all "
+            "layers. Leave it out."
+        )
     if metric is not None:
         raise UserError(
-            "a metric of one's own needs the whole model, which no process can run here."
+            "a custom metric does not work with pipeline stages, because no process holds all "
+            "layers. Leave it out."
         )
 
 
 def _say_if_xray_is_missed(run: Run) -> None:
     """Print a line if the first step that ``--xray_steps`` records was made before the checkpoint.
 
-    Steps are counted from 1, and ``run.step`` of them are made.
+    Steps are counted from 1, and ``run.step`` steps are made.
     """
     recorded_steps = run.settings.loop.xray_range
     if recorded_steps is not None and run.step >= recorded_steps.start:
         say(
             "x-ray",
-            f"none: --xray_steps begins with update {recorded_steps.start}, and this run goes on with "
-            f"update {run.step + 1}",
+            f"none: --xray_steps begins with step {recorded_steps.start}, but this run resumes "
+            f"with step {run.step + 1}",
         )
 
 
-def _say_what_changed(run: Run) -> None:
-    """Print which optimizer settings differ from those of the checkpoint this run resumes from."""
+def _say_changed_settings(run: Run) -> None:
+    """Print which optimizer settings differ from those of the checkpoint to resume from."""
     recorded = run.resume_point.optim_settings
     current = asdict(run.settings.optim)
     if recorded is None or recorded == current:
@@ -332,13 +343,16 @@ def _say_what_changed(run: Run) -> None:
         for key, value in current.items()
         if recorded.get(key) != value
     )
-    # A recipe with optimizer settings of its own may have recorded fields that are not known here.
-    known = {field.name for field in fields(OptimConfig)}
-    earlier = OptimConfig(**{name: value for name, value in recorded.items() if name in known})
-    last_rate = lr_at(run.step - 1, earlier)
+
+    # A recipe may have recorded optimizer settings that OptimConfig does not have.
+    names = {field.name for field in fields(OptimConfig)}
+    recorded_config = OptimConfig(
+        **{name: value for name, value in recorded.items() if name in names}
+    )
+    last_rate = lr_at(run.step - 1, recorded_config)
     next_rate = lr_at(run.step, run.settings.optim)
     say(
         "changed",
-        f"{changes}; the learning rate goes from {last_rate:.3g} in update {run.step} "
-        f"to {next_rate:.3g} next",
+        f"{changes}; the learning rate goes from {last_rate:.3g} in step {run.step} "
+        f"to {next_rate:.3g} in step {run.step + 1}",
     )

@@ -1,9 +1,10 @@
-"""Muon: momentum, made orthogonal, for matrices.
+"""Muon: momentum that is made orthogonal, for matrices.
 
-It is by Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. ``torch.optim.Muon`` always
-computes in bfloat16, whose rounding makes two layouts of one run differ: after 20 steps their
-weights are 1e-3 apart. Here products have the precision of the run. In float32 two layouts stay as
-close as with AdamW, and in bfloat16 it takes less time, because matrices of one shape go together.
+See Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. ``torch.optim.Muon`` always
+computes in bfloat16. Its rounding makes two layouts of one run differ: after 20 steps their weights
+are 1e-3 apart. Here products have the precision of the run. In float32 two layouts stay as close as
+with AdamW. In bfloat16 this class takes less time than torch's, because it multiplies matrices of
+the same shape in one batch.
 """
 
 from collections.abc import Iterator
@@ -21,21 +22,25 @@ from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
-# Numbers in a batch of matrices that are made orthogonal at once. A larger matrix is a batch.
-_TOGETHER = {"cpu": 1 << 22, "cuda": 1 << 28}
+# The most numbers in a batch of matrices. A larger matrix is a batch by itself.
+_BATCH_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
     Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so AdamW's learning
-    rates and decays fit. The momentum of a sharded matrix is gathered, made orthogonal on every
-    rank alike, and sharded again.
+    rates and weight decays fit. The momentum of a sharded matrix is gathered, made orthogonal on
+    every rank, and sharded again.
 
     Args:
-        dtype: of the matrix products; by default, that of the gradients.
-        ranks: all ranks, if they have the same gradients and share the work: each makes some of the
-            matrices orthogonal, and all gather the results.
+        matrices: the parameters, each of two dimensions.
+        lr: the learning rate.
+        weight_decay: the decoupled weight decay.
+        momentum: the decay of the mean of gradients.
+        dtype: the dtype of matrix products; by default that of the gradients.
+        ranks: all ranks, if they have the same gradients and divide the work. Each rank makes some
+            of the matrices orthogonal, and all of them gather the results.
     """
 
     def __init__(
@@ -55,12 +60,13 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices that have a gradient."""
-        in_flight: _Update | None = None
+        # The batch whose results the ranks are sending.
+        in_flight: _PendingUpdate | None = None
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for matrices in batches_of(with_gradient):
                 update = self._begin(matrices, group)
-                # While the ranks send these results, apply those of the batch before.
+                # While the ranks send these results, apply the previous batch.
                 if in_flight is not None:
                     in_flight.finish()
                 in_flight = update
@@ -70,59 +76,69 @@ class Muon(torch.optim.Optimizer):
         if in_flight is not None:
             in_flight.finish()
 
-    def _begin(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> "_Update":
+    def _begin(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> "_PendingUpdate":
         """Compute the orthogonal momenta of a batch of matrices, or begin to gather them."""
-        momenta = torch.stack(
-            [_wide(full_tensor(self._nesterov(p, group["momentum"]))) for p in matrices]
-        )
+        momenta = torch.stack([self._wide_momentum(p, group["momentum"]) for p in matrices])
         momenta = momenta.to(group["dtype"] or momenta.dtype)
         results, work = self._orthogonal(momenta)
-        return _Update(matrices, group["lr"], group["weight_decay"], results, work)
+        return _PendingUpdate(
+            matrices=matrices,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            results=results,
+            work=work,
+        )
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Return :func:`orthogonal` of [N, m, n], and the gathering to wait for, if there is one.
+        """Make momenta [N, m, n] orthogonal, on this rank or on all ranks together.
 
-        The results may be followed by others, of no matrix.
+        Returns:
+            The results [N or more, m, n], of which the first N belong to the momenta; and the
+            gathering to wait for, if there is one.
         """
-        # With fewer matrices than ranks, sending them would cost more than sharing saves.
-        sharing = self.ranks.world_size if self.ranks is not None else 1
-        if self.ranks is None or sharing == 1 or len(momenta) < sharing:
+        # With fewer matrices than ranks, sending them would cost more than it saves.
+        world_size = self.ranks.world_size if self.ranks is not None else 1
+        if self.ranks is None or world_size == 1 or len(momenta) < world_size:
             return orthogonal(momenta), None
 
-        share = -(-len(momenta) // sharing)
+        share = -(-len(momenta) // world_size)
         start = self.ranks.rank * share
         own_momenta = momenta[start : start + share]
         own_results = momenta.new_zeros(share, *momenta.shape[1:])
         if len(own_momenta):
             own_results[: len(own_momenta)] = orthogonal(own_momenta)
 
-        results = own_results.new_empty(sharing * share, *momenta.shape[1:])
+        results = own_results.new_empty(world_size * share, *momenta.shape[1:])
         shares = list(torch.split(results, share))
         return results, dist.all_gather(shares, own_results, async_op=True)
 
+    def _wide_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+        """Update the momentum of a matrix and return the full one, transposed if it is tall."""
+        return _wide(full_tensor(self._nesterov(p, momentum)))
+
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
-        """Update the momentum of a matrix; return it with Nesterov's look ahead."""
+        """Update the momentum of a matrix and return the Nesterov momentum."""
         assert p.grad is not None
         if not self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         buffer = self.state[p]["momentum_buffer"]
-        # `lerp` computes the same, and takes five times as long on a CPU.
+        # `lerp` computes the same result, but takes five times as long on a CPU.
         buffer.mul_(momentum).add_(p.grad, alpha=1 - momentum)
         return p.grad.mul(1 - momentum).add_(buffer, alpha=momentum)
 
 
 @dataclass
-class _Update:
-    """The update of a batch of matrices, which may still be on its way from other ranks."""
+class _PendingUpdate:
+    """The update of a batch of matrices, which other ranks may still be sending."""
 
     matrices: list[nn.Parameter]
     lr: float
     weight_decay: float
-    results: torch.Tensor  # [N, m, n], m at most n; N may be larger than the number of matrices
+    results: torch.Tensor  # [N, m, n], m at most n; N is the number of matrices or larger
     work: dist.Work | None
 
     def finish(self) -> None:
-        """Wait for the results, and apply them."""
+        """Wait for the results and apply them."""
         if self.work is not None:
             self.work.wait()
         for p, wide in zip(self.matrices, self.results, strict=False):
@@ -135,10 +151,13 @@ class _Update:
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Return an approximation of U V' for every matrix U S V' of [N, m, n], m at most n.
+    """Return an approximation of U V' for each matrix U S V'.
 
-    Five iterations of Newton and Schulz bring singular values that are larger than 0.002 of the
-    norm to between 0.7 and 1.2.
+    Five Newton-Schulz iterations bring singular values that are larger than 0.002 of the norm to
+    between 0.7 and 1.2.
+
+    Args:
+        matrices: [N, m, n], m at most n.
     """
     a, b, c = _QUINTIC
     x: torch.Tensor = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -150,19 +169,19 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix that has at most as many rows as columns: this one, or its transpose."""
+    """Return the matrix, or its transpose if it has more rows than columns."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield batches of matrices that have one shape, or its transpose, and are not too large."""
+    """Yield batches, not too large, of matrices with the same shape up to a transpose."""
     by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
 
     for same_shape in by_shape.values():
         device = same_shape[0].device.type
-        most_numbers = _TOGETHER.get(device, _TOGETHER["cpu"])
-        count = max(1, most_numbers // same_shape[0].numel())
+        max_numbers = _BATCH_NUMBERS.get(device, _BATCH_NUMBERS["cpu"])
+        count = max(1, max_numbers // same_shape[0].numel())
         for start in range(0, len(same_shape), count):
             yield same_shape[start : start + count]

@@ -1,4 +1,4 @@
-"""AdamW, Muon beside it, and the learning rate as a pure function of the step."""
+"""The optimizers AdamW and Muon, and the learning rate as a pure function of the step."""
 
 import math
 from typing import Any
@@ -12,37 +12,44 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 
-_DECAY_SHARE = 0.2  # of a warmup-stable-decay run is its decay (Hägele et al. 2024, arXiv:2405.18392, section 3)
+# A warmup-stable-decay schedule decays over this share of the run (Hägele et al. 2024,
+# arXiv:2405.18392, section 3).
+_DECAY_SHARE = 0.2
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Return the learning rate of the update after ``step`` completed ones; all schedules but ``constant`` end at 0."""
+    """Return the learning rate of the next step after ``step`` completed steps.
+
+    All schedules except ``constant`` end at 0.
+    """
     peak = config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
-    left = max(config.max_steps - step, 0)  # updates still to come, this one included
-    span = max(config.max_steps - config.warmup_steps, 1)
+
+    remaining = max(config.max_steps - step, 0)  # including the next step
+    steps_after_warmup = max(config.max_steps - config.warmup_steps, 1)
     match config.lr_scheduler_type:
         case "constant":
             return peak
         case "linear":
-            return peak * left / span
+            return peak * remaining / steps_after_warmup
         case "cosine":
-            return peak * 0.5 * (1 - math.cos(math.pi * left / span))
+            return peak * 0.5 * (1 - math.cos(math.pi * remaining / steps_after_warmup))
         case "warmup_stable_decay":
-            return peak * min(1.0, left / max(min(_DECAY_SHARE * config.max_steps, span), 1))
+            decay_steps = max(min(_DECAY_SHARE * config.max_steps, steps_after_warmup), 1)
+            return peak * min(1.0, remaining / decay_steps)
 
 
 def make_optimizer(
     accelerator: Accelerator, model: nn.Module, config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that ``--optim`` names, over the parameters that are trained.
+    """Make the optimizer that ``--optim`` names, over the parameters that are trained.
 
     AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices and not to vectors. With
     ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
     if that is the accelerator's mixed precision.
 
-    Parameters on the meta device belong to other ranks, which have optimizers of their own.
+    Parameters on the meta device belong to other ranks, which optimize them.
     """
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
 
@@ -73,16 +80,16 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         momentum=config.adam_beta1,
         dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-        ranks=Ranks(accelerator) if _may_share(accelerator) else None,
+        ranks=Ranks(accelerator) if _may_share_work(accelerator) else None,
     )
-    return MuonBesideAdamW(muon, adamw)
+    return MuonWithAdamW(muon, adamw)
 
 
-def _may_share(accelerator: Accelerator) -> bool:
-    """Return whether ranks may share Muon's work: each computes the steps of some matrices.
+def _may_share_work(accelerator: Accelerator) -> bool:
+    """Return whether ranks may divide Muon's matrices among them.
 
-    Which matrices a rank takes depends on the layout, so ``--bitwise`` forbids it. If ranks share a
-    model, they hold different parameters.
+    They may not with ``--bitwise``, because the division depends on the layout. Ranks that share a
+    model cannot, because they hold different parameters.
     """
     if not isinstance(accelerator, TrainingAccelerator) or accelerator.bitwise:
         return False
@@ -92,51 +99,51 @@ def _may_share(accelerator: Accelerator) -> bool:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained matrices between the embedding and the head.
 
-    The head is the one that predicts tokens, or the ``score`` head of a reward model.
+    The head predicts tokens, or is the ``score`` head of a reward model.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ends: list[nn.Module] = [*embeddings, *_heads(model)]
-    end_ids = {id(p) for module in ends for p in module.parameters()}
+    excluded_ids: set[int] = set()
+    for module in [*embeddings, *_heads(model)]:
+        excluded_ids.update(id(p) for p in module.parameters())
 
-    # peft keeps the rows it trains of an embedding in a module of its own, `trainable_tokens`.
-    return [
-        p
-        for name, p in model.named_parameters()
-        if p.requires_grad
-        and p.dim() == 2
-        and id(p) not in end_ids
-        and "trainable_tokens" not in name
-    ]
+    matrices = []
+    for name, p in model.named_parameters():
+        # peft keeps the trained rows of an embedding in a separate module, `trainable_tokens`.
+        is_embedding = id(p) in excluded_ids or "trainable_tokens" in name
+        if p.requires_grad and p.dim() == 2 and not is_embedding:
+            matrices.append(p)
+    return matrices
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """Return the output heads of a model, apart from a head that is the embedding itself."""
+    """Return the output heads of a model."""
     heads = [getattr(model, "score", None)]  # transformers' name for a sequence-classification head
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    if output_embeddings is not None:
-        heads.append(output_embeddings())  # None for sequence classification
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    if get_output_embeddings is not None:
+        heads.append(get_output_embeddings())  # None for sequence classification
     return [head for head in heads if isinstance(head, nn.Module)]
 
 
-class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon for some matrices and AdamW for the rest, as one optimizer with one learning rate and one weight decay."""
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some matrices and AdamW for the rest, as a single optimizer."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self.parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         """Let both parts work on this optimizer's groups and state."""
         muon, adamw = self.parts
-        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        muon.state = adamw.state = self.state
+        muon.param_groups = self.param_groups[:1]
+        adamw.param_groups = self.param_groups[1:]
+        muon.state = self.state
+        adamw.state = self.state
 
-    def __setstate__(
-        self, state: dict[str, Any]
-    ) -> None:  # how load_state_dict replaces groups and state
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Replace groups and state; ``load_state_dict`` calls this."""
         super().__setstate__(state)
-        self._share()
+        self._share_state()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,8 +1,11 @@
-"""Log-probabilities of answers under the reference model, which are the first weights of a run.
+"""Log-probabilities of answers under the reference model.
 
-No second model is held. The numbers are kept in the user's cache, under a key of everything that
-they depend on. They are computed a few rows at a time, always the same rows together, so that every
-layout has the same numbers.
+The reference model is the model before training, with its initial weights. Its numbers are computed
+before the first step, so that training needs no second model in memory. They are kept in the user's
+cache, under a key of everything that they depend on.
+
+A forward pass computes a few rows, and the same rows share a pass in every parallel layout. So all
+layouts get the same numbers.
 """
 
 import functools
@@ -28,17 +31,18 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.provenance import digest
 from llmtrain.types import ModelBundle
 
-_TOGETHER = 4  # rows of a forward pass
-_CHUNK = 64  # rows that are stored, and verified, together
+_ROWS_PER_PASS = 4
+_ROWS_PER_CHUNK = 64  # a chunk is stored and verified as a whole
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def with_reference(
     accelerator: Accelerator, seed: int, rows: Tokenized, bundle: ModelBundle
 ) -> Tokenized:
-    """Return rows with a column ``reference``, float32 [slots], if the loss of the model takes one.
+    """Add a column ``reference`` to rows, if the objective uses one.
 
-    The model must still have its first weights. All ranks call this.
+    The column is float32 [``reference_size``]. The model must still have its initial weights. All
+    ranks call this.
 
     Raises:
         UserError: a log-probability is not finite.
@@ -46,6 +50,7 @@ def with_reference(
     if not bundle.objective.reference_size:
         return rows
 
+    # Everything that the numbers depend on.
     key = digest(
         {
             "weights": (bundle.start or {}).get("weights"),
@@ -62,135 +67,162 @@ def with_reference(
         }
     )
     train = _with_column(accelerator, key, "train", rows.train, bundle)
-    held_out = None
+    eval_rows = None
     if rows.eval is not None:
-        held_out = _with_column(accelerator, key, "eval", rows.eval, bundle)
-    return replace(rows, train=train, eval=held_out)
+        eval_rows = _with_column(accelerator, key, "eval", rows.eval, bundle)
+    return replace(rows, train=train, eval=eval_rows)
 
 
 def _with_column(
     accelerator: Accelerator, key: str, name: str, rows: TokenRows, bundle: ModelBundle
 ) -> TokenRows:
-    """Return rows with their reference, read from the cache as far as it is there."""
-    slots = bundle.objective.reference_size
+    """Add the column to rows: read from the cache as far as possible, and computed otherwise."""
+    size = bundle.objective.reference_size
     team = Team.everyone()
     path = cache_folder() / "references" / f"{key}-{name}"
 
-    values, is_damaged = team.main(lambda: _read(path, len(rows), slots))
-    damage = "; what was damaged there is computed again" if is_damaged else ""
+    values, is_damaged = team.main(lambda: _read(path, len(rows), size))
+    damage = "; damaged entries are computed again" if is_damaged else ""
     say(
         "reference",
-        f"log-probabilities under the first weights, {name}: {len(values):,} of {len(rows):,} rows "
-        f"found in the cache{damage}",
+        f"log-probabilities under the initial weights, {name}: {len(values):,} of {len(rows):,} "
+        f"rows found in the cache{damage}",
     )
 
-    for chunk in _computed(accelerator, rows, len(values), slots, bundle):
+    for chunk in _compute(accelerator, rows, bundle, start=len(values)):
         if not np.isfinite(chunk).all():
             raise UserError(
-                "the first weights give log-probabilities that are not finite: "
-                "they cannot be compared with."
+                "log-probabilities under the initial weights are not finite, so they cannot serve "
+                "as the reference. Check the model, or use another precision."
             )
         team.main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
-    return _append_column(rows, values, slots)
+    return _append_column(rows, values)
 
 
-def _append_column(rows: TokenRows, values: np.ndarray, slots: int) -> TokenRows:
-    """Return rows with a column of ``values`` [rows, slots], in chunks like those of the others."""
+def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
+    """Add a column of ``values`` [rows, size] to rows, in the chunks of the other columns."""
     import pyarrow
 
-    kind = pyarrow.list_(pyarrow.float32(), slots)
+    column_type = pyarrow.list_(pyarrow.float32(), values.shape[1])
     ends = np.cumsum([len(part) for part in rows.data.column(0).chunks])
     parts = [
-        pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=kind)
+        pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=column_type)
         for part in np.split(values, ends[:-1])
     ]
-    column = pyarrow.chunked_array(parts, kind)
+    column = pyarrow.chunked_array(parts, column_type)
     return TokenRows(rows.data.append_column("reference", column))
 
 
 @torch.no_grad()
-def _computed(
-    accelerator: Accelerator, rows: TokenRows, start: int, slots: int, bundle: ModelBundle
+def _compute(
+    accelerator: Accelerator, rows: TokenRows, bundle: ModelBundle, start: int
 ) -> Iterator[np.ndarray]:
-    """Yield the log-probabilities [rows, slots] of chunks of rows, from the row ``start`` on."""
+    """Yield the log-probabilities of one chunk of rows after another; all ranks call this.
+
+    Args:
+        accelerator: the Accelerator of this run.
+        rows: all rows.
+        bundle: the model and its objective.
+        start: the first row to compute.
+
+    Yields:
+        float32 [rows of the chunk, ``reference_size``].
+    """
     model = bundle.model
-    collate = Collate(_TOGETHER, prepare=bundle.prepare_batch)
+    collate = Collate(_ROWS_PER_PASS, prepare=bundle.prepare_batch)
     table = SlotRows(rows)
 
     ranks = Ranks(accelerator)
     shares = ranks.data_parallel_size
-    passes = -(-_CHUNK // _TOGETHER)
-    passes_of_rank = -(-passes // shares)  # the same on each rank, because they communicate in each
+    passes = -(-_ROWS_PER_CHUNK // _ROWS_PER_PASS)
+    # All ranks make the same number of passes, because they communicate in each.
+    passes_of_rank = -(-passes // shares)
 
     was_training = model.training
     model.eval()
-    for first_row in tqdm(
-        range(start, len(rows), _CHUNK),
+    first_rows = tqdm(
+        range(start, len(rows), _ROWS_PER_CHUNK),
         desc="reference",
         leave=False,
         disable=not ranks.is_main,
-    ):
+    )
+    for first_row in first_rows:
+        # Consecutive passes belong to consecutive ranks.
         own_values = []
         for i in range(passes_of_rank):
-            number = ranks.data_parallel_rank + i * shares
-            read = table.__getitems__(_slots_of_pass(first_row, number, len(rows)))
+            pass_index = ranks.data_parallel_rank + i * shares
+            read = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
             (batch,) = collate(read).to(accelerator.device).batches
             with accelerator.autocast():
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())
 
-        # [ranks * passes_of_rank, _TOGETHER, slots]; consecutive passes are of consecutive ranks
-        of_ranks = ranks.gather_rows(torch.stack(own_values))
-        of_ranks = of_ranks.view(shares, passes_of_rank, _TOGETHER, slots)
-        in_order = of_ranks.transpose(0, 1).reshape(-1, slots)
-        yield in_order[: min(_CHUNK, len(rows) - first_row)].cpu().numpy()
+        # [shares * passes_of_rank, rows of a pass, reference_size] -> [rows, reference_size]
+        gathered = ranks.gather_rows(torch.stack(own_values))
+        by_rank = gathered.view(shares, passes_of_rank, _ROWS_PER_PASS, -1)
+        in_order = by_rank.transpose(0, 1).reshape(-1, by_rank.shape[-1])
+        yield in_order[: min(_ROWS_PER_CHUNK, len(rows) - first_row)].cpu().numpy()
     reshard(model)
     model.train(was_training)
 
 
-def _slots_of_pass(first_row: int, number: int, rows: int) -> list[Slot]:
-    """Return the rows of one forward pass of a chunk; past its end, and the last row, are none."""
-    is_inside = number * _TOGETHER < _CHUNK
-    start = first_row + number * _TOGETHER
+def _slots_of_pass(first_row: int, pass_index: int, rows: int) -> list[Slot]:
+    """Return the rows of a forward pass. Past the end of the chunk or of all rows, slots are empty.
+
+    Args:
+        first_row: the first row of the chunk.
+        pass_index: the number of the pass in the chunk.
+        rows: the number of all rows.
+    """
+    is_inside = pass_index * _ROWS_PER_PASS < _ROWS_PER_CHUNK
+    start = first_row + pass_index * _ROWS_PER_PASS
     return [
         Slot(row, row if is_inside and row < rows else None)
-        for row in range(start, start + _TOGETHER)
+        for row in range(start, start + _ROWS_PER_PASS)
     ]
 
 
-def _read(path: Path, rows: int, slots: int) -> tuple[np.ndarray, bool]:
-    """Return the stored numbers [rows, slots] before any damage, and whether there is damage.
+def _read(path: Path, rows: int, size: int) -> tuple[np.ndarray, bool]:
+    """Read stored numbers up to the first damage.
 
-    A damaged file is replaced by one with the chunks that are whole.
+    A damaged file is replaced by one with the undamaged chunks.
+
+    Args:
+        path: the file, which may not exist.
+        rows: the number of all rows.
+        size: numbers of each row.
+
+    Returns:
+        The numbers [rows read, size], and whether there is damage.
     """
-    chunks = [np.zeros((0, slots), np.float32)]
+    chunks = [np.zeros((0, size), np.float32)]
     rows_read = 0
     is_damaged = False
     stored = path.read_bytes() if path.exists() else b""
     position = 0
     while position < len(stored):
-        size = 4 * slots * min(_CHUNK, rows - rows_read)
+        length = 4 * size * min(_ROWS_PER_CHUNK, rows - rows_read)
         expected = stored[position : position + _DIGEST_BYTES]
         position += _DIGEST_BYTES
-        data = stored[position : position + size]
-        position += size
-        if not size or len(data) < size or expected != _digest(path.name, rows_read, data):
+        data = stored[position : position + length]
+        position += length
+        if not length or len(data) < length or expected != _digest(path.name, rows_read, data):
             is_damaged = True
             break
-        chunks.append(np.frombuffer(data, np.float32).reshape(-1, slots))
+        chunks.append(np.frombuffer(data, np.float32).reshape(-1, size))
         rows_read += len(chunks[-1])
 
     values = np.concatenate(chunks)
     if is_damaged:
         path.unlink()
-        for first_row in range(0, len(values), _CHUNK):
-            _append(path, first_row, values[first_row : first_row + _CHUNK])
+        for first_row in range(0, len(values), _ROWS_PER_CHUNK):
+            _append(path, first_row, values[first_row : first_row + _ROWS_PER_CHUNK])
     return values, is_damaged
 
 
 def _append(path: Path, first_row: int, chunk: np.ndarray) -> None:
-    """Append a chunk and its digest, by which a torn write, or those of two runs, are noticed."""
+    """Append a chunk and its digest, which reveals torn writes and writes of two runs at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = chunk.astype(np.float32).tobytes()
     with path.open("ab") as file:

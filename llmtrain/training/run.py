@@ -1,10 +1,11 @@
-"""A run from its start to its end: its identity, its folder, and its checkpoints."""
+"""A run from its start to its end: its fingerprint, its folder, and its checkpoints."""
 
 import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accelerate import Accelerator
 
@@ -37,7 +38,8 @@ from llmtrain.training.settings import AnySettings
 from llmtrain.training.summary import show_result
 from llmtrain.types import Facts, ModelBundle
 
-_TRACKED_FACTS = (  # of a start, which trackers are sent beside the settings
+# Entries of a start in run.json that trackers get along with the settings.
+_TRACKED_KEYS = (
     "git_sha",
     "code_sha256",
     "processes",
@@ -47,9 +49,48 @@ _TRACKED_FACTS = (  # of a start, which trackers are sent beside the settings
 )
 
 
+class Outcome(NamedTuple):
+    """How a run has ended, as ``status.json`` records it."""
+
+    state: str  # ``finished``, ``preempted`` or ``failed``
+    reason: str
+
+
+_NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
+
+
+class EvalResult(NamedTuple):
+    """The metrics of an evaluation, and the step after which it was made."""
+
+    step: int
+    metrics: Facts
+
+
 @dataclass
 class Run:
-    """An open run: ``step`` updates are made, on ``tokens`` trained tokens."""
+    """An open run.
+
+    Attributes:
+        accelerator: the Accelerator of this run.
+        settings: all settings of the recipe.
+        layout: how a global batch is divided among the ranks.
+        rows: the rows to train and evaluate on.
+        bundle: the model, with everything that belongs to it.
+        identity: the fingerprint of the run. A resumed run must have the same.
+        folder: the run's folder.
+        saver: writes the checkpoints.
+        metrics: writes ``metrics.jsonl`` and feeds the trackers.
+        deadline: when the run has to stop.
+        patience: decides about early stopping.
+        resume_point: the checkpoint that this start resumes from, if there is one.
+        step: steps made so far.
+        tokens: target tokens of these steps.
+        skipped: steps that were skipped because their gradient was not finite.
+        compiled: whether the model's blocks are compiled; ``None`` if not chosen yet.
+        stop_reason: why this rank wants to stop; empty if it does not.
+        last_eval: the last evaluation.
+        outcome: how the run has ended.
+    """
 
     accelerator: Accelerator
     settings: AnySettings
@@ -62,56 +103,55 @@ class Run:
     metrics: Metrics
     deadline: Deadline
     patience: Patience
-    resume_point: ResumePoint  # what it goes on from
+    resume_point: ResumePoint
     step: int
     tokens: int
     skipped: int = 0
-    compiled: bool | None = None  # whether its blocks are; None: not chosen yet
+    compiled: bool | None = None
     stop_reason: str = ""
-    evaluated: tuple[int, Facts] | None = None  # step and results of the last evaluation
-    outcome: tuple[str, str] = (
-        "failed",
-        "ended without a word",
-    )  # state and reason, as status.json has them
+    last_eval: EvalResult | None = None
+    outcome: Outcome = _NOT_TRAINED
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the process that logs and writes files."""
         return Ranks(self.accelerator).is_main
 
     @property
-    def finished(self) -> bool:
-        return self.outcome[0] == "finished"
+    def is_finished(self) -> bool:
+        """Whether the run has made all its steps, or has stopped early."""
+        return self.outcome.state == "finished"
 
-    def log(self, reading: Facts) -> None:
-        """Write one line of ``metrics.jsonl``, and tell the trackers."""
+    def log(self, metrics: Facts) -> None:
+        """Write a log entry to ``metrics.jsonl`` and to the trackers."""
         self.metrics.write(
-            {"step": self.step, "tokens": self.tokens, **reading, "time": round(time.time(), 3)}
+            {"step": self.step, "tokens": self.tokens, **metrics, "time": round(time.time(), 3)}
         )
-        if "eval/loss" in reading:
-            self.evaluated = self.step, reading
+        if "eval/loss" in metrics:
+            self.last_eval = EvalResult(self.step, metrics)
 
-    def incident(self, kind: str, text: str) -> None:
-        """Say something now, and keep it for whoever looks at the run later."""
+    def record_event(self, kind: str, text: str) -> None:
+        """Print an event, and record it in the run's folder."""
         say(kind, text)
         self.folder.incident(self.step, kind, text)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Save and stop after the update at hand."""
+        """Let all ranks save and stop after the current step."""
         self.stop_reason = reason
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank wants all of them to save and stop after the update at hand."""
+        """Return whether this rank wants all ranks to save and stop after the current step."""
         if not self.stop_reason and self.deadline.is_near():
             self.stop_reason = self.deadline.why
         return bool(self.stop_reason) or self.saver.failed
 
     def show(self) -> None:
-        """Show what a finished run has learned."""
-        if self.finished:
+        """Print the loss curve and a text by the model, if the run is finished."""
+        if self.is_finished:
             show_result(self.folder.path, self.rows.unseen_question())
 
-    def failed(self, reason: str) -> None:
-        """Note in ``status.json`` why this process is about to end."""
+    def record_failure(self, reason: str) -> None:
+        """Record in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
             self.folder.status("failed", self.step, redacted(reason))
 
@@ -123,34 +163,44 @@ def open_run(
     rows: Tokenized,
     bundle: ModelBundle,
 ) -> Iterator[Run]:
-    """Open the run's folder until the block ends: a new one, or that of an unfinished run.
+    """Open the run's folder until the block ends: a new folder, or that of an unfinished run.
 
-    An unfinished run is continued if it has the same identity. After a block without an error the
-    processes leave their group, and a finished model is published. A dry run makes no folder.
+    An unfinished run is resumed if its fingerprint is the same. After a block without an error, the
+    processes leave their group, and a finished model is uploaded if the settings ask for it. A dry
+    run makes no folder.
 
     Raises:
-        UserError: the ranks are about to train different things, or the folder cannot be used.
+        UserError: the ranks do not have the same settings, code or data, or the folder cannot be
+            used.
     """
-    layout = Layout.of(settings.data, Ranks(accelerator).data_parallel_size, settings.loop.bitwise)
+    layout = Layout.of(
+        settings.data,
+        Ranks(accelerator).data_parallel_size,
+        bitwise=settings.loop.bitwise,
+    )
     if not settings.loop.dry_run:
         rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
     if settings.loop.early_stopping_patience and rows.eval is None:
-        raise UserError("--early_stopping_patience needs held-out rows to evaluate.")
+        raise UserError(
+            "--early_stopping_patience needs eval rows, and there are none. Raise --eval_fraction."
+        )
 
     identity = identity_of(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
-    facts = what_runs(identity, resolved(settings), accelerator.mixed_precision)
-    check_same_everywhere(team, facts)
+    check_same_everywhere(
+        team, what_runs(identity, resolved(settings), accelerator.mixed_precision)
+    )
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as contexts:
 
         def choose() -> ResumePoint:
+            """Choose the folder, and hold its lock until the block ends."""
             choosing = choose_folder(
                 settings.run.output_dir,
                 resume=settings.run.resume_from_checkpoint,
                 identity=identity,
             )
-            return held.enter_context(choosing)
+            return contexts.enter_context(choosing)
 
         if settings.loop.dry_run:
             resume_point = ResumePoint(Path(settings.run.output_dir))
@@ -158,25 +208,35 @@ def open_run(
             resume_point = team.main(choose)
             say("run", f"{resume_point.folder} ({resume_point.why})")
 
-        run = _new_run(accelerator, settings, layout, rows, bundle, identity, resume_point)
+        run = _new_run(
+            accelerator,
+            settings,
+            layout=layout,
+            rows=rows,
+            bundle=bundle,
+            identity=identity,
+            resume_point=resume_point,
+        )
         if not settings.loop.dry_run:
-            held.enter_context(_recorded(run, team))
+            contexts.enter_context(_recorded(run, team))
         yield run
 
     leave_group()
-    if run.finished and run.is_main:
+    if run.is_finished and run.is_main:
         publish(run.folder.path / "model", settings.run.push_to_hub)
 
 
 def _new_run(
     accelerator: Accelerator,
     settings: AnySettings,
+    *,
     layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
     identity: Facts,
     resume_point: ResumePoint,
 ) -> Run:
+    """Make the run that starts at a resume point."""
     saver = Saver(
         resume_point.folder / "checkpoints",
         bundle.files,
@@ -212,7 +272,7 @@ def _new_run(
 def _recorded(run: Run, team: Team) -> Iterator[None]:
     """Write a run's record and feed its trackers until the block ends.
 
-    ``status.json`` names the reason for every end. Rank 0 holds the folder's lock.
+    However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
     """
     settings = resolved(run.settings)
 
@@ -220,10 +280,12 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         run.folder.begin(run.step)
         record = _record_of(run, settings)
         run.folder.write("run.json", record)
-        return {key: record["starts"][-1][key] for key in _TRACKED_FACTS}
+        return {key: record["starts"][-1][key] for key in _TRACKED_KEYS}
 
-    tracked = {name: setting["value"] for name, setting in settings.items()} | team.main(begin)
+    values = {name: setting["value"] for name, setting in settings.items()}
+    tracked = values | team.main(begin)
     if is_sharded(run.accelerator):
+        # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
         run.saver.team = Team.of_all(run.folder.can_write(), timeout)
 
@@ -237,24 +299,26 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
             )
             yield
         except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
-            run.failed("left at once")
+            run.record_failure("stopped at once by a second signal")
             raise
         except BaseException as error:
             reason = explained(error) or first_line(error)
-            run.failed(reason)  # at once: a launcher soon kills a process that has failed
+            # Record it right away, because a launcher soon kills a process that has failed.
+            run.record_failure(reason)
             with contextlib.suppress(Exception):  # the first error is the one to show
                 run.saver.wait()
-            run.failed(reason)  # a save in the background may have written "running"
+            # Record it again, because a save in the background may have written "running".
+            run.record_failure(reason)
             run.metrics.close(exit_code=1)
             raise
 
-        state, reason = run.outcome
-        run.folder.status(state, run.step, reason)
-        run.metrics.close(exit_code=0, model=run.folder.path / "model" if run.finished else None)
+        run.folder.status(run.outcome.state, run.step, run.outcome.reason)
+        model = run.folder.path / "model" if run.is_finished else None
+        run.metrics.close(exit_code=0, model=model)
 
 
 def _record_of(run: Run, settings: dict[str, Facts]) -> Facts:
-    """Return the new content of ``run.json``."""
+    """Return the content of ``run.json``, to which this start is added."""
     accelerator = run.accelerator
     start = {
         "processes": Ranks(accelerator).world_size,

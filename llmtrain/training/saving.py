@@ -1,6 +1,6 @@
-"""The checkpoints of a run: restore one, save others, and write the finished model.
+"""Restore and save the checkpoints of a run, and write the finished model.
 
-All ranks call these functions, and agree on whether they worked.
+All ranks call these functions. If one fails on a rank, it raises on all of them.
 """
 
 import functools
@@ -25,7 +25,7 @@ from llmtrain.types import Facts
 def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     """Load the checkpoint that a run resumes from, if there is one.
 
-    Rank 0 reads it and sends it to the other ranks, which need not see its disk.
+    Rank 0 reads it and sends it to the other ranks, which may have no access to the folder.
     """
     path = run.resume_point.checkpoint
     if path is None:
@@ -39,7 +39,7 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     state = Team.everyone().main(lambda: checkpoint.read_state(path))
     run.skipped = state["skipped"]
     run.compiled = state["compiled"]
-    # The best checkpoint of another run's folder may be deleted before this run ends.
+    # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
     is_own = path.parent == run.folder.path / "checkpoints"
     if state["best"] and is_own:
         run.patience.restore(state["best"])
@@ -49,44 +49,46 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
 
 def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
-    """Commit a checkpoint of the steps made so far.
+    """Save a checkpoint of the steps made so far.
 
     Raises:
-        UserError: on every rank, if it failed on one of them.
+        UserError: on every rank, if saving failed on one of them.
     """
     model = engine.unwrapped
     check_finite(model, engine)
 
-    def get_ready() -> None:
+    def prepare() -> None:
         run.saver.wait()
         if engine.is_main and run.folder.taken_over():
             raise UserError(
-                f"{run.folder.path}: another run has taken over this folder; nothing was saved here."
+                f"{run.folder.path}: another run has taken over this folder, so no checkpoint was "
+                "saved. Use another --output_dir."
             )
         if engine.is_main:
             run.folder.sync_ledgers()
 
     def write() -> None:
-        state_of_optimizer = checkpoint.optimizer_tensors(model, optimizer.optimizer)
+        optimizer_state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
         weights = run.bundle.files.tensors(model)
         run.saver.save(
             run.step,
             engine.gatherable(weights),
-            engine.gatherable(state_of_optimizer),
+            engine.gatherable(optimizer_state),
             _state(run, engine),
             done=functools.partial(run.folder.status, "running", run.step),
         )
 
-    _on_writers(run, get_ready)
+    _on_writers(run, prepare)
     _on_writers(run, write)
     run.deadline.reserve("save", 2 * run.saver.longest_seconds)
 
 
 def _state(run: Run, engine: Engine) -> Facts:
     """Return the content of ``state.json``, except for its format version."""
-    eval_step, results = run.evaluated or (None, {})
-    eval_loss = results.get("eval/loss", math.inf)
-    is_current = eval_step == run.step and math.isfinite(eval_loss)
+    eval_loss = None
+    if run.last_eval is not None and run.last_eval.step == run.step:
+        loss = run.last_eval.metrics["eval/loss"]
+        eval_loss = loss if math.isfinite(loss) else None
     scaler = engine.accelerator.scaler
 
     return {
@@ -94,7 +96,7 @@ def _state(run: Run, engine: Engine) -> Facts:
         "tokens": run.tokens,
         "skipped": run.skipped,
         "compiled": run.compiled,
-        "eval_loss": eval_loss if is_current else None,
+        "eval_loss": eval_loss,
         "best": run.patience.state if run.patience.allowed else None,
         "identity": run.identity,
         "identity_sha256": digest(run.identity),
@@ -107,7 +109,7 @@ def _state(run: Run, engine: Engine) -> Facts:
 
 
 def load_best(run: Run, engine: Engine) -> None:
-    """Load the weights that early stopping has found the best, if they are not the last ones."""
+    """Load the weights of the best evaluation for early stopping, unless they are the last ones."""
     best_step = run.patience.best_step if run.patience.allowed else 0
     if best_step in (0, run.step):
         return
@@ -115,8 +117,9 @@ def load_best(run: Run, engine: Engine) -> None:
     path = checkpoint.path_of(run.folder.path / "checkpoints", best_step)
     fault = Team.everyone().main(lambda: checkpoint.find_fault(path))
     if fault:
-        run.incident(
-            "damaged", f"{path}, the best checkpoint: {fault}; model/ has the last weights"
+        run.record_event(
+            "damaged",
+            f"the best checkpoint, {path}: {fault}; model/ gets the last weights instead",
         )
         return
 
@@ -143,12 +146,12 @@ def write_model(run: Run, engine: Engine) -> None:
 
 
 def wait_for_saves(run: Run) -> None:
-    """Wait until no save is under way in the background; raise its error."""
+    """Wait until no save runs in the background; raise its error, if it had one."""
     _on_writers(run, run.saver.wait)
 
 
 def _on_writers(run: Run, action: Callable[[], None]) -> None:
-    """Run an action on the ranks that write files; an error of one is raised on all."""
+    """Run an action on the ranks that write files. An error of one rank is raised on all ranks."""
     team = Team.everyone()
     if run.saver.team.group is None:
         team.main(action)

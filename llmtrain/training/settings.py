@@ -1,4 +1,4 @@
-"""All settings of a run in one object, and those of the loop and of the run's folder."""
+"""The flags of the optimizer, the loop and the run's folder, and all settings of a recipe."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,26 +14,34 @@ from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 
 @dataclass
 class OptimConfig(Config):
-    """How long a run updates its weights, how fast, and by which rule. Each field is a flag of the recipe."""
+    """The optimizer, its learning rate, and the number of steps. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "optimization"
     acts: ClassVar[str] = "update"
 
     optim: Literal["adamw", "muon"] = flag(
-        "adamw", "muon: for the matrices of hidden layers, with AdamW for the rest"
+        "adamw",
+        "optimizer; muon trains the matrices of hidden layers with Muon, and all other weights "
+        "with AdamW",
     )
-    max_steps: int = flag(400, "updates in the run")
+    max_steps: int = flag(400, "number of optimizer steps")
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
-        "cosine", "the learning rate after the warm-up; all but constant end at zero"
+        "cosine", "learning-rate schedule after the warmup; all but constant end at 0"
     )
-    warmup_steps: int = flag(50, "updates over which the learning rate rises from zero")
+    warmup_steps: int = flag(50, "steps over which the learning rate rises from 0 to its peak")
     weight_decay: float = flag(
-        0.1, "decoupled weight decay of matrices; biases and norms have none"
+        0.1, "decoupled weight decay of matrices; biases and the weights of norms do not decay"
     )
-    adam_beta1: float = flag(0.9, "decay of the mean of gradients, AdamW's and Muon's", hidden=True)
-    adam_beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", hidden=True)
-    max_grad_norm: float = flag(1.0, "the global gradient norm is clipped to this")
+    adam_beta1: float = flag(
+        0.9, "decay of the running mean of gradients, for AdamW and Muon", hidden=True
+    )
+    adam_beta2: float = flag(
+        0.95, "decay of AdamW's running mean of squared gradients", hidden=True
+    )
+    max_grad_norm: float = flag(
+        1.0, "clip the gradient of each step to this norm, over all weights together"
+    )
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "max_steps")
@@ -41,64 +49,83 @@ class OptimConfig(Config):
         for name in ("adam_beta1", "adam_beta2"):
             beta = getattr(self, name)
             if not 0 <= beta < 1:
-                raise UserError(f"--{name} {beta} must be at least 0 and below 1.")
-        if not self.max_grad_norm > 0:  # so that NaN is refused, too
-            raise UserError(f"--max_grad_norm {self.max_grad_norm} must be above 0.")
+                raise UserError(
+                    f"--{name} {beta} is out of range: it must be at least 0 and below 1."
+                )
+        if not self.max_grad_norm > 0:  # also true for NaN
+            raise UserError(
+                f"--max_grad_norm {self.max_grad_norm} is out of range: it must be above 0."
+            )
 
 
 @dataclass
 class LoopConfig(Config):
-    """Settings of the loop: how updates are computed, and what is done beside them. Each field is a flag."""
+    """The training loop, its evaluations and early stopping. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "loop"
 
-    seed: int = flag(0, "of weights, data order and dropout", acts="seed")
-    logging_steps: int = flag(10, "updates between two readings of the training loss")
+    seed: int = flag(
+        0, "random seed of the initial weights, the data order and dropout", acts="seed"
+    )
+    logging_steps: int = flag(10, "steps between two log entries of the training loss")
     eval_steps: int = flag(
         100,
-        "updates between two evaluations, beside one before the first update and one at the end; 0: never",
+        "steps between two evaluations, in addition to one before the first step and one after the "
+        "last; 0: no evaluations",
     )
     early_stopping_patience: int = flag(
         0,
-        "stop after so many evaluations in a row that are no better, each of which makes a checkpoint; model/ is the "
-        "best; 0: never",
+        "stop after this many evaluations in a row without improvement, and keep the best weights "
+        "as the final model; each evaluation then saves a checkpoint; 0: no early stopping",
         acts="update",
     )
     metric_for_best_model: str = flag(
         "eval/loss",
-        "what --early_stopping_patience looks at; higher is better, except for a loss, perplexity or bits",
+        "eval metric that --early_stopping_patience compares; lower is better if its name contains "
+        "loss, perplexity or bits, otherwise higher is better",
         acts="update",
     )
     sample_prompts: list[str] = flag(
-        [], "texts that the model goes on from, or answers, at every evaluation"
+        [],
+        "prompts that the model continues at every evaluation, or answers if the tokenizer has a "
+        "chat template; the texts go to samples.jsonl in the run's folder",
     )
     max_hours: float | None = flag(
-        None, "save and stop before this time has passed since the start"
+        None, "save and stop before this many hours have passed since the start"
     )
     bitwise: bool = flag(
         False,
-        "add gradients in one fixed order: 1, 2, 4, ... processes give the same bits, slower",
+        "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
+        "bits; slower",
         acts="layout",
     )
     torch_compile: Literal["auto", "always", "never"] | None = flag(
         None,
-        "compile the model's blocks; auto, the default on a GPU: where the run is long enough and gains by it, and not "
-        "with --bitwise",
+        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
+        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
         acts="layout",
     )
-    dry_run: bool = flag(False, "go up to the first update, and show what would be trained on")
+    dry_run: bool = flag(
+        False, "stop before the first step, and print the first rows of the training data"
+    )
     skip_nonfinite: int = flag(
         0,
-        "updates with a gradient that is not finite, to skip before the run stops",
+        "how many steps with a NaN or infinite gradient are skipped before the run stops with an "
+        "error",
         acts="update",
         hidden=True,
     )
     xray_steps: str | None = flag(
-        None, "A:B records the updates A to B, in the run's folder xray/", hidden=True
+        None,
+        "A:B records a timeline of steps A to B in the folder xray/ of the run's folder",
+        hidden=True,
     )
-    log_rows: bool = flag(False, "write the rows of every update to rows.jsonl", hidden=True)
+    log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
     replay_step: int | None = flag(
-        None, "stop after this update and write its rows' losses: see replay", hidden=True
+        None,
+        "write the loss of each row of this step to replay.json, and stop after it; the command "
+        "llmtrain replay uses this",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -106,15 +133,20 @@ class LoopConfig(Config):
         require_at_least(self, 0, "eval_steps", "skip_nonfinite", "early_stopping_patience")
         can_stop_early = self.early_stopping_patience > 0
         if can_stop_early and not self.eval_steps:
-            raise UserError("--early_stopping_patience needs evaluations: --eval_steps above 0.")
+            raise UserError(
+                "--early_stopping_patience needs evaluations. Set --eval_steps above 0."
+            )
         if self.metric_for_best_model != "eval/loss" and not can_stop_early:
             raise UserError(
-                "--metric_for_best_model is what --early_stopping_patience looks at; give that too."
+                "--metric_for_best_model has no effect without --early_stopping_patience. "
+                "Set that, too."
             )
         if self.replay_step is not None and self.replay_step < 1:
-            raise UserError(f"--replay_step {self.replay_step} must be above 0.")
-        if self.max_hours is not None and not self.max_hours > 0:  # so that NaN is refused, too
-            raise UserError(f"--max_hours {self.max_hours} must be above 0.")
+            raise UserError(
+                f"--replay_step {self.replay_step} is out of range: it must be above 0."
+            )
+        if self.max_hours is not None and not self.max_hours > 0:  # also true for NaN
+            raise UserError(f"--max_hours {self.max_hours} is out of range: it must be above 0.")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         _parse_xray_steps(self.xray_steps)
@@ -126,48 +158,62 @@ class LoopConfig(Config):
 
 
 def _parse_xray_steps(text: str | None) -> range | None:
-    """Return the steps that ``A:B`` names, both included."""
+    """Return the steps A to B, both included, from the text ``A:B``."""
     if text is None:
         return None
     match = re.fullmatch(r"([1-9]\d*):(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
         raise UserError(
-            f"--xray_steps {text}: write two updates, such as 6:8; the first of a run is 1."
+            f"--xray_steps {text} is not a range of steps. Write two numbers such as 6:8; the "
+            "first step of a run is 1."
         )
     return range(int(match[1]), int(match[2]) + 1)
 
 
 @dataclass
 class RunConfig(Config):
-    """A run's folder, what is kept in it, and who else is told. Each field is a flag."""
+    """The run's folder, its checkpoints, and trackers. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "run"
 
     output_dir: str = flag(
-        "runs/run", "the run's folder; where it is taken by another run, the next free name"
+        "runs/run",
+        "folder for the run's log, checkpoints and final model; if another run has it, a number is "
+        "appended (run-2)",
     )
-    run_name: str | None = flag(None, "name shown by trackers; the folder's name where left out")
-    save_steps: int = flag(100, "updates between two checkpoints; there is one at the end")
+    run_name: str | None = flag(
+        None, "name of the run in trackers (default: the name of the run's folder)"
+    )
+    save_steps: int = flag(
+        100, "steps between two checkpoints, in addition to one after the last step"
+    )
     save_total_limit: int = flag(
-        2, "checkpoints that are kept, at least 2, beside the one with the best held-out loss"
+        2,
+        "number of checkpoints to keep, at least 2, in addition to the one with the best eval loss",
     )
     async_save: bool = flag(
-        False, "write checkpoints in the background, from a copy in the host's memory"
+        False,
+        "write checkpoints in the background while training continues, from a copy in host memory",
     )
     resume_from_checkpoint: str = flag(
         "auto",
-        "auto: go on with an unfinished run of the same settings; never; or a run's or checkpoint's folder",
+        "auto: resume an unfinished run with the same settings, if there is one; never: start a "
+        "new run; or the folder of a run or of a checkpoint to resume from",
     )
     push_to_hub: str | None = flag(
-        None, "upload the finished model to this hub repository; a new one is private"
+        None,
+        "upload the finished model to this repository on the Hugging Face Hub; a new repository is "
+        "private",
     )
-    report_to: list[str] = flag(["wandb"], "trackers: wandb, tensorboard, or none")
+    report_to: list[str] = flag(
+        ["wandb"], "trackers that get the metrics: wandb, tensorboard or none"
+    )
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_steps")
         require_at_least(self, 2, "save_total_limit")
         if not self.output_dir.strip():
-            raise UserError("--output_dir is empty: name a folder for the run.")
+            raise UserError("--output_dir is empty. Name a folder for the run.")
         _check_trackers(self.report_to)
 
     @property
@@ -180,14 +226,26 @@ def _check_trackers(names: list[str]) -> None:
     """Raise :class:`UserError` for a tracker that is unknown or not installed."""
     for name in names:
         if name not in ("wandb", "tensorboard", "none"):
-            raise UserError(f"--report_to {name}: llmtrain reports to wandb, tensorboard or none.")
+            raise UserError(
+                f"--report_to {name} is not supported: llmtrain reports to wandb, tensorboard or "
+                "none."
+            )
     trackers = [name for name in names if name != "none"]
     if trackers and "none" in names:
-        raise UserError(f"--report_to none and {' '.join(trackers)} contradict each other.")
-    if "tensorboard" in trackers and not any(map(find_spec, ("tensorboard", "tensorboardX"))):
         raise UserError(
-            "--report_to tensorboard needs it installed: pip install 'llmtrain[tensorboard]'."
+            f"--report_to none and {' '.join(trackers)} contradict each other. Leave one of them "
+            "out."
         )
+    if "tensorboard" in trackers and not _has_tensorboard():
+        raise UserError(
+            "--report_to tensorboard: TensorBoard is not installed. Install it with "
+            "pip install 'llmtrain[tensorboard]'."
+        )
+
+
+def _has_tensorboard() -> bool:
+    """Return whether one of the packages that write TensorBoard files is installed."""
+    return any(find_spec(name) is not None for name in ("tensorboard", "tensorboardX"))
 
 
 M = TypeVar("M")
@@ -196,13 +254,23 @@ D = TypeVar("D", bound=BatchConfig)
 
 @dataclass
 class Settings(Generic[M, D]):
-    """Everything that a recipe can be told. Each part belongs to the room that reads it.
+    """All settings of a recipe. Each attribute is defined by the package that reads it.
 
-    A recipe without a model of this package's leaves out ``model``; one with rows of its own gives a ``BatchConfig``.
+    Attributes:
+        data: the data set and the batch sizes. A recipe that makes its own rows uses a
+            ``BatchConfig``.
+        model: the model. A recipe that makes its own model leaves it out.
+        optim: the optimizer.
+        parallel: how processes share the work.
+        loop: the training loop.
+        run: the run's folder, its checkpoints, and trackers.
+        chat: chat or preference data, if the recipe trains on it.
+        preference: the preference loss, if the recipe has one.
+        lora: LoRA adapters, if the recipe has them.
     """
 
     data: D
-    model: M = None  # type: ignore[assignment]  # of recipes that have a model config
+    model: M = None  # type: ignore[assignment]
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)

@@ -1,4 +1,4 @@
-"""The steps of a recipe around its run: the Accelerator, the model in its place, the batches."""
+"""Functions that recipes call before training: make the Accelerator, the model and the loaders."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,37 +24,43 @@ from llmtrain.types import ModelBundle
 S = TypeVar("S", bound=AnySettings)
 
 
-def start(s: AnySettings) -> Accelerator:
+def start(settings: AnySettings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
-    Raises :class:`UserError` where what was launched is not what was asked for, or where the global batch does not
-    divide among the processes.
+    Raises:
+        UserError: the launched processes do not fit the settings, or the global batch cannot be
+            divided among them.
     """
-    accelerator = start_accelerator(s.parallel, s.loop.bitwise)
-    say("batch", str(Layout.of(s.data, Ranks(accelerator).data_parallel_size, s.loop.bitwise)))
+    accelerator = start_accelerator(settings.parallel, settings.loop.bitwise)
+    layout = Layout.of(
+        settings.data,
+        Ranks(accelerator).data_parallel_size,
+        bitwise=settings.loop.bitwise,
+    )
+    say("batch", str(layout))
     return accelerator
 
 
 def place(
     accelerator: Accelerator,
     build: Callable[[S, Tokenized, str], ModelBundle | nn.Module],
-    s: S,
+    settings: S,
     rows: Tokenized,
 ) -> ModelBundle:
-    """Build a recipe's model and bring it to where it is trained.
+    """Build a recipe's model and move it to its device.
 
-    It is sharded over the ranks if the accelerate config asks for it. Otherwise every rank holds the
-    whole model on its device.
+    The model is sharded over the ranks if the accelerate config asks for it. Otherwise every rank
+    holds the full model.
 
     Args:
         accelerator: the Accelerator that :func:`start` made.
-        build: called with ``s``, ``rows`` and the mixed precision (``no``, ``fp16`` or ``bf16``);
-            torch's generator is seeded. It returns the model, or a bundle with all that belongs to it.
-        s: the settings of the recipe.
+        build: called with the settings, the rows and the mixed precision (``no``, ``fp16`` or
+            ``bf16``), after torch's generator was seeded. It returns a model or a ModelBundle.
+        settings: the settings of the recipe.
         rows: the rows to train on.
     """
-    torch.manual_seed(s.loop.seed)
-    bundle = build(s, rows, accelerator.mixed_precision)
+    torch.manual_seed(settings.loop.seed)
+    bundle = build(settings, rows, accelerator.mixed_precision)
     if isinstance(bundle, nn.Module):
         config = {"model_type": type(bundle).__name__.lower()}
         files = ModelFiles(config, rows.tokenizer, rows.facts.dataset)
@@ -64,29 +70,30 @@ def place(
 
 
 def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-    """Return the loaders of training and eval batches, for ``accelerator.prepare``.
+    """Make the loaders of training and eval batches, for ``accelerator.prepare``.
 
-    Training begins at the run's step. The second loader is ``None`` if there are no eval rows.
+    The training loader starts at the run's step. The eval loader is ``None`` without eval rows.
     """
     settings = run.settings
     rows = run.rows
     bundle = run.bundle
-    pinned = run.accelerator.device.type == "cuda"
-    takes_keys = "dropout_keys" in bundle.columns
+    pin_memory = run.accelerator.device.type == "cuda"
+    takes_dropout_keys = "dropout_keys" in bundle.columns
+
     batches = train_loader(
         rows.train,
         global_batch_size=settings.data.global_batch_size,
         micro_batch=run.layout.micro_batch,
         steps=range(run.step, settings.optim.max_steps),
         seed=None if rows.in_order else settings.loop.seed,
-        dropout_seed=settings.loop.seed if takes_keys else None,
+        dropout_seed=settings.loop.seed if takes_dropout_keys else None,
         mixture=rows.mixture,
         prepare=bundle.prepare_batch,
-        pinned=pinned,
+        pinned=pin_memory,
     )
     if rows.eval is None:
         if settings.loop.eval_steps:
-            say("held out", "no rows, so that nothing is evaluated")
+            say("eval", "no eval rows, so the run makes no evaluations")
         return batches, None
 
     eval_batches = eval_loader(
@@ -94,7 +101,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         run.layout.processes,
         run.layout.micro_batch,
         prepare=bundle.prepare_batch,
-        pinned=pinned,
+        pinned=pin_memory,
         parts=[*rows.held_out_sources.values()],
     )
     return batches, eval_batches

@@ -19,16 +19,17 @@ def train_step(
 ) -> StepResult:
     """Make one optimizer step with the gradient of the mean loss over the global batch.
 
-    Every backward pass adds the gradient of a micro-batch's *sum*, divided by the denominator of the
-    whole global batch. If the norm of the gradient is not finite, no rank changes its weights. The
-    host waits for the device once, to read the norm.
+    Every backward pass adds the gradient of a micro-batch's *sum*, divided by the denominator of
+    the whole global batch. If the norm of the gradient is not finite, no rank changes its weights.
+    The host waits for the device once, to read the norm.
 
     Args:
         engine: how this process computes.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: this rank's micro-batches of the global batch.
         max_grad_norm: the gradient is scaled down to this norm if it is larger.
-        stop_requested: whether this rank was asked to stop. The count carries the vote to all ranks.
+        stop_requested: whether this rank was asked to stop. The count carries the vote to all
+            ranks.
     """
     engine.set_phase("count")
     totals = engine.count(batches, stop_requested)

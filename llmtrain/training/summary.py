@@ -1,4 +1,4 @@
-"""The end of a run, as a person sees it: the curve, a sample, and where everything is."""
+"""Print what a finished run has learned: its loss curve, a sample, and how to use the model."""
 
 import os
 import shutil
@@ -13,11 +13,18 @@ from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.observe.curve import loss_curve
 from llmtrain.record.history import read_lines
 
+_RULE = "-" * 40
+
 
 def show_result(folder: Path, question: list[int] | None) -> None:
-    """Print the loss curve of a finished run, a text by its model if it writes, and the command for more.
+    """Print the loss curve of a finished run, a text by its model, and commands to go further.
 
-    With the tokens of a ``question`` the text is its answer. The run is over and kept: whatever fails here is a note.
+    The run is saved already, so an error only prints a note.
+
+    Args:
+        folder: the run's folder.
+        question: the tokens of a question for the model to answer. If there are none, it writes a
+            text of its choice.
     """
     try:
         _show(folder, question)
@@ -27,29 +34,43 @@ def show_result(folder: Path, question: list[int] | None) -> None:
 
 def _show(folder: Path, question: list[int] | None) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
-    if gives_scores(read_object(folder / "model" / "config.json")):
-        print(
-            f"model     {folder / 'model'}  (transformers: AutoModelForSequenceClassification.from_pretrained)"
-        )
+
+    model_folder = folder / "model"
+    if gives_scores(read_object(model_folder / "config.json")):  # a reward model writes no text
+        _print_how_to_load(model_folder, "AutoModelForSequenceClassification")
         return
-    model = TextModel(str(folder / "model"))
-    if question is not None:
-        print("\n--- a question that it was not trained on " + "-" * 40)
+
+    model = TextModel(str(model_folder))
+    if question is None:
+        print(f"\n--- a sample of {model_folder} {_RULE}")
+        _print_text(model, "", Sampling(temperature=0.8))
+    else:
+        print(f"\n--- a question that is not in the training data {_RULE}")
         print(model.tokenizer.decode(question, skip_special_tokens=True))
-    print(f"\n--- {'the answer' if question else 'a sample'} of {folder / 'model'} " + "-" * 40)
-    for piece in model.stream(
-        question or "", Sampling(temperature=0.8 if question is None else 0.3)
-    ):
-        print(piece, end="", flush=True)
+        print(f"\n--- the answer of {model_folder} {_RULE}")
+        _print_text(model, question or "", Sampling(temperature=0.3))
     print("\n" + "-" * 60)
-    print(f"model     {folder / 'model'}  (transformers: AutoModelForCausalLM.from_pretrained)")
-    more = f'generate  {_command()} generate {folder} --prompt "Return the"'
-    print(more if question is None else f"chat      {_command()} chat {folder}", flush=True)
+
+    _print_how_to_load(model_folder, "AutoModelForCausalLM")
+    if question is None:
+        print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
+    else:
+        print(f"chat      {_command()} chat {folder}", flush=True)
+
+
+def _print_text(model: TextModel, prompt: str | list[int], sampling: Sampling) -> None:
+    """Print a text token by token, as the model generates it."""
+    for piece in model.stream(prompt, sampling):
+        print(piece, end="", flush=True)
+
+
+def _print_how_to_load(model_folder: Path, auto_class: str) -> None:
+    print(f"model     {model_folder}  (transformers: {auto_class}.from_pretrained)")
 
 
 def _command() -> str:
-    """Return how to call ``llmtrain`` from here: by name where it is on the path, else beside this Python."""
-    beside = Path(sys.executable).parent / "llmtrain"
-    return (
-        "llmtrain" if shutil.which("llmtrain") or not beside.exists() else os.path.relpath(beside)
-    )
+    """Return how to call ``llmtrain``: by name, or by its path if it is not on ``PATH``."""
+    next_to_python = Path(sys.executable).parent / "llmtrain"
+    if shutil.which("llmtrain") or not next_to_python.exists():
+        return "llmtrain"
+    return os.path.relpath(next_to_python)

@@ -77,9 +77,9 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
 @pytest.mark.parametrize(
     ("rows", "micro", "processes", "says"),
     [
-        (24, 2, 2, "12 slots of 2 rows are not a power of two; 8 or 16 would be"),
-        (24, 4, 3, "3 processes are not a power of two; 2 or 4 would be"),
-        (8, 4, 4, "set it to 2 or less"),
+        (24, 2, 2, "works with 8 or 16 micro-batches of 2 rows, not 12"),
+        (24, 4, 3, "works with 2 or 4 processes, not 3"),
+        (8, 4, 4, "Set it to 2 or less"),
     ],
 )
 def test_what_a_tree_cannot_add_is_refused_in_one_line(

@@ -107,7 +107,7 @@ def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
     with compilers(accelerator, on_rank_1):
         try:
             found["is compiled"] = compiling.choose_compiled_or_eager(
-                engine, micro_batch(engine), passes=10**9, wanted=wanted, earlier=None
+                engine, micro_batch(engine), passes=10**9, mode=wanted, earlier_choice=None
             )
         except UserError as error:
             found["error"] = str(error)
@@ -125,8 +125,8 @@ def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
 def main() -> None:
     folder, *cases = sys.argv[1:]
     accelerator = start_accelerator()
-    compiling._WORTH_SECONDS = 0.0  # or nothing so small would be compiled
-    compiling._GAIN = float("inf")
+    compiling._MIN_REMAINING_SECONDS = 0.0  # or nothing so small would be compiled
+    compiling._MAX_TIME_RATIO = float("inf")
     found = {case: findings(accelerator, case) for case in cases}
     Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
 

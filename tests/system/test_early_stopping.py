@@ -148,9 +148,9 @@ def test_what_cannot_be_is_one_line(noise: Path, tmp_path: Path) -> None:
     assert "is not measured; choose one of eval/loss, eval/perplexity" in told(
         "--metric_for_best_model", "eval/accuracy"
     )
-    assert "needs held-out rows to evaluate" in told("--eval_fraction", "0")
-    assert "needs evaluations: --eval_steps above 0" in told("--eval_steps", "0")
-    assert "is what --early_stopping_patience looks at" in told(
+    assert "needs eval rows" in told("--eval_fraction", "0")
+    assert "needs evaluations. Set --eval_steps above 0" in told("--eval_steps", "0")
+    assert "has no effect without --early_stopping_patience" in told(
         "--early_stopping_patience", "0", "--metric_for_best_model", "eval/perplexity"
     )
 

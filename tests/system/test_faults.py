@@ -350,12 +350,12 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
     ended = run_forked([*command, "--output_dir", str(tmp_path / "a"), "--log_rows"])
     assert ended.status != 0
     reason = read_json(tmp_path / "a" / "status.json")["reason"]
-    assert "update 3 has a gradient norm of nan and was not made; its rows are [" in reason
+    assert "step 3 was skipped: its gradient norm is nan; its rows are [" in reason
     assert checkpoint_step(tmp_path / "a") == 2
     ended = run_forked(
         [*command, "--output_dir", str(tmp_path / "b"), "--skip_nonfinite", "2"]
     ).assert_ok()
-    assert ended.out.count("was not made; its rows are [") == 2
+    assert ended.out.count("was skipped: its gradient norm is ") == 2
     assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
 
 

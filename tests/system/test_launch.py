@@ -49,7 +49,7 @@ def test_two_processes_are_one_run_that_looks_like_one(
     record = read_json(folder / "run.json")
     assert record["processes"] == 2
     assert record["starts"][0]["processes"] == 2
-    assert ended.out.count("8 rows = 2 processes x 2 micro-batches x 2") == 1
+    assert ended.out.count("8 rows per step = 2 processes x 2 micro-batches x 2 rows") == 1
     assert ended.out.count("2 processes on cpu") == 1
     lines = [
         line for line in ended.err.split("\n") if line.strip()

@@ -46,7 +46,8 @@ def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path)
     ]
     said = losses(PYTHON, "4_llmtrain", *longer, "--output_dir", str(tmp_path / "longer"))[1]
     assert (
-        "max_steps 20 -> 24; the learning rate goes from 0.003 in update 20 to 0.003 next" in said
+        "max_steps 20 -> 24; the learning rate goes from 0.003 in step 20 to 0.003 in step 21"
+        in said
     )
     page = PAGE.read_text()
     shown = re.search(r"```\n(.*?)```", page, re.DOTALL)

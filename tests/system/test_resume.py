@@ -227,7 +227,7 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
         [*PYTHON, GPT, *flags, "--resume_from_checkpoint", str(uninterrupted)]
     ).assert_ok()
     assert (
-        "changed   max_steps 60 -> 80; the learning rate goes from 0.000345 in update 60 to "
+        "changed   max_steps 60 -> 80; the learning rate goes from 0.000345 in step 60 to "
         in ended.out
     )
     assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(

@@ -59,7 +59,7 @@ def events_of(rewards: list[tuple[float, float]]) -> list[int]:
         events.append(len(entries) + 1)
 
     settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1))
-    run = SimpleNamespace(settings=settings, incident=note_event, log=entries.append)
+    run = SimpleNamespace(settings=settings, record_event=note_event, log=entries.append)
     logging = logging_of(objective, run)
 
     batch: Any = SimpleNamespace(token_fingerprint=0, label_fingerprint=0)

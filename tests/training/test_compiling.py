@@ -47,7 +47,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     following = iter(seconds)
-    monkeypatch.setattr(compiling, "_seconds", lambda *_: next(following))
+    monkeypatch.setattr(compiling, "_seconds_per_micro_batch", lambda *_: next(following))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -62,7 +62,7 @@ def test_a_run_is_compiled_where_it_is_long_and_gains(
         model = gpt()
         times(monkeypatch, before, after)
         choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=passes, wanted="auto", earlier=None
+            engine_of(accelerator, model), BATCH, passes=passes, mode="auto", earlier_choice=None
         )
         assert choice == is_compiled(model) == expected
     assert "a micro-batch takes 0.50x its time before" in capsys.readouterr().out
@@ -73,13 +73,13 @@ def test_a_run_stays_with_what_it_has_chosen(accelerator: Accelerator) -> None:
     for earlier in (True, False):
         model = gpt()
         choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=MANY, wanted="auto", earlier=earlier
+            engine_of(accelerator, model), BATCH, passes=MANY, mode="auto", earlier_choice=earlier
         )
         assert choice == is_compiled(model) == earlier
     for wanted in ("always", "never"):
         model = gpt()
         choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=1, wanted=wanted, earlier=None
+            engine_of(accelerator, model), BATCH, passes=1, mode=wanted, earlier_choice=None
         )
         assert choice == is_compiled(model) == (wanted == "always")
 
@@ -95,17 +95,19 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
             block.forward = fail
 
     monkeypatch.setattr(compiling, "_compile", break_blocks)
-    monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(compiling, "_MIN_REMAINING_SECONDS", 0.0)
     model = gpt()
     engine = engine_of(accelerator, model)
-    assert not choose_compiled_or_eager(engine, BATCH, passes=MANY, wanted="auto", earlier=None)
+    assert not choose_compiled_or_eager(
+        engine, BATCH, passes=MANY, mode="auto", earlier_choice=None
+    )
     assert not is_compiled(model)
     assert "no C++ compiler" in capsys.readouterr().out
     with pytest.raises(
         UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Leave it out"
     ):
         choose_compiled_or_eager(
-            engine_of(accelerator, gpt()), BATCH, passes=MANY, wanted="always", earlier=None
+            engine_of(accelerator, gpt()), BATCH, passes=MANY, mode="always", earlier_choice=None
         )
 
 
@@ -115,16 +117,22 @@ def test_blocks_are_not_compiled_under_tensor_parallelism(
 ) -> None:
     """They communicate, so no rank can try one alone."""
     accelerator.sharding = Sharding(replicas=1, shards=1, tensor=2)
-    monkeypatch.setattr(compiling, "_WORTH_SECONDS", 0.0)
-    with pytest.raises(UserError, match=r"--torch_compile always: .* tensor parallelism"):
+    monkeypatch.setattr(compiling, "_MIN_REMAINING_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"--torch_compile always .* tensor parallelism"):
         choose_compiled_or_eager(
-            ShardedEngine(accelerator, gpt()), BATCH, passes=MANY, wanted="always", earlier=None
+            ShardedEngine(accelerator, gpt()),
+            BATCH,
+            passes=MANY,
+            mode="always",
+            earlier_choice=None,
         )
     for earlier in (None, True):
         model = gpt()
         engine = ShardedEngine(accelerator, model)
         assert (
-            choose_compiled_or_eager(engine, BATCH, passes=MANY, wanted="auto", earlier=earlier)
+            choose_compiled_or_eager(
+                engine, BATCH, passes=MANY, mode="auto", earlier_choice=earlier
+            )
             is False
         )
         assert not is_compiled(model)
@@ -143,7 +151,7 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
     expected = torch.rand(3)
     torch.manual_seed(1)
     choose_compiled_or_eager(
-        engine_of(accelerator, model), BATCH, passes=MANY, wanted="auto", earlier=None
+        engine_of(accelerator, model), BATCH, passes=MANY, mode="auto", earlier_choice=None
     )
     assert torch.equal(torch.rand(3), expected)
     assert all(
@@ -165,7 +173,7 @@ def test_compiled_blocks_compute_what_they_computed(
             compiling, "_compile", functools.partial(compiling._compile, backend=backend)
         )
     engine = engine_of(accelerator, model)
-    assert choose_compiled_or_eager(engine, BATCH, passes=1, wanted="always", earlier=None)
+    assert choose_compiled_or_eager(engine, BATCH, passes=1, mode="always", earlier_choice=None)
     for network in (eager, model):
         network(**BATCH).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):

@@ -23,10 +23,10 @@ def refusal(rows: int, micro: int, processes: int) -> str:
 @pytest.mark.parametrize(
     ("rows", "micro", "processes", "banner"),
     [
-        (64, 8, 2, "64 rows = 2 processes x 4 micro-batches x 8"),
-        (64, 8, 1, "64 rows = 1 process x 8 micro-batches x 8"),
-        (16, 8, 2, "16 rows = 2 processes x 1 micro-batch x 8"),
-        (1, 1, 1, "1 rows = 1 process x 1 micro-batch x 1"),
+        (64, 8, 2, "64 rows per step = 2 processes x 4 micro-batches x 8 rows"),
+        (64, 8, 1, "64 rows per step = 1 process x 8 micro-batches x 8 rows"),
+        (16, 8, 2, "16 rows per step = 2 processes x 1 micro-batch x 8 rows"),
+        (1, 1, 1, "1 row per step = 1 process x 1 micro-batch x 1 row"),
     ],
 )
 def test_the_banner_shows_how_the_batch_is_computed(rows, micro, processes, banner):
@@ -54,7 +54,7 @@ def test_every_layout_that_is_accepted_computes_the_whole_batch(processes, micro
 )
 def test_rows_that_do_not_divide_among_processes_are_answered_with_values_that_do(rows, processes):
     message = refusal(rows, 1, processes)
-    named = re.search(r"; ([\d or]+) would, or --num_processes (\d+)\.", message)
+    named = re.search(r"Use ([\d or]+), or --num_processes (\d+)\.", message)
     assert named
     assert f"--global_batch_size {rows}" in message
     for other in map(int, named[1].split(" or ")):
@@ -69,10 +69,10 @@ def test_a_micro_batch_that_does_not_divide_the_share_is_answered_with_values_th
     rows, micro, processes
 ):
     message = refusal(rows, micro, processes)
-    named = re.search(r"; ([\d, ]+) would\.", message)
+    named = re.search(r"Use ([\d, or]+)\.", message)
     assert named
     assert f"--per_device_train_batch_size {micro}" in message
-    for other in map(int, named[1].split(", ")):
+    for other in map(int, re.findall(r"\d+", named[1])):
         assert Layout.of(data(rows, other), processes).micro_batch == other
 
 

@@ -21,7 +21,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.record.resume_point import ResumePoint
-from llmtrain.training.loop import _say_what_changed
+from llmtrain.training.loop import _say_changed_settings
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
 from llmtrain.training.settings import LoopConfig, OptimConfig
@@ -255,7 +255,7 @@ def test_muons_updates_are_orthogonal_whatever_goes_together(
     together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
     before = [matrix.detach().clone() for matrix in together]
     Muon(together, lr=0.1, weight_decay=0.0).step()
-    monkeypatch.setitem(muon_module._TOGETHER, "cpu", 1)
+    monkeypatch.setitem(muon_module._BATCH_NUMBERS, "cpu", 1)
     Muon(alone, lr=0.1, weight_decay=0.0).step()
     for matrix, other, old in zip(together, alone, before, strict=True):
         torch.testing.assert_close(matrix, other)
@@ -308,5 +308,5 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
     run: Any = SimpleNamespace(
         step=3, settings=settings, resume_point=ResumePoint(Path(), before={"update": before})
     )
-    _say_what_changed(run)
+    _say_changed_settings(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

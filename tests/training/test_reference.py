@@ -160,7 +160,7 @@ def test_what_is_damaged_is_computed_again_and_said(
     capsys.readouterr()
     again, _ = asking.reference()
     told = capsys.readouterr().out
-    assert "what was damaged there is computed again" in told
+    assert "; damaged entries are computed again" in told
     assert np.array_equal(first, again)
     assert path.read_bytes() == whole
     assert asking.asked < len(rows.train) / TOGETHER or damage is _swap, "what was whole is kept"

@@ -322,7 +322,9 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
 
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
-    with pytest.raises(UserError, match="write two updates, such as 6:8; the first of a run is 1"):
+    with pytest.raises(
+        UserError, match="Write two numbers such as 6:8; the first step of a run is 1"
+    ):
         LoopConfig(xray_steps=steps)
 
 
@@ -387,7 +389,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
         run.step = 2
         with pytest.raises(
-            UserError, match="another run has taken over this folder; nothing was saved here"
+            UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
             save(run, engine, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
