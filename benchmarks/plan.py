@@ -130,7 +130,7 @@ def side_by_side(
     Both are taken again where the machine's own speed has moved between them, which forward passes show: they wait for
     nobody.
     """
-    numbers = sum(parameter.numbers() for parameter in memory.parameters(1))
+    numbers = sum(parameter.numel() for parameter in memory.parameters(1))
     for again in range(TRIES):
         compute = calibrate(GPT_RECIPE, words, processes, ROWS, "no", numbers)
         with two_machines(rate) as names:

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mixed_precision",
         choices=["no", "bf16"],
-        help="(default: bf16 on a GPU, no on a CPU)",
+        help="mixed precision (default: bf16 on a GPU, no on a CPU)",
     )
     parser.add_argument(
         "--mfu",

@@ -25,7 +25,7 @@ def calibrate(
     processes: int,
     rows: int,
     precision: str,
-    trained_numbers: int,
+    trained_numel: int,
 ) -> Compute:
     """Run a few steps of a recipe, and return how long its computing takes.
 
@@ -33,9 +33,9 @@ def calibrate(
         recipe: path of the recipe.
         flags: its flags.
         processes: how many processes compute side by side.
-        rows: rows of a micro-batch. Each process has one micro-batch per step.
+        rows: rows per micro-batch. Each process has one micro-batch per step.
         precision: mixed precision, as Accelerate calls it.
-        trained_numbers: the number of trained parameters of the model.
+        trained_numel: the number of trained parameters of the model.
 
     Returns:
         The seconds of the slowest process.
@@ -60,7 +60,7 @@ def calibrate(
     # computing is charged to the bytes that it sends.
     step_seconds = _slowest(phases, [*phases])
     compute_seconds = _slowest(phases, OWN) + min(phases["norm"])
-    bytes_sent = 2 * (processes - 1) / processes * 4 * trained_numbers
+    bytes_sent = 2 * (processes - 1) / processes * 4 * trained_numel
     return compute._replace(per_sent_byte=max(0.0, step_seconds - compute_seconds) / bytes_sent)
 
 

@@ -37,7 +37,7 @@ from llmtrain.training.optim import hidden_matrices
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
 
-# Numbers of optimizer state for each trained number.
+# Elements of optimizer state for each trained element.
 _MUON_STATES = 1
 _ADAMW_STATES = 2
 
@@ -53,8 +53,7 @@ class Bytes(NamedTuple):
         optimizer: optimizer state.
         activations: what the forward pass keeps for the backward pass, without the logits.
         logits: what the head makes, and its gradient.
-        buckets: gathered weights, or gradients on their way to other processes, in memory of their
-            own.
+        buckets: gathered weights, and gradients that are being sent, if they have separate memory.
         total: at the moment when most is held. Not every kind has to be at its largest then.
     """
 
@@ -75,16 +74,16 @@ class LocalParameter(NamedTuple):
     Attributes:
         name: its name in the model.
         rows: the size of its first dimension.
-        row_numbers: how many numbers each row has.
-        number_bytes: bytes of a number.
+        row_numel: elements of each row.
+        element_bytes: bytes of an element.
         is_trained: whether it is trained.
-        states: numbers of optimizer state for each of its numbers.
+        states: elements of optimizer state for each of its own.
     """
 
     name: str
     rows: int
-    row_numbers: int
-    number_bytes: int
+    row_numel: int
+    element_bytes: int
     is_trained: bool
     states: int
 
@@ -93,9 +92,9 @@ class LocalParameter(NamedTuple):
         """Whether Muon trains it."""
         return self.states == _MUON_STATES
 
-    def numbers(self, shards: int = 1) -> int:
-        """Return how many numbers the largest of ``shards`` shards has."""
-        return -(-self.rows // shards) * self.row_numbers
+    def numel(self, shards: int = 1) -> int:
+        """Return the number of elements in the largest of ``shards`` shards."""
+        return -(-self.rows // shards) * self.row_numel
 
 
 class Unit(NamedTuple):
@@ -113,7 +112,7 @@ class Unit(NamedTuple):
 
 
 class _Buckets(NamedTuple):
-    """Bytes of gathered weights and of gradients on their way, at two moments."""
+    """Bytes of gathered weights and of gradients being sent, at two moments."""
 
     at_loss: float
     in_backward: float
@@ -191,8 +190,8 @@ class Memory:
                 LocalParameter(
                     name=name,
                     rows=rows,
-                    row_numbers=math.prod(row_shape),
-                    number_bytes=p.element_size(),
+                    row_numel=math.prod(row_shape),
+                    element_bytes=p.element_size(),
                     is_trained=p.requires_grad,
                     states=self._states(name, p),
                 )
@@ -200,7 +199,7 @@ class Memory:
         return parameters
 
     def _states(self, name: str, parameter: nn.Parameter) -> int:
-        """Return the numbers of optimizer state for each number of a parameter."""
+        """Return the elements of optimizer state for each element of a parameter."""
         if not parameter.requires_grad:
             return 0
         return _MUON_STATES if name in self._muon_matrices else _ADAMW_STATES
@@ -244,9 +243,9 @@ class Memory:
         """Return the bytes on the process that holds most.
 
         Args:
-            sharding: how the model is spread over processes.
-            rows: rows of a micro-batch.
-            accumulation: micro-batches of a step.
+            sharding: how processes share the model.
+            rows: rows per micro-batch.
+            accumulation: micro-batches per step.
         """
         activations = self.activations(rows, sharding.tensor, is_sharded(sharding))
         if sharding.stages > 1:
@@ -290,9 +289,9 @@ class Memory:
         Args:
             stage: the number of the stage, from 0.
             activations: the activations of a micro-batch in the full model.
-            sharding: how the model is spread over processes.
-            rows: rows of a micro-batch.
-            accumulation: micro-batches of a step.
+            sharding: how processes share the model.
+            rows: rows per micro-batch.
+            accumulation: micro-batches per step.
         """
         model = self.subject.model
         holders = holders_of(model, sharding.stages)
@@ -304,7 +303,7 @@ class Memory:
             if name in stage_names
         )
 
-        # This is not kept for the backward pass, but is there while a micro-batch is computed.
+        # Bytes that are not kept for the backward pass, but needed to compute a micro-batch.
         peak = activations.peak
         kept_by_blocks = activations.per_block * activations.blocks
         temporary = peak.activations - activations.before_blocks - kept_by_blocks
@@ -339,15 +338,15 @@ class Memory:
         in_backward: float,
         end_of_backward: float,
     ) -> Bytes:
-        """Return the bytes of some parameters together with those of the activations.
+        """Return the bytes of some parameters and of the activations.
 
         The total is the largest of four moments: the loss, the backward pass, its end, and the
         optimizer step.
 
         Args:
             parameters: the parameters of this process.
-            sharding: how the model is spread over processes.
-            accumulation: micro-batches of a step.
+            sharding: how processes share the model.
+            accumulation: micro-batches per step.
             at_loss: activations and logits when the loss is computed.
             in_backward: activations when the backward pass of the last block has ended.
             end_of_backward: activations at the end of the backward pass.
@@ -368,8 +367,8 @@ class Memory:
                 gradients = _gradient_bytes(parameters)
                 earlier_gradients = gradients
         elif sharding.replicas > 1:
-            # Gradients live in DDP's buckets, from one step to the next. Those that accumulate
-            # between two reductions take memory of their own.
+            # DDP keeps its buckets from step to step, and gradients live in them. If gradients
+            # accumulate over micro-batches, they need memory besides the buckets.
             earlier_gradients = gradients
             if not reduces_each_batch:
                 buckets = _Buckets(at_loss=gradients, in_backward=gradients)
@@ -395,11 +394,11 @@ class Memory:
     ) -> _Buckets:
         """Return the bytes that FSDP2 gathers and reduces in a micro-batch.
 
-        At the loss, the units that stay gathered are there, and one more.
+        At the loss, a process holds the units that stay gathered, and one more.
 
-        In the backward pass there are, after the backward pass of a block: its weights and those of
-        the next block to compute, its gradient, and the buffer in which the gradient is reduced. A
-        gradient that accumulates over micro-batches counts elsewhere.
+        In the backward pass it also holds the weights of the next block, the gradient of the block
+        that it has just computed, and a buffer to reduce that gradient. If gradients accumulate
+        over micro-batches, the gradient is counted elsewhere.
 
         Args:
             parameters: the parameters of this process.
@@ -412,8 +411,8 @@ class Memory:
         largest_gradient = 0.0
         for unit in self.units:
             unit_parameters = [by_name[name] for name in unit.names & by_name.keys()]
-            number_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
-            weights = sum(p.numbers() for p in unit_parameters) * number_bytes
+            element_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
+            weights = sum(p.numel() for p in unit_parameters) * element_bytes
             if unit.stays_gathered or all_stay:
                 staying += weights
             else:
@@ -429,18 +428,18 @@ class Memory:
     def _muon_bytes(self) -> float:
         """Return the bytes of Muon's iterations, which are made on full matrices.
 
-        They are the updates in float32, two approximations of each in the precision of the products
-        (and the update in bfloat16, if that is the precision), and two products.
+        A process holds the updates in float32. In the precision of the products, it holds two
+        approximations and two products for each update, and in bfloat16 a copy of the update.
         """
-        number_bytes = _BF16_BYTES if self.bf16 else _FLOAT32_BYTES
+        element_bytes = _BF16_BYTES if self.bf16 else _FLOAT32_BYTES
         copies = 3 if self.bf16 else 2
         largest = 0
         for matrices in batches_of([*self._muon_matrices.values()]):
             short, long = sorted(matrices[0].shape)
-            numbers = len(matrices) * short * long
-            updates = _FLOAT32_BYTES * numbers
-            approximations = copies * number_bytes * numbers
-            products = 2 * number_bytes * len(matrices) * short**2
+            numel = len(matrices) * short * long
+            updates = _FLOAT32_BYTES * numel
+            approximations = copies * element_bytes * numel
+            products = 2 * element_bytes * len(matrices) * short**2
             largest = max(largest, updates + approximations + products)
         return float(largest)
 
@@ -453,7 +452,7 @@ class Memory:
         are kept between them. A single micro-batch with all rows does not need that.
 
         Args:
-            sharding: how the model is spread over processes.
+            sharding: how processes share the model.
             share: rows of the global batch that a process has. A micro-batch divides them.
             device_bytes: memory of the device.
         """
@@ -476,20 +475,20 @@ def is_sharded(sharding: Sharding) -> bool:
 
 
 def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
-    return float(sum(p.numbers(shards) * p.number_bytes for p in parameters))
+    return float(sum(p.numel(shards) * p.element_bytes for p in parameters))
 
 
 def _gradient_bytes(parameters: list[LocalParameter], shards: int = 1) -> float:
-    return float(sum(p.numbers(shards) * _FLOAT32_BYTES for p in parameters if p.is_trained))
+    return float(sum(p.numel(shards) * _FLOAT32_BYTES for p in parameters if p.is_trained))
 
 
 def _optimizer_bytes(parameters: list[LocalParameter], shards: int) -> float:
-    numbers = 0
+    elements = 0
     for p in parameters:
-        numbers += p.states * p.numbers(shards)
+        elements += p.states * p.numel(shards)
         if p.states == _ADAMW_STATES:
-            numbers += 1  # AdamW counts its steps in each tensor
-    return float(numbers * _FLOAT32_BYTES)
+            elements += 1  # AdamW counts its steps for each tensor
+    return float(elements * _FLOAT32_BYTES)
 
 
 @functools.cache

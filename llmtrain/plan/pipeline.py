@@ -38,7 +38,7 @@ def stage_seconds(
 
     Args:
         sharding: how many stages there are.
-        accumulation: micro-batches of a step.
+        accumulation: micro-batches per step.
         seconds_to_pass: to send a micro-batch's hidden states from one stage to the next.
         seconds_to_compute: a stage's forward and backward pass of a micro-batch.
     """

@@ -24,8 +24,8 @@ _BF16_BYTES = 2
 _FIRST_BUCKET_MIB = 1.0
 # FSDP2 begins to gather a unit when the last unit but one before it begins to compute.
 _PREFETCHED_UNITS = 2
-# The share of an Ethernet frame that TCP carries: 1,500 bytes (RFC 1191) without their headers, and
-# Ethernet's own 14 bytes.
+# The part of an Ethernet frame that is TCP's payload. A frame has 14 bytes and a packet of 1,500
+# bytes (RFC 1191), and 52 bytes of the packet are headers.
 _TCP_PAYLOAD = 1448 / 1514
 _MUON_ITERATIONS = 5
 
@@ -134,11 +134,11 @@ class Compute(NamedTuple):
     Attributes:
         forward: the forward pass of a row.
         backward: the backward pass of a row.
-        optimizer: the part of the optimizer step that processes with shards divide among them.
+        optimizer: the part of the optimizer step that processes divide among them.
         muon: Muon's products in a step. Every process computes all of them.
         other: loading, counting and writing in a step.
-        per_sent_byte: seconds for which sending a byte occupies the processors that compute. gloo
-            uses them; nothing hides that.
+        per_sent_byte: seconds of the computing processors to send a byte. gloo runs on them, so
+            nothing hides this time.
     """
 
     forward: float
@@ -203,13 +203,13 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
 
     # A step reads each weight, its gradient and its states. It writes all of them but the gradient.
     trained = [parameter for parameter in memory.parameters(1) if parameter.is_trained]
-    optimizer_bytes = sum(p.numbers() * _FLOAT32_BYTES * (3 + 2 * p.states) for p in trained)
+    optimizer_bytes = sum(p.numel() * _FLOAT32_BYTES * (3 + 2 * p.states) for p in trained)
 
     # Each iteration on a matrix makes three products.
     muon_flops = 0
     for p in trained:
         if p.is_muon:
-            short, long = sorted((p.rows, p.row_numbers))
+            short, long = sorted((p.rows, p.row_numel))
             muon_flops += _MUON_ITERATIONS * (4 * short**2 * long + 2 * short**3)
     return Compute(
         forward=forward,
@@ -233,9 +233,9 @@ def step_time(
         memory: the model.
         compute: how long it takes to compute.
         cluster: the machines and their links.
-        sharding: how the model is spread over processes.
-        rows: rows of a micro-batch.
-        accumulation: micro-batches of a step.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
     """
     share = 1 / sharding.model_parallel_size
     forward = rows * compute.forward * share
@@ -263,9 +263,9 @@ def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int)
 
     Args:
         memory: the model.
-        sharding: how the model is spread over processes.
-        rows: rows of a micro-batch.
-        accumulation: micro-batches of a step.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
     """
     # Over links of one byte a second, the bytes are the seconds.
     link = Link(bandwidth=1.0, latency=0.0)
@@ -297,11 +297,11 @@ def _sending(
     Args:
         memory: the model.
         cluster: the machines and their links.
-        sharding: how the model is spread over processes.
-        rows: rows of a micro-batch.
-        accumulation: micro-batches of a step.
-        forward: seconds of the forward pass of a micro-batch.
-        backward: seconds of the backward pass of a micro-batch.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+        forward: seconds per forward pass.
+        backward: seconds per backward pass.
     """
     if not is_sharded(sharding):
         return _ddp_sending(memory, cluster, sharding.replicas, backward)
@@ -318,8 +318,8 @@ def _sending(
     exposed = fsdp.exposed
 
     if sharding.tensor > 1:
-        number_bytes = _BF16_BYTES if memory.bf16 else _FLOAT32_BYTES
-        size = rows * memory.subject.positions * memory.subject.width * number_bytes
+        element_bytes = _BF16_BYTES if memory.bf16 else _FLOAT32_BYTES
+        size = rows * memory.subject.positions * memory.subject.width * element_bytes
         # Each block has two sums in each direction. The embedding and the head have one each.
         sums = 4 * memory.subject.blocks + 2
         sum_seconds = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
@@ -363,7 +363,7 @@ def ddp_buckets(memory: Memory) -> list[float]:
     for parameter in reversed(memory.parameters(1)):
         if not parameter.is_trained:
             continue
-        size += parameter.numbers() * _FLOAT32_BYTES
+        size += parameter.numel() * _FLOAT32_BYTES
         if size >= limit:
             buckets.append(size)
             size = 0.0
@@ -394,12 +394,12 @@ def _exposed_sends(computing: Sequence[float], sending: Sequence[float]) -> floa
 
 
 class _UnitSeconds(NamedTuple):
-    """What one unit of FSDP2 takes in a micro-batch.
+    """The cost of one FSDP2 unit in a micro-batch.
 
     Attributes:
         gather: seconds to gather its weights.
         reduce: seconds to reduce its gradients.
-        share: its share of the numbers of the model, and so of the computing.
+        share: its share of the model's elements, and so of the computing.
     """
 
     gather: float
@@ -421,10 +421,10 @@ def _fsdp_sending(
     Args:
         memory: the model.
         cluster: the machines and their links.
-        sharding: how the model is spread over processes.
-        accumulation: micro-batches of a step.
-        forward: seconds of the forward pass of a micro-batch.
-        backward: seconds of the backward pass of a micro-batch.
+        sharding: how processes share the model.
+        accumulation: micro-batches per step.
+        forward: seconds per forward pass.
+        backward: seconds per backward pass.
     """
     units = _unit_seconds(memory, cluster, sharding)
     gathers = [unit.gather for unit in units]
@@ -462,22 +462,23 @@ def _fsdp_sending(
 
 
 def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[_UnitSeconds]:
-    """Return what each unit of FSDP2 takes, in the order of the forward pass."""
+    """Return the cost of each FSDP2 unit, in the order of the forward pass."""
     parameters = memory.parameters(sharding.tensor)
-    numbers = {parameter.name: parameter.numbers() for parameter in parameters}
+    numel = {parameter.name: parameter.numel() for parameter in parameters}
     trained = {parameter.name for parameter in parameters if parameter.is_trained}
-    unit_numbers = [
-        sum(numbers[name] for name in unit.names) / sharding.stages for unit in memory.units
-    ]
-    model_numbers = sum(unit_numbers) or 1
+    unit_numel = []
+    for unit in memory.units:
+        elements = sum(numel[name] for name in unit.names)
+        unit_numel.append(elements / sharding.stages)
+    model_numel = sum(unit_numel) or 1
 
     shards = sharding.shards
     stride = sharding.model_parallel_size
     units = []
-    for unit, count in zip(memory.units, unit_numbers, strict=True):
+    for unit, count in zip(memory.units, unit_numel, strict=True):
         weight_bytes = count * (_BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES)
-        trained_numbers = sum(numbers[name] for name in unit.names & trained)
-        gradient_bytes = _FLOAT32_BYTES * trained_numbers / sharding.stages
+        trained_numel = sum(numel[name] for name in unit.names & trained)
+        gradient_bytes = _FLOAT32_BYTES * trained_numel / sharding.stages
 
         reduce = cluster.all_gather(gradient_bytes, shards, stride)
         reduce += cluster.all_reduce(gradient_bytes / shards, sharding.replicas, stride * shards)
@@ -485,7 +486,7 @@ def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[
             _UnitSeconds(
                 gather=cluster.all_gather(weight_bytes, shards, stride),
                 reduce=reduce,
-                share=count / model_numbers,
+                share=count / model_numel,
             )
         )
 
@@ -496,8 +497,8 @@ def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[
 def _exposed_prefetches(computing: Sequence[float], gathering: Sequence[float]) -> float:
     """Return how long the computing of units waits for their weights.
 
-    Units are gathered one after the other. The gathering of a unit begins when the last unit but
-    one before it has begun to compute, because FSDP2 holds no more than it needs.
+    Units are gathered one after the other. FSDP2 holds no more weights than it needs: it begins to
+    gather a unit when the last unit but one before it begins to compute.
 
     Args:
         computing: seconds to compute each unit.

@@ -75,7 +75,7 @@ class Way(NamedTuple):
         largest: the largest of these; 0 if none fits.
         too_large: sizes that do not fit, although larger ones do.
         rows: the size of the micro-batch that is planned for.
-        accumulation: micro-batches of a step.
+        accumulation: micro-batches per step.
         step: seconds of a step; ``None`` if the model's FLOPs are unknown.
         tokens_per_second: positions that are computed in a second, on all processes.
         hours: of the full run.
@@ -251,7 +251,7 @@ def _compute(
             processes=min(request.processes, cluster.per_machine, gpus() or request.processes),
             rows=min(data.per_device_train_batch_size, data.global_batch_size),
             precision=memory.subject.precision,
-            trained_numbers=sum(parameter.numbers() for parameter in trained),
+            trained_numel=sum(parameter.numel() for parameter in trained),
         )
 
     compute = estimate_compute(memory, device, request.mfu)
@@ -419,9 +419,9 @@ def _efficiency(
     Args:
         plan: the hardware.
         compute: how long it takes to compute.
-        sharding: how the model is spread over processes.
-        rows: rows of a micro-batch.
-        accumulation: micro-batches of a step.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
     """
     rows_seconds = rows * accumulation * (compute.forward + compute.backward)
     computing = rows_seconds + compute.optimizer + compute.muon + compute.other

@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> No
     )  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
     vectors = 3 * 1 + 1 + 3 + 1 + 3 + 1 + 1  # to be counted beside
     held = uneven.bytes_of(Sharding(1, 4), 1, 1).weights / 4
-    numbers = {parameter.name: parameter.numbers(4) for parameter in uneven.parameters(1)}
+    numbers = {parameter.name: parameter.numel(4) for parameter in uneven.parameters(1)}
     assert numbers["transformer.wte.weight"] == 250 * 3
     assert numbers["transformer.wpe.weight"] == 2 * 3
     assert held == sum(numbers.values()) > rows_of_three + vectors
@@ -224,7 +224,7 @@ def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> N
         0,
         1,
     )
-    assert Memory(subject, on_gpu=False).parameters(1)[0].numbers() == 2**40
+    assert Memory(subject, on_gpu=False).parameters(1)[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:

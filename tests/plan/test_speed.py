@@ -59,7 +59,7 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
 def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
     parameters = [
         LocalParameter(
-            name=f"{number}", rows=size, row_numbers=1, number_bytes=4, is_trained=True, states=2
+            name=f"{number}", rows=size, row_numel=1, element_bytes=4, is_trained=True, states=2
         )
         for number, size in enumerate(sizes)
     ]
