@@ -10,13 +10,13 @@ from pathlib import Path
 from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
-from llmtrain.commands.plan import plain
+from llmtrain.commands.plan import as_json
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.calibration import calibrated
+from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.plan.subject import subject_of
-from llmtrain.plan.ways import GLOO_HOP, Asked, plan
+from llmtrain.plan.ways import GLOO_LATENCY, PlanRequest, make_plan
 from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 
@@ -68,10 +68,10 @@ SLOW += flags(per_device_train_batch_size=ROWS)
 def memory_table(folder: Path) -> list[Row]:
     table = []
     for case, recipe, words, precision in CASES:
-        asked = Asked(
+        request = PlanRequest(
             recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision
         )
-        for way in plain(plan(asked))["ways"]:
+        for way in as_json(make_plan(request))["ways"]:
             config, more = WAYS[way["name"]]
             name = f"{case}, {way['name']}"
             launched = launcher(config, mixed_precision=precision)
@@ -102,8 +102,8 @@ def seconds_table(folder: Path) -> list[Row]:
         memory = Memory(subject_of(GPT_RECIPE, words, "no"), on_gpu=False)
         for rate in RATES:
             inside, between = (
-                Link(2e9, GLOO_HOP["inside"]),
-                Link(rate * 1e6 / 8, GLOO_HOP["between"]),
+                Link(2e9, GLOO_LATENCY["inside"]),
+                Link(rate * 1e6 / 8, GLOO_LATENCY["between"]),
             )
             cluster = Cluster(processes // 2, inside, between, nccl=False)
             compute, update = side_by_side(memory, words, processes, rate, folder)
@@ -130,9 +130,9 @@ def side_by_side(
     Both are taken again where the machine's own speed has moved between them, which forward passes show: they wait for
     nobody.
     """
-    numbers = sum(part.numbers() for part in memory.parts(1))
+    numbers = sum(parameter.numel() for parameter in memory.parameters(1))
     for again in range(TRIES):
-        compute = calibrated(GPT_RECIPE, words, processes, ROWS, "no", numbers)
+        compute = calibrate(GPT_RECIPE, words, processes, ROWS, "no", numbers)
         with two_machines(rate) as names:
             readings = train(names, folder / f"{processes}-{rate}-{again}", words, processes)[3:]
         forward = statistics.median(seconds(reading, ("forward",)) for reading in readings) / ROWS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.commands import verify
-from llmtrain.commands._trial import Asked
+from llmtrain.commands._trial import RequestedLayout
 from llmtrain.errors import UserError
 
 
@@ -29,16 +29,19 @@ def test_bits_are_demanded_if_steps_repeat_to_the_last_bit(
 
     outcome = SimpleNamespace(has=lambda name: bitwise, record={"starts": starts}, compare=compare)
     trial = SimpleNamespace(
-        steps=20, layouts=[Asked(1)], run=lambda *_, **__: outcome, run_and_kill=lambda *_: 5
+        steps=20,
+        layouts=[RequestedLayout(1)],
+        run=lambda *_, **__: outcome,
+        run_and_kill=lambda *_: 5,
     )
     monkeypatch.setattr(verify, "Trial", lambda *_, **__: trial)
-    result = verify._resume(Namespace(steps=20), tmp_path)
+    result = verify._verify_resume(Namespace(steps=20), tmp_path)
     assert demands == [demanded]
     assert any("bits are not compared" in line for line in result.history) != demanded
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-@pytest.mark.parametrize("verified", [verify._layout, verify._resume])
+@pytest.mark.parametrize("verified", [verify._verify_layouts, verify._verify_resume])
 def test_a_number_of_steps_that_makes_no_run_is_refused(
     verified: Callable, steps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

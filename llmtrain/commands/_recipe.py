@@ -1,4 +1,4 @@
-"""The command line of commands that run a recipe: their own options, and the recipe's."""
+"""The command line of commands that run a recipe."""
 
 import argparse
 from pathlib import Path
@@ -7,18 +7,32 @@ from llmtrain.errors import UserError
 
 
 def take_recipe(parser: argparse.ArgumentParser) -> None:
-    """Take a recipe and its flags; a command's own options stand before or among them (:func:`own_and_recipes`)."""
-    parser.add_argument("recipe", help="the recipe's file; other flags are the recipe's")
+    """Add the arguments for a recipe and its flags to a command.
+
+    The command's own options may come before the recipe or among its flags.
+    :func:`own_and_recipes` tells them apart.
+    """
+    parser.add_argument("recipe", help="path of the recipe; it gets all flags not listed here")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(parser=parser)
 
 
 def own_and_recipes(arguments: argparse.Namespace) -> None:
-    """Leave in ``arguments.flags`` those that are the recipe's. Raises :class:`UserError` where there is no recipe."""
+    """Leave only the recipe's flags in ``arguments.flags``.
+
+    The command's own options among them are parsed into ``arguments``.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
     if not Path(arguments.recipe).is_file():
         raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")
-    own = type(arguments.parser)(prog=arguments.parser.prog, add_help=False, allow_abbrev=False)
-    for action in arguments.parser._actions:
+
+    command_parser = arguments.parser
+    options_parser = type(command_parser)(
+        prog=command_parser.prog, add_help=False, allow_abbrev=False
+    )
+    for action in command_parser._actions:
         if action.option_strings and action.dest != "help":
-            own._add_action(action)
-    _, arguments.flags = own.parse_known_args(arguments.flags, arguments)
+            options_parser._add_action(action)
+    _, arguments.flags = options_parser.parse_known_args(arguments.flags, arguments)

@@ -1,4 +1,4 @@
-"""Short runs of the user's recipe, in real processes, and how ``verify`` compares them with each other."""
+"""Short runs of the user's recipe in real processes, which ``verify`` compares."""
 
 import argparse
 import itertools
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.005
 
-# The weights themselves are compared, and a sharded run computes their norm in float32 even if it trains in float64.
+# The weights themselves are compared. A sharded run computes their norm in float32 even if it
+# trains in float64.
 _NOT_COMPARED = ("initial_weights", "weight_norm")
 
 _IN_FLOAT64 = """
@@ -44,20 +45,31 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-class Asked(NamedTuple):
-    """A parallel layout as it is written on the command line; ``None`` is left to the recipe."""
+class RequestedLayout(NamedTuple):
+    """A parallel layout as the user writes it.
+
+    Attributes:
+        processes: the number of processes.
+        accumulation: micro-batches of a step; ``None`` leaves them to the recipe.
+        micro_batch: rows of a micro-batch; ``None`` leaves them to the recipe.
+    """
 
     processes: int
     accumulation: int | None = None
     micro_batch: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Asked":
-        """Parse ``2`` or ``2x1x4``. Raises :class:`UserError` for anything else."""
+    def parse(cls, text: str) -> "RequestedLayout":
+        """Parse ``2`` or ``2x1x4``.
+
+        Raises:
+            UserError: the text is neither.
+        """
         match = re.fullmatch(r"([1-9]\d*)(?:x(\d+)x(\d+))?", text.strip())
         if match is None:
             raise UserError(
-                f"--layouts {text}: write processes, such as 2, or 2x1x4 (processes x accumulation x rows)."
+                f"--layouts {text}: write a number of processes, such as 2, or processes x "
+                "accumulation x rows, such as 2x1x4."
             )
 
         processes, accumulation, micro_batch = match.groups()
@@ -77,7 +89,7 @@ class Asked(NamedTuple):
         return "1 process" if self.micro_batch is None else "1 row at a time"
 
     @property
-    def rows(self) -> int | None:
+    def global_batch(self) -> int | None:
         """Rows of the global batch, if the layout determines them."""
         if self.accumulation is None or self.micro_batch is None:
             return None
@@ -85,7 +97,18 @@ class Asked(NamedTuple):
 
 
 class Trial:
-    """Starts the recipe several times with the same flags, except for the parallel layout and the run folder."""
+    """Starts the recipe several times with the same flags.
+
+    Only the parallel layout and the folder of the run change.
+
+    Args:
+        arguments: of the command ``verify``.
+        steps: steps of each run.
+        save_steps: steps between two checkpoints.
+
+    Raises:
+        UserError: the layouts do not fit together, or cannot be started.
+    """
 
     def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
         self.arguments = arguments
@@ -93,21 +116,25 @@ class Trial:
         config = read_config(arguments.config_file) if arguments.config_file else {}
 
         layouts = arguments.layouts or str(max(2, config.get("num_processes", gpus())))
-        self.layouts = [Asked.parse(layout) for layout in layouts.split(",")]
-        if len({layout.rows for layout in self.layouts}) > 1:
-            raise UserError(f"--layouts {layouts}: these are not layouts of one global batch.")
+        self.layouts = [RequestedLayout.parse(layout) for layout in layouts.split(",")]
+        if len({layout.global_batch for layout in self.layouts}) > 1:
+            raise UserError(
+                f"--layouts {layouts}: all layouts must have the same global batch. Write only "
+                "numbers of processes, or processes x accumulation x rows with equal products."
+            )
 
         most_processes = max(layout.processes for layout in self.layouts)
         distributed_type = config.get("distributed_type")
         if most_processes > 1 and distributed_type in ("NO", "MULTI_CPU"):
             raise UserError(
-                f"--config_file {arguments.config_file} starts one process, distributed_type being {distributed_type}; "
-                f"use {shipped_config('cpu_ddp')} or {shipped_config('multi_gpu')}."
+                f"--config_file {arguments.config_file} starts one process (distributed_type: "
+                f"{distributed_type}); use {shipped_config('cpu_ddp')} or "
+                f"{shipped_config('multi_gpu')}."
             )
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
         self.on_cpu = not arguments.config_file and most_processes > gpus()
-        self.forced: Facts = {
+        self._forced_flags: Facts = {
             "max_steps": steps,
             "save_steps": save_steps,
             "logging_steps": 1,
@@ -116,26 +143,42 @@ class Trial:
             "resume_from_checkpoint": "auto",
         }
 
-    def run(self, layout: Asked, folder: Path, name: str | None = None) -> "Outcome":
-        """Start the recipe and wait until it ends. Raises :class:`UserError` with its error message if it fails."""
+    def run(self, layout: RequestedLayout, folder: Path, name: str | None = None) -> "Outcome":
+        """Start the recipe, and wait until it ends.
+
+        Args:
+            layout: the layout to start it on.
+            folder: the folder of the run.
+            name: what to call the run in messages, if not by its layout.
+
+        Raises:
+            UserError: the recipe failed, with its own message.
+        """
         try:
             run_to_end(self._command(layout, folder), self.on_cpu)
         except UserError as error:
             raise UserError(f"{layout}: {error}") from None
         return Outcome(name or str(layout), folder, is_float64=self.arguments.float64)
 
-    def run_and_kill(self, layout: Asked, folder: Path, step: int) -> int:
-        """Start the recipe, and SIGKILL all its processes when it has reached ``step``.
+    def run_and_kill(self, layout: RequestedLayout, folder: Path, step: int) -> int:
+        """Start the recipe, and SIGKILL all its processes when it reaches a step.
 
-        Returns the step that it had reached by then. Raises :class:`UserError` if it ends before.
+        Args:
+            layout: the layout to start it on.
+            folder: the folder of the run.
+            step: the step after which it is killed.
+
+        Returns:
+            The step that the run had reached by then.
+
+        Raises:
+            UserError: the run ended before it could be killed.
         """
         import psutil  # noqa: F401 - loaded now, so that the kill need not wait for it
 
+        command = self._command(layout, folder)
         stderr = folder.parent / "killed.err"
-        with (
-            stderr.open("wb") as file,
-            started(self._command(layout, folder), self.on_cpu, file) as process,
-        ):
+        with stderr.open("wb") as file, started(command, self.on_cpu, file) as process:
             while last_step(folder) < step:
                 if process.poll() is not None:
                     raise UserError(why_it_failed(stderr))
@@ -144,11 +187,12 @@ class Trial:
         reached = last_step(folder)
         if reached >= self.steps:
             raise UserError(
-                f"the run ended before it could be killed; use more --steps than {self.steps}."
+                f"the run ended before it could be killed; use more than --steps {self.steps}."
             )
         return reached
 
-    def _command(self, layout: Asked, folder: Path) -> list[str]:
+    def _command(self, layout: RequestedLayout, folder: Path) -> list[str]:
+        """Return the command that starts the recipe on a layout."""
         recipe = [self.arguments.recipe, *self.arguments.flags]
         if self.arguments.float64:
             script = folder.parent / "in_float64.py"
@@ -156,23 +200,33 @@ class Trial:
             recipe.insert(0, str(script))
 
         flags: Facts = {}
-        if layout.rows is not None:
-            flags["global_batch_size"] = layout.rows
+        if layout.global_batch is not None:
+            flags["global_batch_size"] = layout.global_batch
         if layout.micro_batch is not None:
             flags["per_device_train_batch_size"] = layout.micro_batch
-        flags |= self.forced
+        flags |= self._forced_flags
         flags["output_dir"] = folder
         return command_of(recipe, flags, layout.processes, self.arguments.config_file)
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the newest complete line of ``metrics.jsonl``; -1 if there is none."""
+    """Return the step of the last complete line of ``metrics.jsonl``, or -1."""
     entries = read_lines(folder / "metrics.jsonl")
     return int(entries[-1]["step"]) if entries else -1
 
 
 class Outcome:
-    """A run that has ended: its log, its weights, and a digest of its last checkpoint."""
+    """A run that has ended.
+
+    Attributes:
+        name: what messages call it.
+        history: everything that it has logged.
+        record: its ``run.json``.
+        precision: the precision in which it computed.
+        target_tokens: the target tokens up to each step, as its rows have them.
+        weights: the weights of the finished model, in float64.
+        digest: a hash of the weights and the optimizer in its last checkpoint.
+    """
 
     def __init__(self, name: str, folder: Path, *, is_float64: bool) -> None:
         self.name = name
@@ -184,20 +238,21 @@ class Outcome:
         self.digest = _digest(folder)
 
     def has(self, setting: str) -> bool:
-        """Return whether a switch was on. Not every recipe has every switch."""
+        """Return whether a setting was switched on. Not every recipe has every setting."""
         return bool(self.history.settings.get(setting))
 
     def miscounted(self) -> list[str]:
-        """Say at which step the run counted other target tokens than its rows hold.
+        """Return a fault if the logged target tokens are not those of the run's rows.
 
         A wrong count is the same on every layout, so comparing layouts cannot show it.
         """
-        counted = QUANTITIES["target_tokens"].read(self.history)
-        for step, tokens in counted.items():
-            in_rows = self.target_tokens.get(step, tokens)
-            if tokens != in_rows:
+        logged_tokens = QUANTITIES["target_tokens"].read(self.history)
+        for step, logged in logged_tokens.items():
+            in_rows = self.target_tokens.get(step, logged)
+            if logged != in_rows:
                 return [
-                    f"{self.name}: {tokens} tokens are counted up to step {step}; its rows hold {in_rows}"
+                    f"{self.name}: {logged} target tokens were counted up to step {step}, "
+                    f"but its rows have {in_rows}"
                 ]
         return []
 
@@ -205,8 +260,8 @@ class Outcome:
         """Compare another run with this one.
 
         Args:
-            other: The other run, whose precision says what rounding explains.
-            same_bits: Whether weights and optimizer must agree to the last bit.
+            other: the other run. Its precision determines what rounding can explain.
+            same_bits: whether weights and optimizer must be the same to the last bit.
         """
         deviations = {
             key: deviation(quantity, self.history, other.history)
@@ -215,23 +270,12 @@ class Outcome:
         }
         weights = weight_difference(self.weights, other.weights)
 
-        tolerance = tolerance_of(other.precision)
-        faults = []
-        for key, deviated in deviations.items():
-            limit = QUANTITIES[key].limit(tolerance)
-            if limit == 0 and deviated.first_step is not None:
-                faults.append(
-                    f"different {QUANTITIES[key].name} from step {deviated.first_step} on"
-                )
-            elif deviated.largest > limit:
-                faults.append(_above(f"{QUANTITIES[key].name} differs", deviated.largest, limit))
-        if not weights <= tolerance.weights:
-            faults.append(_above("weights differ", weights, tolerance.weights))
+        faults = _faults(deviations, weights, other.precision)
         syncs = other.most_gradient_syncs()
         if syncs > 1 and not other.has("sync_each_batch"):
             faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
         if same_bits and self.digest != other.digest:
-            faults.append("other bits of weights or optimizer")
+            faults.append("weights or optimizer differ in some bits")
 
         return Comparison(
             layout=other.name,
@@ -245,13 +289,22 @@ class Outcome:
 
     def most_gradient_syncs(self) -> int:
         """Return how often gradients were reduced in a step, at most."""
-        return max(
-            (entry.get("train/gradient_syncs") or 0 for entry in self.history.readings), default=0
-        )
+        entries = self.history.readings
+        return max((entry.get("train/gradient_syncs") or 0 for entry in entries), default=0)
 
 
 class Comparison(NamedTuple):
-    """A run beside the reference: the largest relative differences at any step."""
+    """How a run differs from the reference.
+
+    Attributes:
+        layout: the name of the run.
+        same_rows: whether every step had the same rows.
+        loss: the largest relative difference of a loss, at any step.
+        grad_norm: the largest relative difference of the gradient norm, at any step.
+        weights: the relative difference of the final weights.
+        digest: the hash of the run's last checkpoint.
+        wrong: the faults, each with the name of the run.
+    """
 
     layout: str
     same_rows: bool
@@ -262,14 +315,14 @@ class Comparison(NamedTuple):
     wrong: list[str]
 
 
-def table(reference: Outcome, others: list[Comparison]) -> list[str]:
-    """Return the lines of a table that shows runs beside the reference."""
+def table(reference: Outcome, comparisons: list[Comparison]) -> list[str]:
+    """Return the lines of a table with the reference and the runs compared with it."""
     head = f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}"
     lines = [head, f"{reference.name:<18}{reference.digest[:7]:>49}"]
-    for other in others:
-        rows = "same" if other.same_rows else "OTHER"
-        numbers = f"{other.loss:>11.1e}{other.grad_norm:>11.1e}{other.weights:>11.1e}"
-        lines.append(f"{other.layout:<18}{rows:>8}{numbers}{other.digest[:7]:>8}")
+    for run in comparisons:
+        rows = "same" if run.same_rows else "differ"
+        numbers = f"{run.loss:>11.1e}{run.grad_norm:>11.1e}{run.weights:>11.1e}"
+        lines.append(f"{run.layout:<18}{rows:>8}{numbers}{run.digest[:7]:>8}")
     return lines
 
 
@@ -295,8 +348,31 @@ def _digest(folder: Path) -> str:
     return digest_of(checkpoints(folder / "checkpoints")[-1])
 
 
+def _faults(deviations: dict[str, Deviation], weights: float, precision: str) -> list[str]:
+    """Return the differences that rounding cannot explain.
+
+    Args:
+        deviations: how far the logged quantities are apart.
+        weights: the relative difference of the final weights.
+        precision: the precision in which the run computed.
+    """
+    tolerance = tolerance_of(precision)
+    faults = []
+    for key, deviated in deviations.items():
+        name = QUANTITIES[key].name
+        limit = QUANTITIES[key].limit(tolerance)
+        if limit == 0 and deviated.first_step is not None:
+            faults.append(f"different {name} from step {deviated.first_step} on")
+        elif deviated.largest > limit:
+            faults.append(_above(f"{name} differs", deviated.largest, limit))
+
+    if not weights <= tolerance.weights:  # NaN is a fault, too
+        faults.append(_above("weights differ", weights, tolerance.weights))
+    return faults
+
+
 def _largest_loss_deviation(deviations: dict[str, Deviation]) -> float:
-    """Return the largest relative difference of a loss: training, eval, or eval bits per byte."""
+    """Return the largest relative difference of a loss: train, eval or bits per byte."""
     return max(
         deviated.largest
         for key, deviated in deviations.items()

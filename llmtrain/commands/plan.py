@@ -1,7 +1,8 @@
-"""Say what a run would need before it is paid for.
+"""Predict the memory and the time of a run, without training anything.
 
-These are bytes a process, the largest micro-batch, seconds an update and hours, for each way to spread the model over
-the processes. Nothing is trained, and no weight is in memory."""
+For each way to spread the model over the processes, this prints the memory of a process, the
+largest micro-batch that fits, the seconds of a step, and the hours of the run. It needs no memory
+for the weights."""
 
 import argparse
 import sys
@@ -22,60 +23,83 @@ _GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     take_recipe(parser)
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="one a device (default: %(default)s)"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes, one for each device (default: %(default)s)",
     )
     parser.add_argument(
-        "--device", metavar="NAME", help="such as h100-80gb, or cpu (default: what is here)"
+        "--device",
+        metavar="NAME",
+        help="such as h100-80gb, or cpu (default: this machine's)",
     )
     parser.add_argument(
-        "--link", metavar="RATE", help="what a process sends to another machine, such as 400Gbit"
+        "--link",
+        metavar="RATE",
+        help="rate at which a process sends to another machine, such as 400Gbit",
     )
     parser.add_argument(
-        "--per_machine", type=int, metavar="N", help="processes of a machine (default: the usual)"
+        "--per_machine",
+        type=int,
+        metavar="N",
+        help="processes of a machine (default: the usual number of this device)",
     )
     parser.add_argument(
         "--tensor",
         type=int,
         metavar="N",
-        help="processes that share matrices (default: a machine's)",
+        help="processes of tensor parallelism (default: as many as a machine has)",
     )
     parser.add_argument(
         "--stages",
         type=int,
         metavar="N",
-        help="of a pipeline (default: as many, where layers allow)",
+        help="stages of a pipeline (default: as many as a machine has processes, at most one for "
+        "each layer)",
     )
     parser.add_argument(
-        "--mixed_precision", choices=["no", "bf16"], help="(default: bf16 on a GPU)"
+        "--mixed_precision",
+        choices=["no", "bf16"],
+        help="mixed precision (default: bf16 on a GPU, no on a CPU)",
     )
-    help_mfu = "share of the device's arithmetic (default: %(default)s)"
-    parser.add_argument("--mfu", type=float, default=USUAL_MFU, metavar="X", help=help_mfu)
     parser.add_argument(
-        "--calibrate", action="store_true", help="take some real steps here, instead of --mfu"
+        "--mfu",
+        type=float,
+        default=USUAL_MFU,
+        metavar="X",
+        help="fraction of the device's peak that the run reaches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the speed with a few real steps on this machine, instead of --mfu",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     own_and_recipes(arguments)
-    from llmtrain.plan.ways import Asked, plan
+    from llmtrain.plan.ways import PlanRequest, make_plan
 
-    options = {name: value for name, value in vars(arguments).items() if name in Asked._fields}
-    result = plan(Asked(**options))
+    options = {
+        name: value for name, value in vars(arguments).items() if name in PlanRequest._fields
+    }
+    plan = make_plan(PlanRequest(**options))
     if arguments.json:
-        print(json_text(plain(result), indent=1))
+        print(json_text(as_json(plan), indent=1))
         return
 
-    _print_head(arguments, result)
-    _print_tables(result)
-    for way in result.ways:
+    _print_head(arguments, plan)
+    _print_tables(plan)
+    for way in plan.ways:
         for note in notes(way):
             print(f"note: {note}", file=sys.stderr)
-    for reason in result.left_out:
+    for reason in plan.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 
 
-def plain(plan: "Plan") -> Facts:
-    """Return a plan for programs."""
+def as_json(plan: "Plan") -> Facts:
+    """Return the ways of a plan as a JSON object."""
     ways = []
     for way in plan.ways:
         step = None
@@ -86,19 +110,24 @@ def plain(plan: "Plan") -> Facts:
 
 
 def notes(way: "Way") -> list[str]:
-    """Return what the tables do not say about a way: that smaller micro-batches than the largest may not fit."""
+    """Return what the tables do not show: that smaller micro-batches may not fit."""
     if not way.too_large:
         return []
     larger = [rows for rows in way.fitting if rows > min(way.too_large)]
     return [
-        f"{way.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of {_listed(way.too_large)} "
-        "do not: a step with several micro-batches keeps gradients between them"
+        f"{way.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of "
+        f"{_listed(way.too_large)} do not: a step with several micro-batches keeps gradients "
+        "between them"
     ]
 
 
 def _listed(numbers: list[int]) -> str:
+    """Return numbers in words, such as ``1, 2 and 4``."""
     *first, last = [str(number) for number in numbers]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+# --- the lines above the tables
 
 
 def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
@@ -108,11 +137,11 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     parameters = [*subject.model.parameters()]
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    share = "" if trained == count else f", {trained:,} of them trained"
+    model = f"{subject.class_name}: {count:,} parameters"
+    if trained < count:
+        model += f", {trained:,} of them trained"
     gflops = subject.flops_per_token / 1e9
-    print(
-        f"model     {subject.kind}: {count:,} parameters{share}; {gflops:.2f} GFLOP a token, forward and backward"
-    )
+    print(f"model     {model}; {gflops:.2f} GFLOPs per token, forward and backward")
 
     settings = subject.settings
     rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
@@ -120,64 +149,77 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     print(f"run       {settings.optim.max_steps:,} steps of {rows}, {precision}")
 
     cluster = plan.cluster
-    name = device_name(arguments.device)
+    devices = f"{arguments.processes:,} x {device_name(arguments.device)}"
     inside = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside"
     between = f"{cluster.between.bandwidth / 1e9:.4g} GB/s to another"
-    print(
-        f"devices   {arguments.processes:,} x {name}, {cluster.per_machine} a machine: {inside}, {between}"
-    )
+    print(f"devices   {devices}, {cluster.per_machine} per machine: {inside}, {between}")
+
     if plan.compute is None:
         return
-
-    source = f"of {arguments.mfu:.0%} of the peak (--mfu)"
+    row_seconds = plan.compute.forward + plan.compute.backward
+    source = f"at {arguments.mfu:.0%} of the peak (--mfu)"
     if arguments.calibrate:
-        source = "measured here"
-    print(f"speed     {plan.compute.forward + plan.compute.backward:.4g} s a row, {source}")
+        source = "measured on this machine"
+    print(f"speed     {row_seconds:.4g} s per row, {source}")
+
+
+# --- the tables
 
 
 def _print_tables(plan: "Plan") -> None:
     from llmtrain.plan.ways import SCALES
 
-    parts = plan.ways[0].bytes._fields[:-1]
-    _print_table(plan, "GiB a process", [*parts, f"{'total':>13}{'largest':>10}"], _sizes)
+    *kinds, total = plan.ways[0].bytes._fields
+    heads = [*kinds, f"{total:>13}{'largest':>10}"]
+    _print_table(plan, "GiB per process", heads, _size_cells)
+
     if plan.compute is None:
         print(
-            "\nnot every token meets every weight of this model, so its speed is unknown: --calibrate measures it"
+            "\nThe speed of this model is unknown, because not every token meets every weight. "
+            "--calibrate measures it."
         )
         return
 
     heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "hours"]
-    _print_table(plan, "seconds", heads, _seconds)
-    _print_table(plan, "efficiency at", [f"{scale:,}" for scale in SCALES], _efficiencies)
+    _print_table(plan, "seconds", heads, _time_cells)
+    _print_table(plan, "efficiency at", [f"{scale:,}" for scale in SCALES], _efficiency_cells)
 
 
 def _print_table(
     plan: "Plan", title: str, heads: list[str], cells: Callable[["Way"], list[str]]
 ) -> None:
-    width = max(len("GiB a process"), *(len(way.name) for way in plan.ways)) + 2
+    """Print a table with a line for each way.
+
+    Args:
+        plan: the plan.
+        title: stands above the names of the ways.
+        heads: titles of the other columns.
+        cells: returns the cells of a way in these columns.
+    """
+    width = max(len("GiB per process"), *(len(way.name) for way in plan.ways)) + 2
     print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
     for way in plan.ways:
         print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
 
 
-def _sizes(way: "Way") -> list[str]:
-    *parts, total = [f"{size / _GIB:>13.3f}" for size in way.bytes]
+def _size_cells(way: "Way") -> list[str]:
+    *kinds, total = [f"{size / _GIB:>13.3f}" for size in way.bytes]
     largest = f"{way.largest} rows" if way.largest > 0 else "too much"
-    return [*parts, f"{total}{largest:>10}"]
+    return [*kinds, f"{total}{largest:>10}"]
 
 
-def _seconds(way: "Way") -> list[str]:
+def _time_cells(way: "Way") -> list[str]:
     assert way.step is not None
-    numbers = [f"{number:.4g}" for number in (*way.step, way.step.total)]
+    seconds = [f"{number:.4g}" for number in (*way.step, way.step.total)]
     return [
         f"{way.accumulation} x {way.rows}",
-        *numbers,
+        *seconds,
         f"{way.tokens_per_second:,.0f}",
         f"{way.hours:.4g}",
     ]
 
 
-def _efficiencies(way: "Way") -> list[str]:
+def _efficiency_cells(way: "Way") -> list[str]:
     from llmtrain.plan.ways import SCALES
 
     return [f"{way.efficiency[scale]:.1%}" if scale in way.efficiency else "" for scale in SCALES]

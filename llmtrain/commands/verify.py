@@ -1,4 +1,6 @@
-"""Check on this machine that a recipe is the same run on another layout, or when it is killed and goes on."""
+"""Check that a recipe trains the same on another layout, or after it was killed.
+
+The recipe runs several times on this machine, in real processes."""
 
 import argparse
 import random
@@ -8,7 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.commands._recipe import own_and_recipes, take_recipe
-from llmtrain.commands._trial import Asked, Comparison, Outcome, Trial, last_step, table
+from llmtrain.commands._trial import (
+    Comparison,
+    Outcome,
+    RequestedLayout,
+    Trial,
+    last_step,
+    table,
+)
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
@@ -19,7 +28,7 @@ _FEWEST_RESUME_STEPS = 4  # the run is killed between two of them, after a check
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what",
+        "check",
         choices=["layout", "resume"],
         help="layout: compare one process with other layouts; "
         "resume: compare a run that is killed and resumed with one that is not",
@@ -28,30 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="P[xAxM],...",
-        help="layout: numbers of processes to compare with one process that computes row by row; or processes x "
-        "accumulation x micro-batch, all of them compared with the first. resume: the layout to start with, and the "
-        "one to resume with after each kill (default: as many processes as the accelerate config says or there are "
-        "GPUs, or 2)",
+        help="layout: numbers of processes, to compare with one process that computes row by row; "
+        "or processes x accumulation x micro-batch, to compare all with the first. "
+        "resume: the layout of the first start, and that of the next start after each kill "
+        "(default: the number of processes in the accelerate config, or of GPUs, at least 2)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help=f"steps of each run (layout: {_LAYOUT_STEPS}, resume: {_RESUME_STEPS})",
+        help=f"steps of each run (default: {_LAYOUT_STEPS} for layout, {_RESUME_STEPS} for resume)",
     )
     parser.add_argument(
-        "--config_file", metavar="FILE", help="accelerate config that the layouts are launched with"
+        "--config_file", metavar="FILE", help="accelerate config that launches the recipe"
     )
     parser.add_argument(
-        "--float64", action="store_true", help="compute in float64, where no wrong factor can hide"
+        "--float64",
+        action="store_true",
+        help="compute in float64, so that rounding cannot hide a wrong factor",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     own_and_recipes(arguments)
-    verified = _layout if arguments.what == "layout" else _resume
+    verify = _verify_layouts if arguments.check == "layout" else _verify_resume
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
-        result = verified(arguments, Path(scratch))
+        result = verify(arguments, Path(scratch))
 
     failures = list(result.failures)
     for comparison in result.comparisons:
@@ -65,10 +76,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Result(NamedTuple):
+    """The runs of a verification.
+
+    Attributes:
+        reference: the run that all others are compared with.
+        comparisons: how the others differ from it.
+        failures: faults that no comparison shows.
+        history: lines that tell what was started and killed.
+    """
+
     reference: Outcome
     comparisons: list[Comparison]
-    failures: list[str]  # faults that no comparison shows
-    history: list[str]  # what was started and killed
+    failures: list[str]
+    history: list[str]
 
 
 def _print_json(result: _Result, failures: list[str]) -> None:
@@ -94,32 +114,33 @@ def _print_text(result: _Result, failures: list[str]) -> None:
     print("\n".join(lines))
 
 
-def _layout(arguments: argparse.Namespace, scratch: Path) -> _Result:
-    """Run the recipe on each layout and compare the runs with the first."""
+def _verify_layouts(arguments: argparse.Namespace, scratch: Path) -> _Result:
+    """Run the recipe on each layout, and compare the runs with the first."""
     steps = _LAYOUT_STEPS if arguments.steps is None else arguments.steps
     if steps < 1:
-        raise UserError(f"--steps {steps}: a run takes at least one step.")
+        raise UserError(f"--steps {steps}: a run needs at least one step.")
 
     trial = Trial(arguments, steps, save_steps=steps)
     layouts = trial.layouts
     if layouts[0].micro_batch is None:
-        # The reference takes other micro-batches, too: otherwise a mean of the ranks' means would look right.
-        layouts = [Asked(processes=1, micro_batch=1), *layouts]
-    first, *others = layouts
-    if not others:
+        # The reference has other micro-batches than the layouts. With the same ones, a mean of the
+        # ranks' means would look right.
+        layouts = [RequestedLayout(processes=1, micro_batch=1), *layouts]
+    first_layout, *other_layouts = layouts
+    if not other_layouts:
         raise UserError(
-            f"--layouts {first}: name two layouts or more; the others are compared with the first."
+            f"--layouts {first_layout}: name at least two layouts; all are compared with the first."
         )
 
-    reference = trial.run(first, scratch / "0")
+    reference = trial.run(first_layout, scratch / "0")
     is_bitwise = reference.has("bitwise")
-    if is_bitwise and first.accumulation is None:
-        # With --bitwise the size of a micro-batch belongs to the run, so the reference keeps it.
-        reference = trial.run(Asked(processes=1), scratch / "again")
+    if is_bitwise and first_layout.accumulation is None:
+        # With --bitwise the results depend on the size of a micro-batch, so the reference keeps it.
+        reference = trial.run(RequestedLayout(processes=1), scratch / "again")
 
     outcomes = []
     failures = reference.miscounted()
-    for i, layout in enumerate(others, start=1):
+    for i, layout in enumerate(other_layouts, start=1):
         try:
             outcomes.append(trial.run(layout, scratch / str(i)))
         except UserError as error:  # the recipe works on the first layout but not on this one
@@ -132,24 +153,24 @@ def _layout(arguments: argparse.Namespace, scratch: Path) -> _Result:
     )
 
 
-def _resume(arguments: argparse.Namespace, scratch: Path) -> _Result:
+def _verify_resume(arguments: argparse.Namespace, scratch: Path) -> _Result:
     """Compare a run that is killed and resumed with one that is not."""
     steps = _RESUME_STEPS if arguments.steps is None else arguments.steps
     if steps < _FEWEST_RESUME_STEPS:
         raise UserError(
-            f"--steps {steps} are too few to kill a run between them and resume it; "
-            f"use {_FEWEST_RESUME_STEPS} or more."
+            f"--steps {steps} leaves no time to kill and resume a run; "
+            f"use at least {_FEWEST_RESUME_STEPS}."
         )
 
     save_steps = max(1, steps // 5)
     trial = Trial(arguments, steps, save_steps)
-    straight = trial.run(trial.layouts[0], scratch / "straight")
+    uninterrupted = trial.run(trial.layouts[0], scratch / "straight")
 
-    starts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
+    layouts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
     folder = scratch / "killed"
-    kills = _run_and_kill(trial, starts, folder, save_steps)
-    resumed = trial.run(starts[-1], folder, name="killed, resumed")
-    history = ["; ".join([*kills, f"{starts[-1]} to the end, step {steps}"])]
+    kills = _run_and_kill(trial, layouts, folder, save_steps)
+    resumed = trial.run(layouts[-1], folder, name="killed, resumed")
+    history = ["; ".join([*kills, f"{layouts[-1]} to the end, step {steps}"])]
 
     failures = [
         f"start {number} began at step 0"
@@ -157,33 +178,44 @@ def _resume(arguments: argparse.Namespace, scratch: Path) -> _Result:
         if number > 1 and start["step"] == 0
     ]
 
-    is_bitwise = straight.has("bitwise")
-    repeats = is_bitwise or straight.record["starts"][0]["device"] == "cpu"
-    if not repeats:
+    is_bitwise = uninterrupted.has("bitwise")
+    is_repeatable = is_bitwise or uninterrupted.record["starts"][0]["device"] == "cpu"
+    if not is_repeatable:
         history.append(
             "bits are not compared: on a GPU steps repeat to the last bit only with --bitwise"
         )
-    has_one_layout = len(set(starts)) == 1
-    same_bits = is_bitwise or (repeats and has_one_layout)
+    has_one_layout = len(set(layouts)) == 1
+    same_bits = is_bitwise or (is_repeatable and has_one_layout)
     return _Result(
-        reference=straight,
-        comparisons=[straight.compare(resumed, same_bits=same_bits)],
+        reference=uninterrupted,
+        comparisons=[uninterrupted.compare(resumed, same_bits=same_bits)],
         failures=failures,
         history=history,
     )
 
 
-def _run_and_kill(trial: Trial, starts: list[Asked], folder: Path, save_steps: int) -> list[str]:
-    """Start the recipe on all layouts but the last, kill each start at a random step, and say at which.
+def _run_and_kill(
+    trial: Trial, layouts: list[RequestedLayout], folder: Path, save_steps: int
+) -> list[str]:
+    """Start the recipe on all layouts but the last, each time until a random step.
 
-    Each start has an equal share of the steps and is killed within it, but not before there is a checkpoint to resume
-    from.
+    Each start has an equal share of the steps, and is killed within it, but not before there is a
+    checkpoint to resume from.
+
+    Args:
+        trial: starts the recipe.
+        layouts: the layout of each start.
+        folder: the folder of the run.
+        save_steps: steps between two checkpoints.
+
+    Returns:
+        For each start, the step after which it was killed, in words.
     """
     random_numbers = random.SystemRandom()
-    share = trial.steps // len(starts)
+    share = trial.steps // len(layouts)
     kills = []
-    for i, layout in enumerate(starts[:-1]):
-        end_of_share = trial.steps * (i + 1) // len(starts)
+    for i, layout in enumerate(layouts[:-1]):
+        end_of_share = trial.steps * (i + 1) // len(layouts)
         earliest = max(save_steps + 1, end_of_share - share, last_step(folder) + 1)
         latest = max(earliest, end_of_share - 1)
         reached = trial.run_and_kill(layout, folder, random_numbers.randint(earliest, latest))

@@ -1,4 +1,4 @@
-"""One process of a lesson: ``torchrun --nproc-per-node N -m llmtrain.lessons NAME``."""
+"""A process of a lesson: ``torchrun --nproc-per-node N -m llmtrain.lessons NAME``."""
 
 import importlib
 import sys
@@ -6,4 +6,5 @@ import sys
 from llmtrain.launching.process import launch
 
 if __name__ == "__main__":
-    launch(importlib.import_module(f"llmtrain.lessons.{sys.argv[1]}").main)
+    lesson = importlib.import_module(f"llmtrain.lessons.{sys.argv[1]}")
+    launch(lesson.main)

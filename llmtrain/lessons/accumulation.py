@@ -1,49 +1,76 @@
-"""Accumulation: a global batch in several micro-batches, and gradients that are reduced once."""
+"""Accumulation: a step in several micro-batches, reduced once."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, claim, counting_sent, gradient, my_rows, show, small_gpt
+from llmtrain.lessons.common import (
+    batch,
+    claim,
+    flat_gradient,
+    rank_rows,
+    recording_sent_bytes,
+    show,
+    small_gpt,
+)
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.types import Batch
 
 PROCESSES = 2
 
 
 def main() -> None:
-    """Reduce one gradient in three ways and count the collectives of each."""
+    """Reduce one gradient in three ways, and count the collectives of each."""
     accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1))
     model = accelerator.prepare(small_gpt())
     engine = ReplicatedEngine(accelerator, model)
-    mine = my_rows(accelerator, 16)
-    whole = [batch(mine)]
-    split = [batch(share) for share in mine.chunk(4)]
-    totals = engine.count(split)
 
-    found = []
-    forwards: list[int] = []  # buckets that were sent before each forward pass
-    with counting_sent(engine) as sent:
-        model.register_forward_pre_hook(lambda *_: forwards.append(len(sent)))
+    tokens = rank_rows(accelerator, 16)
+    one_batch = [batch(tokens)]
+    four_batches = [batch(part) for part in tokens.chunk(4)]
+    denominator = engine.count(four_batches).denominator
+
+    gradients = []
+    with recording_sent_bytes(engine) as sent:
         for name, batches, sync_each_batch in (
-            ("8 rows at once", whole, False),
-            ("4 times 2 rows, under no_sync but for the last", split, False),
-            ("4 times 2 rows, reduced each time", split, True),
+            ("8 rows at once", one_batch, False),
+            ("4 times 2 rows, all but the last under no_sync", four_batches, False),
+            ("4 times 2 rows, reduced each time", four_batches, True),
         ):
             engine.sync_each_batch = sync_each_batch
-            engine.forward_backward(batches, totals.denominator)
-            model.zero_grad()  # DDP settles its buckets in the first pass
-            forwards.clear()
-            engine.forward_backward(batches, totals.denominator)
-            counts = [after - before for before, after in pairwise([*forwards, len(sent)])]
-            found.append(gradient(model))
-            show(f"{name}: collectives in each micro-batch {counts}")
-            *others, last = counts
-            assert last > 0
-            assert all(count > 0 if sync_each_batch else count == 0 for count in others)
+            engine.forward_backward(batches, denominator)
+            model.zero_grad()  # DDP arranges its buckets in the first pass
+
+            counts = _collectives_of_each_batch(engine, sent, batches, denominator)
+            gradients.append(flat_gradient(model))
             model.zero_grad()
-    claim(
-        "the gradients are the same in all three",
-        all(torch.allclose(found[0], g, atol=1e-6) for g in found),
-    )
+
+            show(f"{name}: collectives in each micro-batch {counts}")
+            *earlier_counts, last_count = counts
+            assert last_count > 0
+            assert all((count > 0) == sync_each_batch for count in earlier_counts)
+
+    are_same = all(torch.allclose(gradients[0], other, atol=1e-6) for other in gradients)
+    claim("the gradients are the same in all three", are_same)
+
+
+def _collectives_of_each_batch(
+    engine: Engine, sent: Sequence[int], batches: Sequence[Batch], denominator: torch.Tensor
+) -> list[int]:
+    """Compute a gradient, and return how many buckets are sent in each micro-batch.
+
+    Args:
+        engine: how this process computes.
+        sent: grows with every bucket that is sent.
+        batches: the micro-batches.
+        denominator: what the summed loss is divided by.
+    """
+    sent_before: list[int] = []  # buckets sent before each forward pass
+    hook = engine.model.register_forward_pre_hook(lambda *_: sent_before.append(len(sent)))
+    engine.forward_backward(batches, denominator)
+    hook.remove()
+    return [after - before for before, after in pairwise([*sent_before, len(sent)])]

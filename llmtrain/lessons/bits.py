@@ -1,8 +1,9 @@
-"""Bits: one process and four do not end in the same last digits, unless --bitwise makes them.
+"""Bits: one process and four differ in the last digits, unless --bitwise is set.
 
-Numbers of a computer are rounded after each addition, so the order of additions matters. Four processes add the
-gradients of their own rows first, one process those of all, one after the other. With --bitwise the gradients of the
-slots of a batch are added as the leaves of one binary tree, of which every process has whole branches.
+A computer rounds after each addition, so the order of additions matters. Four processes first add
+the gradients of their own rows. One process adds those of all rows, one after the other. With
+--bitwise the gradients of a batch's slots are added as the leaves of one binary tree, and every
+process adds complete branches of it.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, claim, gradient, rows, show, small_gpt
+from llmtrain.lessons.common import batch, claim, flat_gradient, rows, show, small_gpt
 from llmtrain.parallel.bitwise import all_reduce_by_doubling, tree_sum
 
 PROCESSES = 4
@@ -21,27 +22,33 @@ def main() -> None:
     a, b, c = torch.tensor([1e8, 1.0, -1e8])
     show(f"1e8 + 1 - 1e8 in float32: {float(a + b + c):g}; 1e8 - 1e8 + 1: {float(a + c + b):g}")
 
-    rank, model = start_accelerator().process_index, small_gpt()
-    slots = [_gradient_of(model, tokens) for tokens in rows(16).chunk(8)]
-    mine = slots[2 * rank : 2 * rank + 2]
+    rank = start_accelerator().process_index
+    model = small_gpt()
+    gradients = [_gradient_of(model, tokens) for tokens in rows(16).chunk(8)]  # of each slot
+    rank_gradients = gradients[2 * rank : 2 * rank + 2]
 
-    alone = torch.stack(slots).cumsum(0)[-1]
-    together = mine[0] + mine[1]
-    dist.all_reduce(together)
-    apart = float((alone - together).norm() / alone.norm())
+    in_order = torch.stack(gradients).cumsum(0)[-1]
+    all_reduced = rank_gradients[0] + rank_gradients[1]
+    dist.all_reduce(all_reduced)
+    difference = float((in_order - all_reduced).norm() / in_order.norm())
     claim(
-        "added one after the other, and by an all-reduce over 4 processes: the same bits",
-        apart == 0,
+        "one after the other, or by an all-reduce over 4 processes: the sums have the same bits",
+        difference == 0,
         expected=False,
     )
-    claim("they differ by less than 1e-6 of the gradient", apart < 1e-6)
-    whole = tree_sum((slot.clone() for slot in slots), len(slots))
-    share = tree_sum((slot.clone() for slot in mine), len(mine))
-    same = torch.equal(whole, all_reduce_by_doubling(share, rank, PROCESSES))
-    claim("added as a tree, by one process and by 4: the same bits", same)
+    claim("they differ by less than 1e-6 of the gradient", difference < 1e-6)
+
+    full_tree = tree_sum((gradient.clone() for gradient in gradients), len(gradients))
+    branch = tree_sum((gradient.clone() for gradient in rank_gradients), len(rank_gradients))
+    distributed_tree = all_reduce_by_doubling(branch, rank, PROCESSES)
+    claim(
+        "as a tree, in one process or in 4: the sums have the same bits",
+        torch.equal(full_tree, distributed_tree),
+    )
 
 
 def _gradient_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the summed loss of some rows."""
     model.zero_grad()
     model(**batch(tokens)).backward()
-    return gradient(model)
+    return flat_gradient(model)

@@ -1,15 +1,23 @@
-"""Who is late: all wait for the slowest, and only the time that each takes for itself tells which it is."""
+"""Who is late: all wait for the slowest rank, and only its own time reveals it."""
 
 import time
 
 import torch
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
+from llmtrain.lessons.common import (
+    claim,
+    prepare,
+    rank_rows,
+    show_measured,
+    small_gpt,
+    train_steps,
+)
 from llmtrain.observe.phases import PHASES, Phases
 
 PROCESSES = 2
-SLEEP = 0.05  # seconds, in which rank 1 looks for its data
+STEPS = 13
+SLEEP_SECONDS = 0.05  # by which rank 1 loads its data later
 
 
 def main() -> None:
@@ -19,23 +27,30 @@ def main() -> None:
     phases = Phases(engine.device, engine.model)
 
     def load(step: int) -> torch.Tensor:
-        time.sleep(SLEEP * engine.rank)
-        return my_rows(accelerator, 16, step)
+        time.sleep(SLEEP_SECONDS * engine.rank)
+        return rank_rows(accelerator, 16, step)
 
-    found = []
-    for step in updates(engine, phases, optimizer, 13, load):
-        if step % 4 == 0:
-            readings = engine.gather_numbers(phases.read())
-            found.append(phases.late(readings))
-            for phase in PHASES if step == 8 else ():
-                measured(
-                    f"{phase:<10}"
-                    + "".join(f"{1000 * seconds:8.1f} ms" for seconds in readings[phase])
-                )
+    late_ranks = []
+    for step in train_steps(engine, phases, optimizer, STEPS, load):
+        if step % 4 != 0:
+            continue
+        seconds_by_rank = engine.gather_numbers(phases.read())
+        late_ranks.append(phases.late(seconds_by_rank))
+        if step == 8:
+            _show_phases(seconds_by_rank)
 
-    once, late, again = found
-    named = late is not None and (late.rank, late.phase) == (1, "data")
-    claim("rank 1 is late in data loading in two readings, and is named", named)
-    claim("it takes longer by what it slept", late is not None and late.seconds > 0.5 * SLEEP)
-    measured(f"late      {late}")
-    assert once is again is None
+    # A rank is named when it is late for the second time in a row, and not again after that.
+    first, second, third = late_ranks
+    is_named = second is not None and (second.rank, second.phase) == (1, "data")
+    claim("rank 1 is late in data loading in two log entries, and is named", is_named)
+    is_as_late = second is not None and second.seconds > 0.5 * SLEEP_SECONDS
+    claim("it is late by about as long as it slept", is_as_late)
+    show_measured(f"late      {second}")
+    assert first is None
+    assert third is None
+
+
+def _show_phases(seconds_by_rank: dict[str, list[float]]) -> None:
+    for phase in PHASES:
+        times = "".join(f"{1000 * seconds:8.1f} ms" for seconds in seconds_by_rank[phase])
+        show_measured(f"{phase:<10}{times}")

@@ -1,8 +1,9 @@
-"""Slow links: sending less than the whole gradient, and what that costs.
+"""Slow links: sending less than the full gradient, and what that costs.
 
-Both ways are approximate by design. Gradients can be rounded to 16 bits (--ddp_comm_hook bf16); a run then says so at
-its start. Or every process makes a few steps with its own rows only, and then all average their weights. That is local
-SGD, and this lesson writes it in a few lines of torch.
+Both ways are approximate by design. Gradients can be rounded to 16 bits (--ddp_comm_hook bf16); a
+run with this flag prints at its start that it is approximate. Or every process makes a few steps
+with its own rows only, and then all average their weights. That is local SGD, and this lesson
+writes it in a few lines of torch.
 """
 
 import contextlib
@@ -12,7 +13,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, counting_sent, my_rows, prepare, show, small_gpt
+from llmtrain.lessons.common import (
+    batch,
+    prepare,
+    rank_rows,
+    recording_sent_bytes,
+    show,
+    small_gpt,
+)
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.training.step import train_step
 
@@ -21,12 +29,12 @@ STEPS = 60
 
 
 def main() -> None:
-    """Train the same model with each exchange."""
+    """Train the same model with each way to exchange gradients."""
     accelerator = start_accelerator()
     exact = ParallelConfig()
     compressed = ParallelConfig(ddp_comm_hook="bf16")
 
-    _show(accelerator, "whole gradients", exact)
+    _show(accelerator, "full gradients", exact)
     _show(accelerator, "--ddp_comm_hook bf16", compressed)
     _show(accelerator, "local SGD, averaged every 4 steps", exact, local_steps=4)
 
@@ -40,15 +48,15 @@ def _show(
         accelerator: the Accelerator of this lesson.
         name: what the line is about.
         parallel: how gradients are sent.
-        local_steps: steps that every process makes alone before all average their weights. With
+        local_steps: steps that every process makes by itself before all average their weights. With
             1, gradients are averaged in every step instead.
     """
     engine, optimizer = prepare(accelerator, small_gpt(), parallel)
     is_local = local_steps > 1
 
-    with counting_sent(engine) as sent:
+    with recording_sent_bytes(engine) as sent:
         for step in range(STEPS):
-            micro_batches = [batch(my_rows(accelerator, 16, step))]
+            micro_batches = [batch(rank_rows(accelerator, 16, step))]
             with engine.no_sync() if is_local else contextlib.nullcontext():
                 result = train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
             if is_local and (step + 1) % local_steps == 0:
@@ -56,13 +64,17 @@ def _show(
 
     kib = sum(sent) / STEPS / 1024
     nll = engine.sum_over_ranks(result.sums.loss)
-    loss = float(nll / result.denominator)  # nats a token
-    show(f"{name}: {kib:.0f} KiB a step to add up; loss after {STEPS} steps {loss:.1f}")
+    loss = float(nll / result.denominator)  # nats per token
+    show(f"{name}: {kib:.0f} KiB per step to add up; loss after {STEPS} steps {loss:.1f}")
     assert loss < 2.5  # from 4.2
 
 
 def _average_weights(model: nn.Module) -> list[int]:
-    """Replace all weights by their mean over the processes; return the bytes of each tensor sent."""
+    """Replace all weights by their mean over the processes.
+
+    Returns:
+        The bytes of each tensor that was sent.
+    """
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
         parameter.data.div_(dist.get_world_size())

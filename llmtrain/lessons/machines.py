@@ -1,42 +1,60 @@
 """From one machine to many: a launcher on each, and one address where they meet.
 
-Here both launchers run on this machine. Each starts its own processes and gives them ranks of the whole group; what
-they compute does not know where they are.
+Here both launchers run on this machine. Each starts its own processes and gives them ranks of the
+group that spans both. The processes compute the same wherever they run.
 """
 
 import socket
 import tempfile
 from pathlib import Path
 
-from llmtrain.lessons.stage import claim, training
+from llmtrain.lessons.common import claim, training_run
 from llmtrain.record.history import read_lines
 
 PROCESSES = 1
+STEPS = 8
 
 
 def main() -> None:
     """Train under two launchers and under one, and compare the losses."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as scratch:
+        two_launchers = Path(scratch) / "two"
+        one_launcher = Path(scratch) / "one"
+        with (
+            training_run(two_launchers, STEPS, launcher=_node_options(0, port)),
+            training_run(two_launchers, STEPS, launcher=_node_options(1, port)),
+        ):
+            pass
+        with training_run(one_launcher, STEPS):
+            pass
+
+        losses = _losses(two_launchers)
+        expected = _losses(one_launcher)
+
+    are_same = len(losses) == STEPS and all(
+        abs(loss - expected_loss) < 1e-5
+        for loss, expected_loss in zip(losses, expected, strict=True)
+    )
+    claim(
+        "two launchers with one process each, or one process: the 8 losses are the same to 1e-5",
+        are_same,
+    )
+
+
+def _free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with tempfile.TemporaryDirectory() as scratch:
-        two, one = folders = Path(scratch) / "two", Path(scratch) / "one"
-        meeting = (
-            "--nnodes",
-            "2",
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            port,
-            "--node-rank",
-        )
-        with training(two, 8, launcher=(*meeting, "0")), training(two, 8, launcher=(*meeting, "1")):
-            pass
-        with training(one, 8):
-            pass
-        read = [read_lines(folder / "metrics.jsonl") for folder in folders]
-        losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in read]
-        same = len(losses[0]) == 8 and all(abs(a - b) < 1e-5 for a, b in zip(*losses, strict=True))
-        claim(
-            "two launchers with one process each, and one process: 8 losses, the same to 1e-5", same
-        )
+        return str(free.getsockname()[1])
+
+
+def _node_options(node_rank: int, port: str) -> tuple[str, ...]:
+    """Return the options of one of two launchers, which meet on this machine."""
+    options = f"--nnodes 2 --node-rank {node_rank} --master-addr 127.0.0.1 --master-port {port}"
+    return tuple(options.split())
+
+
+def _losses(folder: Path) -> list[float]:
+    """Return the loss of each step of a run."""
+    entries = read_lines(folder / "metrics.jsonl")
+    return [entry["train/loss"] for entry in entries if "train/loss" in entry]

@@ -1,8 +1,8 @@
-"""Overlap: gradients travel while the backward pass still computes, bucket by bucket.
+"""Overlap: gradients travel bucket by bucket while the backward pass computes.
 
-The last layers' gradients come first. With one bucket for everything, nothing can be sent before the last gradient is
-there: all of it is exposed. With several, the first travel meanwhile, and only the last is waited for. The x-ray that
-shows it is the one of `llmtrain xray`.
+The gradients of the last layers come first. With one bucket for everything, nothing can be sent
+before the last gradient is there: all sending is exposed. With several buckets, the first travel
+meanwhile, and only the last is waited for. The x-ray that shows it is that of `llmtrain xray`.
 """
 
 import statistics
@@ -14,7 +14,14 @@ from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import claim, measured, my_rows, prepare, small_gpt, updates
+from llmtrain.lessons.common import (
+    claim,
+    prepare,
+    rank_rows,
+    show_measured,
+    small_gpt,
+    train_steps,
+)
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
@@ -22,76 +29,88 @@ from llmtrain.parallel.collectives import BucketAverage, BucketMean
 from llmtrain.parallel.ddp import DDPHandler
 
 PROCESSES = 2
-DELAY = 0.05  # seconds
+DELAY_SECONDS = 0.05
 
-
-def on_a_slow_link(average: BucketAverage) -> BucketAverage:
-    """Return what averages buckets as ``average`` does, but delays the last one."""
-
-    def delayed(bucket: GradBucket) -> BucketMean:
-        mean = average(bucket)
-        return mean.then(wait) if bucket.is_last() else mean
-
-    def wait(done: BucketMean) -> torch.Tensor:
-        time.sleep(DELAY)
-        return done.value()
-
-    return delayed
+# The medians are over twenty steps, because other programs run as well.
+STEPS = 23
+XRAYED_STEPS = range(4, 24)
 
 
 def main() -> None:
-    """Show the same steps with one bucket, with many, and with one that comes late."""
+    """Show steps with one bucket, with many, and with a last bucket that comes late."""
     accelerator = start_accelerator()
-    one = _look(accelerator, "one bucket", mib=100)
-    many = _look(accelerator, "many buckets", mib=0.5, table=True)
-    late = _look(accelerator, f"many, the last {1000 * DELAY:.0f} ms late", mib=0.5, slow_link=True)
+    one = _xray(accelerator, "one bucket", bucket_mib=100)
+    many = _xray(accelerator, "many buckets", bucket_mib=0.5, has_table=True)
+    delayed = _xray(
+        accelerator,
+        f"many, the last {1000 * DELAY_SECONDS:.0f} ms late",
+        bucket_mib=0.5,
+        delays_last_bucket=True,
+    )
     if accelerator.is_main_process:
         claim("one bucket hides nothing", one.hidden == 0)
         claim("many buckets hide something", many.hidden > 0)
-        claim(
-            "the delay is exposed, within 10 %",
-            abs((late.exposed - many.exposed) / DELAY - 1) < 0.1,
-        )
+        exposed_delay = delayed.exposed - many.exposed
+        claim("the delay is exposed, within 10 %", abs(exposed_delay / DELAY_SECONDS - 1) < 0.1)
 
 
-def _look(
+def _xray(
     accelerator: Accelerator,
     name: str,
-    mib: float,
-    slow_link: bool = False,
-    table: bool = False,
+    bucket_mib: float,
+    delays_last_bucket: bool = False,
+    has_table: bool = False,
 ) -> Communication:
-    """X-ray some steps of a new model; returns the medians, on rank 0.
+    """X-ray some steps of a new model, and print how long gradients travel.
 
     Args:
         accelerator: the Accelerator of this lesson.
         name: what the line is about.
-        mib: the size of a bucket.
-        slow_link: whether the last bucket comes late.
-        table: whether to print the x-ray's table.
+        bucket_mib: the size of a bucket.
+        delays_last_bucket: whether the last bucket comes late.
+        has_table: whether to print the x-ray's table.
+
+    Returns:
+        The medians over the steps on rank 0, and zeros on other ranks.
     """
-    accelerator.ddp_handler = DDPHandler(bucket_mib=mib)
+    accelerator.ddp_handler = DDPHandler(bucket_mib=bucket_mib)
     engine, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
     phases = Phases(engine.device, engine.model)
-    # a median of twenty: other programs run as well
-    xray = XRay(engine, phases, engine.model, steps=range(4, 24))
+    xray = XRay(engine, phases, engine.model, steps=XRAYED_STEPS)
 
     def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketMean:
-        send = on_a_slow_link(average) if slow_link else average
+        send = _delaying_last_bucket(average) if delays_last_bucket else average
         return xray.on_bucket(bucket, send, sent_bytes)
 
+    load = partial(rank_rows, accelerator, 16)
     with engine.watching_buckets(watcher):
-        for step in updates(engine, phases, optimizer, 23, partial(my_rows, accelerator, 16)):
+        for step in train_steps(engine, phases, optimizer, STEPS, load):
             xray.at_step_boundary(step)
 
     if xray.report is None:
         return Communication(0.0, 0.0, 0.0)
-    each = [xray.report.communication(update) for update in xray.report.updates]
-    medians = Communication(*map(statistics.median, zip(*each, strict=True)))
-    sent = 1000 * (medians.hidden + medians.exposed)
-    measured(
-        f"{name}: gradients travel {sent:.1f} ms an update, {1000 * medians.hidden:.1f} of it hidden"
+    each_step = [xray.report.communication(step) for step in xray.report.updates]
+    medians = Communication(*map(statistics.median, zip(*each_step, strict=True)))
+    travelling = 1000 * (medians.hidden + medians.exposed)
+    hidden = 1000 * medians.hidden
+    show_measured(
+        f"{name}: gradients travel {travelling:.1f} ms per step, {hidden:.1f} of it hidden"
     )
-    for line in as_lines(xray.report) if table else []:
-        measured(line)
+    if has_table:
+        for line in as_lines(xray.report):
+            show_measured(line)
     return medians
+
+
+def _delaying_last_bucket(average: BucketAverage) -> BucketAverage:
+    """Return a function that averages buckets, but delays the last one."""
+
+    def average_late(bucket: GradBucket) -> BucketMean:
+        mean = average(bucket)
+        return mean.then(wait) if bucket.is_last() else mean
+
+    def wait(mean: BucketMean) -> torch.Tensor:
+        time.sleep(DELAY_SECONDS)
+        return mean.value()
+
+    return average_late

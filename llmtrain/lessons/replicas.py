@@ -1,9 +1,9 @@
-"""Replicas: every process holds the same weights, and nothing but the sum of the gradients keeps it so."""
+"""Replicas: all processes have equal weights, as long as gradients are summed."""
 
 import torch
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.stage import batch, claim, my_rows, prepare, refusal, show, small_gpt
+from llmtrain.lessons.common import batch, claim, error_of, prepare, rank_rows, show, small_gpt
 from llmtrain.observe.replicas import check_replicas, fingerprint
 from llmtrain.training.step import train_step
 
@@ -11,29 +11,32 @@ PROCESSES = 2
 
 
 def main() -> None:
-    """Compare the weights of two ranks after an update, and after one without a sum of the gradients."""
+    """Compare the weights of two ranks after steps with and without summed gradients."""
     accelerator = start_accelerator()
-    plain = small_gpt()
-    engine, optimizer = prepare(accelerator, plain)
+    model = small_gpt()
+    engine, optimizer = prepare(accelerator, model)
 
     def fingerprints() -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = accelerator.gather(fingerprint(plain)[None])
+        first, second = accelerator.gather(fingerprint(model)[None])
         return first, second
 
     before = fingerprints()
-    train_step(engine, optimizer, [batch(my_rows(accelerator, 8))], max_grad_norm=1.0)
+    train_step(engine, optimizer, [batch(rank_rows(accelerator, 8))], max_grad_norm=1.0)
     after = fingerprints()
-    claim("before an update, the same weights on both", torch.equal(*before))
-    claim("after an update, each with its own rows, the same weights on both", torch.equal(*after))
-    claim("the update has changed them", not torch.equal(before[0], after[0]))
+    claim("before the first step, both ranks have the same weights", torch.equal(*before))
+    claim(
+        "after a step, each with its own rows, both ranks have the same weights",
+        torch.equal(*after),
+    )
+    claim("the step has changed them", not torch.equal(before[0], after[0]))
 
     with engine.no_sync():
-        train_step(engine, optimizer, [batch(my_rows(accelerator, 8, 1))], max_grad_norm=1.0)
-    same = torch.equal(*fingerprints())
+        train_step(engine, optimizer, [batch(rank_rows(accelerator, 8, 1))], max_grad_norm=1.0)
+    are_same = torch.equal(*fingerprints())
     claim(
-        "after another, without the sum of the gradients, the same weights on both",
-        same,
+        "after a step without the sum of the gradients, both ranks have the same weights",
+        are_same,
         expected=False,
     )
-    said = refusal(check_replicas, accelerator, engine.model)
-    show(f"llmtrain compares them now and then, and would stop: {said.partition(';')[0]}")
+    error = error_of(check_replicas, accelerator, engine.model)
+    show(f"llmtrain compares them regularly, and would stop: {error.partition(';')[0]}")

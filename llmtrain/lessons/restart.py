@@ -1,7 +1,8 @@
-"""A process dies: the launcher stops the others and starts all of them again, and the run goes on.
+"""A process dies: the launcher starts all processes again, and the run resumes.
 
-A group that has lost a process cannot go on without it: the others wait in a collective that it will never join. So
-they are ended, and torchrun, told so (--max-restarts), starts the program anew; it finds its newest whole checkpoint.
+A group that has lost a process cannot go on without it: the others wait in a collective that it
+will never join. So they are ended. With --max-restarts, torchrun then starts the program again, and
+the program finds its newest complete checkpoint.
 """
 
 import json
@@ -11,29 +12,45 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.lessons.stage import claim, show, training
+from llmtrain.lessons.common import claim, show, training_run
 from llmtrain.record.history import read_lines
 
 PROCESSES = 1
+STEPS = 60
 
 
 def main() -> None:
-    """Kill a rank in the middle of a run, and look at what the run has logged at its end."""
+    """Kill a rank in the middle of a run, and check which steps the run has logged."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder, restarts = Path(scratch) / "run", ("--standalone", "--max-restarts", "1")
-        with training(folder, 60, "--save_steps", "5", processes=2, launcher=restarts) as launcher:
+        folder = Path(scratch) / "run"
+        with training_run(
+            folder,
+            STEPS,
+            "--save_steps=5",
+            processes=2,
+            launcher=("--standalone", "--max-restarts", "1"),
+        ) as launcher:
             while not any((folder / "checkpoints").glob("step-*[1-9]0")):
                 assert launcher.poll() is None, "the run ended too early"
                 time.sleep(0.01)
-            workers = psutil.Process(launcher.pid).children()
-            next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
+            _kill_rank(launcher.pid, "1")
             show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
-        first, second = json.loads((folder / "run.json").read_text())["starts"]
-        steps = [
-            line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
-        ]
-        claim(
-            "the run began at step 0, and again at step 10 or later",
-            first["step"] == 0 and second["step"] >= 10,
-        )
-        claim("every update from 1 to 60 is logged once", steps == list(range(1, 61)))
+
+        first_start, second_start = json.loads((folder / "run.json").read_text())["starts"]
+        entries = read_lines(folder / "metrics.jsonl")
+
+    claim(
+        "the run began at step 0, and again at step 10 or later",
+        first_start["step"] == 0 and second_start["step"] >= 10,
+    )
+    logged_steps = [entry["step"] for entry in entries if "train/loss" in entry]
+    claim(
+        f"every step from 1 to {STEPS} is logged once",
+        logged_steps == list(range(1, STEPS + 1)),
+    )
+
+
+def _kill_rank(launcher_pid: int, rank: str) -> None:
+    """Kill a worker of torchrun with SIGKILL."""
+    workers = psutil.Process(launcher_pid).children()
+    next(worker for worker in workers if worker.environ().get("RANK") == rank).kill()

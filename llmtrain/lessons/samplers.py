@@ -1,8 +1,9 @@
-"""Samplers: who reads which row, what happens at the end of the data, and after a resume.
+"""Samplers: who reads which row, at the end of the data and after a resume.
 
-torch's DistributedSampler deals a shuffled list out to the processes: it repeats rows so that the list divides, or
-drops some, as many as it takes for this number of processes. llmtrain's sampler is a function of the step: it yields
-whole global batches, of which each process takes its share; slots past the end of the data stay empty.
+torch's DistributedSampler deals a shuffled list out to the processes. It repeats rows so that the
+list divides, or drops some; how many depends on the number of processes. llmtrain's sampler is a
+function of the step. It yields complete global batches, of which each process takes its share. A
+slot is a position in the global batch, and slots past the end of the data stay empty.
 """
 
 from collections import Counter
@@ -11,47 +12,66 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from llmtrain.data.loader import slots_of
-from llmtrain.lessons.stage import claim, show
+from llmtrain.lessons.common import claim, show
 
 PROCESSES = 1
-ROWS, BATCH = 10, 4
+ROWS = 10
+BATCH = 4
 STEPS = -(-ROWS // BATCH)
 
 
 def main() -> None:
     """Show the rows of each step by both samplers, on 1, 2 and 4 processes."""
     show(f"{ROWS} rows, {BATCH} in each global batch")
+    _show_torch()
+    _show_llmtrain()
+    _show_resuming()
+
+
+def _show_torch() -> None:
     for processes in (1, 2, 4):
         show(f"torch on {processes}: {torch_steps(processes)}")
-    draws = Counter(row for step in torch_steps(4) for row in step)
-    twice = sorted(row for row, count in draws.items() if count > 1)
-    dropped = ROWS - sum(map(len, torch_shares(4, drop_last=True)))
+
+    counts: Counter[int] = Counter()
+    for step_rows in torch_steps(4):
+        counts.update(step_rows)
+    repeated = sorted(row for row, count in counts.items() if count > 1)
+    left_out = ROWS - sum(len(share) for share in torch_shares(4, drop_last=True))
     show(
-        f"on 4, {draws.total()} rows are drawn, {twice} twice; with drop_last, {dropped} rows are left out"
+        f"torch on 4 reads {counts.total()} rows, {repeated} twice; with drop_last it leaves out "
+        f"{left_out} rows"
     )
-    assert (len(twice), dropped) == (2, 2)
+    assert len(repeated) == 2
+    assert left_out == 2
 
-    ours = our_steps(1)
+
+def _show_llmtrain() -> None:
+    steps = llmtrain_steps(1)
     for processes in (1, 2, 4):
-        show(f"llmtrain on {processes}: {our_steps(processes)}")
-        assert our_steps(processes) == ours
-    claim(
-        "every row is read once",
-        sorted(row for step in ours for row in step if row is not None) == [*range(ROWS)],
-    )
-    show(f"empty slots in the last batch, which weigh nothing: {ours[-1].count(None)}")
-    assert ours[-1].count(None) == -ROWS % BATCH
+        show(f"llmtrain on {processes}: {llmtrain_steps(processes)}")
+        assert llmtrain_steps(processes) == steps
 
-    again = sorted(row for share in torch_shares(2) for row in share[:2])
-    show(f"torch, resumed after step 1 by a loop that does not skip: reads {again} again")
-    assert set(again) == set(torch_steps(2)[0])
-    second = [slot.row for slot in slots_of(1, ROWS, BATCH, seed=0)]
-    show(f"llmtrain, asked for step 2: {second}; it skips nothing, as it remembers nothing")
-    assert second == ours[1]
+    rows = [row for step_rows in steps for row in step_rows if row is not None]
+    claim("llmtrain reads every row once", sorted(rows) == [*range(ROWS)])
+    empty_slots = steps[-1].count(None)
+    show(f"empty slots in the last batch, which have no weight: {empty_slots}")
+    assert empty_slots == -ROWS % BATCH
+
+
+def _show_resuming() -> None:
+    first_rows: list[int] = []
+    for share in torch_shares(2):
+        first_rows += share[:2]
+    show(f"torch, resumed after step 1 without skipping, reads {sorted(first_rows)} again")
+    assert set(first_rows) == set(torch_steps(2)[0])
+
+    second_step = [slot.row for slot in slots_of(1, ROWS, BATCH, seed=0)]
+    show(f"llmtrain computes the rows of step 2 directly: {second_step}")
+    assert second_step == llmtrain_steps(1)[1]
 
 
 def torch_shares(processes: int, drop_last: bool = False) -> list[list[int]]:
-    """Return what each process reads in the first epoch."""
+    """Return the rows that each process reads in the first epoch."""
     rows = TensorDataset(torch.arange(ROWS))
     return [
         list(DistributedSampler(rows, processes, rank, seed=0, drop_last=drop_last))
@@ -61,16 +81,27 @@ def torch_shares(processes: int, drop_last: bool = False) -> list[list[int]]:
 
 def torch_steps(processes: int) -> list[list[int]]:
     """Return the rows of each step, over all processes."""
-    shares, each = torch_shares(processes), BATCH // processes
-    return [
-        [row for share in shares for row in share[step * each :][:each]] for step in range(STEPS)
-    ]
+    shares = torch_shares(processes)
+    rows_per_process = BATCH // processes
+    steps = []
+    for step in range(STEPS):
+        start = step * rows_per_process
+        step_rows: list[int] = []
+        for share in shares:
+            step_rows += share[start : start + rows_per_process]
+        steps.append(step_rows)
+    return steps
 
 
-def our_steps(processes: int) -> list[list[int | None]]:
-    """Return the rows of each step, put together from what each process takes."""
-    each = BATCH // processes
-    steps = [[slot.row for slot in slots_of(step, ROWS, BATCH, seed=0)] for step in range(STEPS)]
-    return [
-        [row for rank in range(processes) for row in slots[rank * each :][:each]] for slots in steps
-    ]
+def llmtrain_steps(processes: int) -> list[list[int | None]]:
+    """Return the rows of each step, put together from the share of each process."""
+    rows_per_process = BATCH // processes
+    steps = []
+    for step in range(STEPS):
+        slots = [slot.row for slot in slots_of(step, ROWS, BATCH, seed=0)]
+        step_rows: list[int | None] = []
+        for rank in range(processes):
+            start = rank * rows_per_process
+            step_rows += slots[start : start + rows_per_process]
+        steps.append(step_rows)
+    return steps

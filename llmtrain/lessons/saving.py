@@ -1,7 +1,8 @@
-"""Saving and loading: a checkpoint is of the run, not of its processes.
+"""Saving and loading: a checkpoint belongs to the run, not to its processes.
 
-Two processes train and save; one process goes on from the middle, and ends in the same weights. What is saved is what
-an update depends on: weights, the optimizer's state, the step. Which rows come next follows from the step.
+Two processes train and save. One process resumes from the middle, and ends with the same weights. A
+checkpoint holds everything that the next step depends on: the weights, the optimizer's state and
+the step, from which the next rows follow.
 """
 
 import tempfile
@@ -10,32 +11,45 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from llmtrain.lessons.stage import claim, show, training
+from llmtrain.lessons.common import claim, show, training_run
 
 PROCESSES = 1
+STEPS = 8
 
 
 def main() -> None:
-    """Train on two processes, go on with one from the middle, and compare the models."""
+    """Train on two processes, resume with one from the middle, and compare the models."""
     with tempfile.TemporaryDirectory() as scratch:
-        two, one = folders = Path(scratch) / "two", Path(scratch) / "one"
-        with training(two, 8, "--save_steps", "4", processes=2):
+        two_processes = Path(scratch) / "two"
+        with training_run(two_processes, STEPS, "--save_steps", "4", processes=2):
             pass
-        middle = two / "checkpoints" / "step-00000004"
-        for file in sorted(path for path in middle.rglob("*") if path.is_file()):
-            show(f"  {file.relative_to(two)}")
-        with training(one, 8, "--resume_from_checkpoint", str(middle)):
+        checkpoint = two_processes / "checkpoints" / "step-00000004"
+        for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+            show(f"  {file.relative_to(two_processes)}")
+
+        one_process = Path(scratch) / "one"
+        with training_run(one_process, STEPS, "--resume_from_checkpoint", str(checkpoint)):
             pass
-        a, b = (load_file(folder / "model" / "model.safetensors") for folder in folders)
-        same = all(float((a[name] - b[name]).norm() / a[name].norm()) < 1e-5 for name in a)
         claim(
-            "8 steps on 2 processes, and 4 on 2 then 4 on 1: weights differ by less than 1e-5", same
+            "8 steps on 2 processes, or 4 on 2 and then 4 on 1: weights differ by less than 1e-5",
+            _have_same_weights(two_processes, one_process),
         )
+        _load_in_transformers(two_processes / "model")
 
-        from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(two / "model")
-        show(
-            f"transformers loads it: {type(model).__name__}, {model.num_parameters():,} parameters"
-        )
-        assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())
+def _have_same_weights(first: Path, second: Path) -> bool:
+    """Return whether each tensor of two models differs by less than 1e-5 of its norm."""
+    first_weights = load_file(first / "model" / "model.safetensors")
+    second_weights = load_file(second / "model" / "model.safetensors")
+    return all(
+        float((weight - second_weights[name]).norm() / weight.norm()) < 1e-5
+        for name, weight in first_weights.items()
+    )
+
+
+def _load_in_transformers(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    show(f"transformers loads it: {type(model).__name__}, {model.num_parameters():,} parameters")
+    assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())

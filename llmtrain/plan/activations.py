@@ -1,6 +1,7 @@
-"""Activations of a forward and a backward pass, counted on tensors that have a shape and no memory.
+"""Count the bytes of activations, on tensors that have a shape and no memory.
 
-The passes are made on torch's ``FakeTensor``: the model's own code says what it keeps, not a rule of thumb.
+The forward and the backward pass run on torch's ``FakeTensor``. The model's own code decides what
+is kept for the backward pass, so this needs no rule of thumb.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -28,37 +29,71 @@ from llmtrain.parallel.shards import to_local
 from llmtrain.parallel.tensor import parallelize
 from llmtrain.types import Facts, Objective
 
-Pair: TypeAlias = tuple[float, float]  # bytes of activations, and of logits
-_BLOCKS = 4  # a model of more is computed with these, and all others are like them
+# A deeper model is computed with this many blocks. Each further block keeps as much as these.
+_MAX_BLOCKS = 4
 
 
 class MicroBatch(NamedTuple):
-    """The shape of a micro-batch, and how a model computes it."""
+    """The shape of a micro-batch, and how a model computes it.
+
+    Attributes:
+        rows: rows of the micro-batch.
+        positions: positions of each row.
+        bf16: compute under autocast in bfloat16.
+        gathered_in_bf16: names of the weights that FSDP2 gathers in bfloat16. Autocast casts all
+            other weights, and keeps the copies.
+        has_gpu_attention: attention runs on a GPU, which keeps no probabilities.
+        mesh: the ranks over which tensor parallelism shards matrices.
+    """
 
     rows: int
-    positions: int  # of each
+    positions: int
     bf16: bool = False
-    gathered: frozenset[str] = (
-        frozenset()
-    )  # weights that FSDP2 gathers in bfloat16; autocast casts and keeps others
-    fused: bool = False  # attention is a GPU's, which keeps no probabilities
-    mesh: DeviceMesh | None = None  # matrices are sharded over it
+    gathered_in_bf16: frozenset[str] = frozenset()
+    has_gpu_attention: bool = False
+    mesh: DeviceMesh | None = None
 
 
-class Kept(NamedTuple):
-    """Bytes of a micro-batch. Each of a model's blocks keeps as many as another."""
+class PeakBytes(NamedTuple):
+    """Bytes at the moment when most are held.
 
-    before: float  # kept by what stands before the blocks
-    block: float  # kept by one of them
-    peak: Pair  # activations, and what belongs to the logits, at the fullest moment
-    at_end: float  # at the fullest moment of the first block's backward and after, when the others' are gone
+    Attributes:
+        activations: everything but the logits.
+        logits: what the head makes between the forward and the backward pass of the last block.
+    """
+
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of both."""
+        return self.activations + self.logits
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes that a micro-batch keeps; all blocks of a model keep the same number.
+
+    Attributes:
+        before_blocks: kept by the layers before the first block.
+        per_block: kept by one block.
+        peak: at the moment when most are held.
+        end_of_backward: the most from the first block's backward pass on. By then, the other blocks
+            have freed theirs.
+        blocks: the number of blocks.
+    """
+
+    before_blocks: float
+    per_block: float
+    peak: PeakBytes
+    end_of_backward: float
     blocks: int
 
 
-def kept(model: nn.Module, objective: Objective, batch: MicroBatch) -> Kept:
-    """Count what a micro-batch keeps in a model whose parameters are on the meta device.
+def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch) -> ActivationBytes:
+    """Count what a micro-batch keeps in a model on the meta device.
 
-    A model of many blocks is computed with a few of them. All others keep as much as these.
+    Only the first few blocks of a deep model are computed. All others keep as much as these.
 
     Args:
         model: the model, which stays as it is.
@@ -66,43 +101,46 @@ def kept(model: nn.Module, objective: Objective, batch: MicroBatch) -> Kept:
         batch: the shape of the micro-batch.
     """
     blocks = list_of_blocks(model)
-    block_count = len(blocks) if blocks is not None else 1
-    shallow_model = _of_depth(model, min(block_count, _BLOCKS))
+    block_count = 1 if blocks is None else len(blocks)
+    shallow_model = _with_first_blocks(model, min(block_count, _MAX_BLOCKS))
     if batch.mesh is not None:
         parallelize(shallow_model, batch.mesh)
 
-    live = _count_live_bytes(shallow_model, objective, batch)
-    after_block = live.after_block or [live.most["activations"]]
+    counter = _run_on_fake_tensors(shallow_model, objective, batch)
+    after_block = counter.after_block or [counter.peak["activations"]]
     computed_blocks = len(after_block)
 
-    # The second half of the blocks: what is made once, before the first block, is not counted.
-    block = 0.0
-    half = len(live.after_block) // 2
+    # The growth over the second half of the blocks leaves out what is made once, before the first.
+    per_block = 0.0
+    half = len(counter.after_block) // 2
     if half:
-        block = (after_block[-1] - after_block[half - 1]) / (computed_blocks - half)
+        per_block = (after_block[-1] - after_block[half - 1]) / (computed_blocks - half)
 
-    activations = live.most["activations"] + block * (block_count - computed_blocks)
-    peak = (activations, live.most["logits"])
-    if sum(peak) < live.at_end:
-        peak = (live.at_end, 0)
-    return Kept(
-        before=after_block[-1] - block * computed_blocks,
-        block=block,
+    peak = PeakBytes(
+        activations=counter.peak["activations"] + per_block * (block_count - computed_blocks),
+        logits=counter.peak["logits"],
+    )
+    if peak.total < counter.end_of_backward:
+        peak = PeakBytes(activations=counter.end_of_backward, logits=0)
+    return ActivationBytes(
+        before_blocks=after_block[-1] - per_block * computed_blocks,
+        per_block=per_block,
         peak=peak,
-        at_end=live.at_end,
+        end_of_backward=counter.end_of_backward,
         blocks=block_count,
     )
 
 
-def _count_live_bytes(model: nn.Module, objective: Objective, batch: MicroBatch) -> "_Live":
-    """Make a forward and a backward pass without memory, and count the bytes that are alive."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _whole_rows(batch.fused):
-        _make_fake(model, batch.gathered)
+def _run_on_fake_tensors(model: nn.Module, objective: Objective, batch: MicroBatch) -> "_LiveBytes":
+    """Make a forward and a backward pass on fake tensors, and count live bytes."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _one_document_per_row(batch.has_gpu_attention):
+        _replace_with_fakes(model, batch.gathered_in_bf16)
         model.train()
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
         labels = ids.clone()
-        live = _Live(model)
-        with live:
+
+        counter = _LiveBytes(model)
+        with counter:
             with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
                 sums = model(
                     input_ids=ids,
@@ -110,107 +148,150 @@ def _count_live_bytes(model: nn.Module, objective: Objective, batch: MicroBatch)
                     compute=lambda model, batch: objective.loss(model, batch, extra={}),
                 )
             sums.loss.backward()
-    return live
+    return counter
 
 
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
-    """Return the one list that holds all of a model's blocks; ``None`` where they stand otherwise."""
-    names = block_classes(model)
-    lists = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.ModuleList) and {type(b).__name__ for b in m} <= names
-    ]
-    return lists[0] if len(lists) == 1 and len(lists[0]) > 0 else None
+    """Return the ``nn.ModuleList`` that holds all blocks of a model, if there is one."""
+    class_names = block_classes(model)
+
+    def has_only_blocks(modules: nn.ModuleList) -> bool:
+        return {type(module).__name__ for module in modules} <= class_names
+
+    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    block_lists = [modules for modules in module_lists if has_only_blocks(modules)]
+    if len(block_lists) != 1 or len(block_lists[0]) == 0:
+        return None
+    return block_lists[0]
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that are alive, apart from weights and gradients."""
+class _CountedBytes(NamedTuple):
+    """What a storage has added to the bytes that are alive."""
+
+    kind: str  # ``weights``, ``activations`` or ``logits``
+    size: int  # bytes
+
+
+# Weights are counted elsewhere, and so are gradients.
+_NOT_COUNTED = _CountedBytes(kind="weights", size=0)
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that are alive, apart from weights and gradients.
+
+    Attributes:
+        peak: bytes by kind when most are held, before the first block's backward pass.
+        end_of_backward: the most bytes from the first block's backward pass on.
+        after_block: bytes at the end of each block's forward pass.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = "activations"
-        self.bytes: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
-        self.at_end = 0
-        self.after_block: list[int] = []  # bytes at the end of each one's forward
-        self.blocks_are_gone = False
-        self._known = {
-            _storage(tensor)._cdata: ("weights", 0)
+        self.peak: Counter[str] = Counter()
+        self.end_of_backward = 0
+        self.after_block: list[int] = []
+
+        self._kind = "activations"  # of new tensors
+        self._bytes: Counter[str] = Counter()
+        self._in_first_backward = False
+        self._counted = {
+            _storage(tensor)._cdata: _NOT_COUNTED
             for tensor in [*model.parameters(), *model.buffers()]
         }
+
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._is_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._stop_counting_gradient
+                )
         self._blocks = list_of_blocks(model) or ()
         for block in self._blocks:
-            block.register_forward_hook(self._after_block)
+            block.register_forward_hook(self._on_block_end)
 
     def __torch_dispatch__(
         self,
         function: Callable[..., object],
-        _: object,
+        types: object,
         args: tuple[object, ...] = (),
         kwargs: Facts | None = None,
     ) -> object:
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._see(_storage(tensor))
-        return made
+                self._count(_storage(tensor))
+        return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, unless it has been counted, until it is freed."""
+        key = storage._cdata
+        if key in self._counted:
             return
-        self._known[key] = self.kind, size
-        weakref.finalize(storage, self._forget, key)
-        self.bytes[self.kind] += size
-        total = self.bytes.total()
-        if self.blocks_are_gone:
-            self.at_end = max(self.at_end, total)
-        elif total > self.most.total():
-            self.most = self.bytes.copy()
 
-    def _forget(self, key: int) -> None:
-        kind, size = self._known.pop(key)
-        self.bytes[kind] -= size
+        size = storage.nbytes()
+        self._counted[key] = _CountedBytes(self._kind, size)
+        weakref.finalize(storage, self._on_free, key)
 
-    def _is_gradient(self, parameter: torch.Tensor) -> None:
+        self._bytes[self._kind] += size
+        total = self._bytes.total()
+        if self._in_first_backward:
+            self.end_of_backward = max(self.end_of_backward, total)
+        elif total > self.peak.total():
+            self.peak = self._bytes.copy()
+
+    def _on_free(self, key: int) -> None:
+        counted = self._counted.pop(key)
+        self._bytes[counted.kind] -= counted.size
+
+    def _stop_counting_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         key = _storage(parameter.grad)._cdata
-        kind, size = self._known.get(key, ("weights", 0))
-        self.bytes[kind] -= size
-        self._known[key] = "weights", 0
+        counted = self._counted.get(key, _NOT_COUNTED)
+        self._bytes[counted.kind] -= counted.size
+        self._counted[key] = _NOT_COUNTED
 
-    def _after_block(
-        self, _: nn.Module, __: object, out: torch.Tensor | tuple[torch.Tensor, ...]
+    def _on_block_end(
+        self,
+        block: nn.Module,
+        args: object,
+        output: torch.Tensor | tuple[torch.Tensor, ...],
     ) -> None:
-        if len(self.after_block) == len(self._blocks):  # activations are computed again
-            return
-        self.after_block.append(self.bytes.total())
-        hidden = out[0] if isinstance(out, tuple) else out
-        if (
-            len(self.after_block) == 1 and hidden.requires_grad
-        ):  # at its backward no more than one block's are left
-            hidden.register_hook(lambda _: setattr(self, "blocks_are_gone", True))  # type: ignore[no-untyped-call]
-        if len(self.after_block) == len(
-            self._blocks
-        ):  # until its backward the head makes what comes
-            self.kind = "logits"
-            hidden.register_hook(lambda _: setattr(self, "kind", "activations"))  # type: ignore[no-untyped-call]
+        """Follow the forward pass of a block, and watch for its backward pass."""
+        if len(self.after_block) == len(self._blocks):
+            return  # gradient checkpointing computes the block again
+
+        self.after_block.append(self._bytes.total())
+        hidden = output[0] if isinstance(output, tuple) else output
+
+        is_first = len(self.after_block) == 1
+        if is_first and hidden.requires_grad:
+            hidden.register_hook(self._on_first_backward)  # type: ignore[no-untyped-call]
+
+        # From here to the last block's backward pass, new tensors belong to the logits.
+        is_last = len(self.after_block) == len(self._blocks)
+        if is_last:
+            self._kind = "logits"
+            hidden.register_hook(self._on_last_backward)  # type: ignore[no-untyped-call]
+
+    def _on_first_backward(self, gradient: torch.Tensor) -> None:
+        """Note that the backward pass of the first block begins; it is the last to run."""
+        self._in_first_backward = True
+
+    def _on_last_backward(self, gradient: torch.Tensor) -> None:
+        """Note that the backward pass of the last block begins; it is the first to run."""
+        self._kind = "activations"
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return to_local(tensor).untyped_storage()
 
 
-def _of_depth(model: nn.Module, depth: int) -> nn.Module:
-    """Copy a model with its first ``depth`` blocks."""
+def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
+    """Return a copy of a model with its first ``depth`` blocks."""
     shallow = copy.deepcopy(model)
     blocks = list_of_blocks(shallow)
     if blocks is None:
         return shallow
+
     del blocks[depth:]
     if isinstance(shallow, GPT):
         shallow.config.n_layer = depth
@@ -220,51 +301,59 @@ def _of_depth(model: nn.Module, depth: int) -> nn.Module:
     return shallow
 
 
-def _make_fake(model: nn.Module, gathered: frozenset[str]) -> None:
-    """Put fake tensors in place of parameters and buffers; ties stay."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+def _replace_with_fakes(model: nn.Module, gathered_in_bf16: frozenset[str]) -> None:
+    """Replace parameters and buffers by fake tensors. Tied parameters stay tied."""
+    fakes: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if parameter not in fakes:
+            is_cast = name in gathered_in_bf16 and parameter.is_floating_point()
+            fake = _fake(parameter, torch.bfloat16 if is_cast else parameter.dtype)
+            fakes[parameter] = nn.Parameter(fake, parameter.requires_grad)
         owner, _, key = name.rpartition(".")
-        if parameter not in made:
-            half = name in gathered and parameter.is_floating_point()
-            fake = _fake(parameter, torch.bfloat16 if half else parameter.dtype)
-            made[parameter] = nn.Parameter(fake, parameter.requires_grad)
-        model.get_submodule(owner).register_parameter(key, made[parameter])
+        model.get_submodule(owner).register_parameter(key, fakes[parameter])
+
     for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, _fake(buffer, buffer.dtype))
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor with the shape and the shards of a tensor."""
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=dtype)
-    local, kind = (
-        torch.empty(tensor.to_local().shape, dtype=dtype),
-        (tensor.device_mesh, tensor.placements),
-    )
     return DTensor.from_local(
-        local, *kind, shape=tensor.shape, stride=tensor.stride(), run_check=False
+        torch.empty(tensor.to_local().shape, dtype=dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+        run_check=False,
     )
 
 
 @contextlib.contextmanager
-def _whole_rows(fused: bool) -> Iterator[None]:
-    """Compute rows of one document, for there are no values by which to find several.
+def _one_document_per_row(has_gpu_attention: bool) -> Iterator[None]:
+    """Compute as if every row were one document.
 
-    ``fused`` computes with a GPU's attention; that of a CPU keeps probabilities, for rows up to some length.
+    Fake tensors have no values by which a model could tell documents apart.
+
+    Args:
+        has_gpu_attention: compute with a GPU's attention. A CPU's keeps probabilities, for rows up
+            to some length.
     """
-    masks, experts = (
-        sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe")
-    )
-    with contextlib.ExitStack() as changed:
+    masks = sys.modules.get("transformers.masking_utils")
+    experts = sys.modules.get("transformers.integrations.moe")
+
+    with contextlib.ExitStack() as patches:
         if hasattr(masks, "find_packed_sequence_indices"):
-            changed.enter_context(
+            patches.enter_context(
                 mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
             )
-        if hasattr(experts, "_can_use_grouped_mm"):  # torch's has no shape inference for float32
-            changed.enter_context(
+        # The grouped product of torch has no shape inference for float32.
+        if hasattr(experts, "_can_use_grouped_mm"):
+            patches.enter_context(
                 mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
             )
-        if fused:
-            changed.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
+        if has_gpu_attention:
+            patches.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
         yield

@@ -1,12 +1,13 @@
-"""A few real steps on this machine, from which a plan takes its seconds.
+"""A few real steps on this machine, which measure the seconds of a plan.
 
-One ordinary run is enough. In some phases of a step every process computes by itself; in the others, the meetings, it
-also waits (``MEETINGS`` and ``OWN`` of ``observe/phases.py``). The seconds of computing come from the first, and what
-sending takes from the processors comes from the second.
+One ordinary run is enough. In some phases of a step every process computes by itself: ``OWN`` in
+:mod:`llmtrain.observe.phases`. They measure computing. In the other phases, ``MEETINGS``, processes
+also wait for each other. They measure how much of the processors' time it takes to send.
 """
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.launching.children import command_of, gpus, run_to_end
@@ -15,27 +16,32 @@ from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
 from llmtrain.types import Facts
 
-_STEPS = 12  # the first of which is not measured
+_STEPS = 12  # the first one is not measured
 
 
-def calibrated(
-    recipe: str, flags: list[str], processes: int, rows: int, precision: str, numbers: int
+def calibrate(
+    recipe: str,
+    flags: list[str],
+    processes: int,
+    rows: int,
+    precision: str,
+    trained_numel: int,
 ) -> Compute:
-    """Run a few steps of a recipe and return how long its computing takes.
+    """Run a few steps of a recipe, and return how long its computing takes.
 
     Args:
         recipe: path of the recipe.
         flags: its flags.
         processes: how many processes compute side by side.
-        rows: rows of a micro-batch; each process has one micro-batch a step.
+        rows: rows per micro-batch. Each process has one micro-batch per step.
         precision: mixed precision, as Accelerate calls it.
-        numbers: trained parameters of the model.
+        trained_numel: the number of trained parameters of the model.
 
     Returns:
         The seconds of the slowest process.
 
     Raises:
-        UserError: with the recipe's message, if it failed.
+        UserError: the recipe failed, with its own message.
     """
     forced: Facts = {
         "global_batch_size": rows * processes,
@@ -44,54 +50,72 @@ def calibrated(
     }
     if "--pipeline_stages" in flags:
         forced["pipeline_stages"] = 1
-    phases = _phases(recipe, flags, processes, precision, forced)
-    compute = compute_of(phases, rows)
+    phases = _run_steps(recipe, flags, processes, precision, forced)
+
+    compute = compute_from_phases(phases, rows)
     if processes == 1 or gpus() >= processes:
         return compute
 
-    # gloo's threads share the cores with those that compute. All that a step takes beyond
+    # The threads of gloo share the cores with those that compute. All that a step takes beyond
     # computing is charged to the bytes that it sends.
-    whole_step = _slowest(phases, *phases)
-    computing = _slowest(phases, *OWN) + min(phases["norm"])
-    bytes_sent = 2 * (processes - 1) / processes * 4 * numbers
-    return compute._replace(handling=max(0.0, whole_step - computing) / bytes_sent)
+    step_seconds = _slowest(phases, [*phases])
+    compute_seconds = _slowest(phases, OWN) + min(phases["norm"])
+    bytes_sent = 2 * (processes - 1) / processes * 4 * trained_numel
+    return compute._replace(per_sent_byte=max(0.0, step_seconds - compute_seconds) / bytes_sent)
 
 
-def compute_of(phases: dict[str, list[float]], rows: int) -> Compute:
-    """Return the seconds of computing, given those of each phase by rank.
+def compute_from_phases(phases: dict[str, list[float]], rows: int) -> Compute:
+    """Return the seconds of computing.
 
-    The norm of the gradient is a meeting that also computes. The process that comes last to it
-    waits for nobody, so the shortest time is what computing it takes.
+    The norm of the gradient is a meeting in which processes also compute. The last process to come
+    waits for no other, so the shortest time is that of computing the norm.
+
+    Args:
+        phases: the mean seconds of a step in each phase, by rank.
+        rows: rows of a process in each step.
     """
     return Compute(
-        forward=_slowest(phases, "forward") / rows,
-        backward=_slowest(phases, "backward") / rows,
-        optimizer=_slowest(phases, "optimizer") + min(phases["norm"]),
-        other=_slowest(phases, "data", "other"),
+        forward=_slowest(phases, ["forward"]) / rows,
+        backward=_slowest(phases, ["backward"]) / rows,
+        optimizer=_slowest(phases, ["optimizer"]) + min(phases["norm"]),
+        other=_slowest(phases, ["data", "other"]),
     )
 
 
-def _slowest(phases: dict[str, list[float]], *names: str) -> float:
+def _slowest(phases: dict[str, list[float]], names: Sequence[str]) -> float:
     """Return the seconds that the slowest rank spends in some phases."""
     by_rank = zip(*(phases[name] for name in names), strict=True)
     return max(math.fsum(seconds) for seconds in by_rank)
 
 
-def _phases(
-    recipe: str, flags: list[str], processes: int, precision: str, forced: Facts
+def _run_steps(
+    recipe: str,
+    flags: list[str],
+    processes: int,
+    precision: str,
+    forced: Facts,
 ) -> dict[str, list[float]]:
-    """Run a few steps; return the mean seconds of a step in each phase, by rank."""
+    """Run a few steps; return the mean seconds of a step in each phase, by rank.
+
+    Args:
+        recipe: path of the recipe.
+        flags: its flags.
+        processes: the number of processes.
+        precision: mixed precision, as Accelerate calls it.
+        forced: values of flags that replace those in ``flags``.
+    """
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
-        run = Path(folder) / "run"
+        output_dir = Path(folder) / "run"
         forced = forced | {
             "max_steps": _STEPS,
             "logging_steps": _STEPS,
             "eval_steps": 0,
             "resume_from_checkpoint": "never",
             "report_to": "none",
-            "output_dir": run,
+            "output_dir": output_dir,
         }
         command = command_of([recipe, *flags], forced, processes)
-        run_to_end(command, processes > gpus(), ACCELERATE_MIXED_PRECISION=precision)
-        entries = [line for line in read_lines(run / "metrics.jsonl") if "phases" in line]
+        on_cpu = processes > gpus()
+        run_to_end(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
+        entries = [line for line in read_lines(output_dir / "metrics.jsonl") if "phases" in line]
     return dict(entries[-1]["phases"])

@@ -1,7 +1,8 @@
-"""Bytes that a process holds while it trains, by kind, however a model is spread over processes.
+"""Bytes that a process holds while it trains.
 
-Weights, gradients and optimizer state follow from the shapes of the parameters, as :func:`llmtrain.parallel.fsdp.shard`
-and DDP keep them; activations are counted by :mod:`llmtrain.plan.activations`.
+The bytes of weights, gradients and optimizer state follow from the shapes of the parameters, as
+:func:`llmtrain.parallel.fsdp.shard` and DDP keep them. :mod:`llmtrain.plan.activations` counts the
+activations.
 """
 
 import copy
@@ -10,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -20,264 +22,487 @@ from llmtrain.parallel.shards import local_shard
 from llmtrain.parallel.stages import holders_of
 from llmtrain.parallel.tensor import parallelize
 from llmtrain.plan import pipeline
-from llmtrain.plan.activations import Kept, MicroBatch, Pair, kept, list_of_blocks
+from llmtrain.plan.activations import (
+    ActivationBytes,
+    MicroBatch,
+    PeakBytes,
+    count_activations,
+    list_of_blocks,
+)
 from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
 
-_GRADIENT = 4  # bytes a number: weights that are trained are float32, and so are gradients and optimizer state
-_FAKE_WORLD = 1024  # processes
+# Trained weights are float32, and so are their gradients and their optimizer state.
+_FLOAT32_BYTES = 4
+_BF16_BYTES = 2
+
+# Elements of optimizer state for each trained element.
+_MUON_STATES = 1
+_ADAMW_STATES = 2
+
+_FAKE_WORLD_SIZE = 1024
 
 
 class Bytes(NamedTuple):
-    """Bytes of the process that holds most."""
+    """Bytes on the process that holds most.
+
+    Attributes:
+        weights: its weights.
+        gradients: their gradients.
+        optimizer: optimizer state.
+        activations: what the forward pass keeps for the backward pass, without the logits.
+        logits: what the head makes, and its gradient.
+        buckets: gathered weights, and gradients that are being sent, if they have separate memory.
+        total: at the moment when most is held. Not every kind has to be at its largest then.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     logits: float
-    buckets: float  # weights that are gathered, or gradients that are sent, beside these
-    total: float  # at the fullest moment, in which not every kind need be as large
+    buckets: float
+    total: float
 
 
-class Part(NamedTuple):
-    """A parameter on one of the processes that share its matrices, before it is sharded over replicas."""
+class LocalParameter(NamedTuple):
+    """A parameter as one process has it, before FSDP2 shards it.
+
+    Tensor parallelism has sharded it already.
+
+    Attributes:
+        name: its name in the model.
+        rows: the size of its first dimension.
+        row_numel: elements of each row.
+        element_bytes: bytes of an element.
+        is_trained: whether it is trained.
+        states: elements of optimizer state for each of its own.
+    """
 
     name: str
-    rows: int  # of its first dimension
-    row: int  # numbers in each
-    size: int  # bytes of a number
+    rows: int
+    row_numel: int
+    element_bytes: int
     is_trained: bool
-    states: int  # numbers of optimizer state for each of its own
+    states: int
 
-    def numbers(self, shards: int = 1) -> int:
-        """Return how many numbers the largest of so many shards has."""
-        return -(-self.rows // shards) * self.row
+    @property
+    def is_muon(self) -> bool:
+        """Whether Muon trains it."""
+        return self.states == _MUON_STATES
+
+    def numel(self, shards: int = 1) -> int:
+        """Return the number of elements in the largest of ``shards`` shards."""
+        return -(-self.rows // shards) * self.row_numel
 
 
 class Unit(NamedTuple):
-    """Parameters that FSDP gathers at once."""
+    """Parameters that FSDP2 gathers together.
+
+    Attributes:
+        names: the names of the parameters.
+        is_bf16: whether they are gathered in bfloat16.
+        stays_gathered: whether they stay gathered between the forward and the backward pass.
+    """
 
     names: frozenset[str]
-    half: bool  # gathered in bfloat16
-    stays: bool  # from its forward to its backward pass
+    is_bf16: bool
+    stays_gathered: bool
+
+
+class _Buckets(NamedTuple):
+    """Bytes of gathered weights and of gradients being sent, at two moments."""
+
+    at_loss: float
+    in_backward: float
 
 
 class Memory:
-    """The memory of training a subject, on GPUs or on CPUs."""
+    """The memory that the training of one model needs.
+
+    Args:
+        subject: the model, and how it is trained.
+        on_gpu: whether it is trained on GPUs.
+
+    Attributes:
+        bf16: whether autocast computes in bfloat16.
+        reduces_once: whether gradients accumulate over the micro-batches of a step, and are reduced
+            after the last one. With ``--sync_each_batch`` they are reduced after each one.
+    """
 
     def __init__(self, subject: Subject, on_gpu: bool) -> None:
-        self.subject, self.on_gpu = subject, on_gpu
+        self.subject = subject
+        self.on_gpu = on_gpu
         self.bf16 = subject.precision == "bf16"
-        self.held_whole = (
-            not subject.settings.parallel.sync_each_batch
-        )  # gradients, between micro-batches
-        hidden = (
-            {*hidden_matrices(subject.model)} if subject.settings.optim.optim == "muon" else set()
-        )
-        self._hidden = {name: p for name, p in subject.model.named_parameters() if p in hidden}
+        self.reduces_once = not subject.settings.parallel.sync_each_batch
+
+        muon_matrices: set[nn.Parameter] = set()
+        if subject.settings.optim.optim == "muon":
+            muon_matrices.update(hidden_matrices(subject.model))
+        self._muon_matrices = {
+            name: p for name, p in subject.model.named_parameters() if p in muon_matrices
+        }
+
+    # --- what a process has
 
     @functools.cached_property
     def units(self) -> list[Unit]:
-        """The units of FSDP. Raises :class:`UserError` where the model has no blocks to find."""
-        names = {p: name for name, p in self.subject.model.named_parameters()}
-        found = []
-        for unit in units_of(self.subject.model, separate_norms=self.bf16):
-            here = [names.pop(p) for p in unit.parameters() if p in names]
-            found.append(
-                Unit(frozenset(here), unit.is_autocast and self.bf16, stays=unit.starts_backward)
-            )
-        return [*found, Unit(frozenset(names.values()), half=False, stays=True)]
+        """The units that FSDP2 gathers. The last one is the rest of the model.
 
-    def of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
-        """Return the bytes with micro-batches of so many rows, and so many of them in an update."""
-        found = self.kept(rows, sharding.tensor, spread(sharding))
-        if sharding.stages > 1:
-            ends = 0, sharding.stages - 1  # of which one holds most
-            stages = (self.of_stage(found, sharding, end, rows, accumulation) for end in ends)
-            return max(stages, key=lambda stage: stage.total)
-        one_less = found.before + found.block * (found.blocks - 1)
-        return self.fullest(
-            self.parts(sharding.tensor), sharding, accumulation, found, found.peak, one_less
-        )
-
-    def of_stage(
-        self, kept: Kept, sharding: Sharding, stage: int, rows: int, accumulation: int
-    ) -> Bytes:
-        """Return the bytes of one pipeline stage."""
-        model = self.subject.model
-        held = {
-            name for name, stages in holders_of(model, sharding.stages).items() if stage in stages
-        }
-        first_parameters = {next(block.parameters()) for block in list_of_blocks(model) or ()}
-        blocks = sum(
-            parameter in first_parameters
-            for name, parameter in model.named_parameters()
-            if name in held
-        )
-
-        # What is not kept for the backward pass, but needed while a micro-batch is computed.
-        activations_at_peak, logits = kept.peak
-        at_work = activations_at_peak - kept.before - kept.block * kept.blocks
-
-        # A stage has begun as many micro-batches as there are stages from it to the last.
-        waiting = min(sharding.stages - stage, accumulation)
-        before = pipeline.passed_bytes(self.subject, rows) if stage else kept.before
-        activations = waiting * (kept.block * blocks + before) + at_work
-        is_last = stage == sharding.stages - 1
-        at_loss = (activations, logits if is_last else 0.0)
-
-        if waiting == accumulation:
-            # At its fullest, before its first backward pass, there is no gradient yet.
-            accumulation = 1
-        parts = [part for part in self.parts(1) if part.name in held]
-        return self.fullest(parts, sharding, accumulation, kept, at_loss, activations)
-
-    def fullest(
-        self,
-        parts: list[Part],
-        sharding: Sharding,
-        accumulation: int,
-        kept: Kept,
-        at_loss: Pair,
-        in_backward: float,
-    ) -> Bytes:
-        """Return the bytes of parameters, with those of activations at the loss (and of logits) and in the backward.
-
-        The total is that of the fullest moment: one of these, the end of the backward pass, or the optimizer.
+        Raises:
+            UserError: the model has no blocks.
         """
-        shards = sharding.shards
-        weights = float(sum(part.numbers(shards) * part.size for part in parts))
-        # AdamW has two numbers for each, and counts its updates in one for each tensor; Muon has one
-        states = float(
-            sum(part.states * part.numbers(shards) + (part.states == 2) for part in parts)
-            * _GRADIENT
-        )
-        reduced = gradients = _gradients(parts, shards)
-        at_once = accumulation == 1 or not self.held_whole  # gradients are reduced as they come
-        before = 0.0 if accumulation == 1 else gradients  # left by earlier micro-batches
-        if spread(sharding):
-            buckets, on_the_way = self._gathered(parts, at_once, all_stay=sharding.stages > 1)
-            if not at_once:
-                gradients = before = _gradients(parts)
-        else:  # DDP's buckets are the gradients, but for those that grow between two exchanges
-            is_ddp = sharding.replicas > 1
-            buckets = on_the_way = gradients if is_ddp and not at_once else 0.0
-            before = gradients if is_ddp else before
-        moments = [
-            before + sum(at_loss) + buckets,
-            before + in_backward + on_the_way,
-            gradients + kept.at_end + on_the_way,
-            reduced + self._orthogonal(),
-        ]
-        return Bytes(weights, gradients, states, *at_loss, buckets, weights + states + max(moments))
+        names = {p: name for name, p in self.subject.model.named_parameters()}
+        units = []
+        for unit in units_of(self.subject.model, separate_norms=self.bf16):
+            # A parameter belongs to the first unit that has it.
+            unit_names = [names.pop(p) for p in unit.parameters() if p in names]
+            units.append(
+                Unit(
+                    names=frozenset(unit_names),
+                    is_bf16=unit.is_autocast and self.bf16,
+                    stays_gathered=unit.starts_backward,
+                )
+            )
+        rest = Unit(names=frozenset(names.values()), is_bf16=False, stays_gathered=True)
+        return [*units, rest]
 
     @functools.cache  # noqa: B019 - as long as the plan lives
-    def parts(self, tensor: int) -> list[Part]:
-        """Return each parameter as one process has it, where matrices are sharded over so many."""
+    def parameters(self, tensor: int) -> list[LocalParameter]:
+        """Return each parameter as one process has it.
+
+        Args:
+            tensor: the number of processes over which tensor parallelism shards matrices.
+
+        Raises:
+            UserError: the matrices cannot be sharded over so many processes.
+        """
         model = self.subject.model
         if tensor > 1:
             model = copy.deepcopy(model)
             parallelize(model, fake_mesh(tensor))
-        found = []
+
+        parameters = []
         for name, p in model.named_parameters():
-            rows, *row = local_shard(p).shape or [1]
-            states = 0 if not p.requires_grad else 1 if name in self._hidden else 2
-            found.append(
-                Part(name, rows, math.prod(row), p.element_size(), p.requires_grad, states)
+            rows, *row_shape = local_shard(p).shape or [1]
+            parameters.append(
+                LocalParameter(
+                    name=name,
+                    rows=rows,
+                    row_numel=math.prod(row_shape),
+                    element_bytes=p.element_size(),
+                    is_trained=p.requires_grad,
+                    states=self._states(name, p),
+                )
             )
-        return found
+        return parameters
 
-    @functools.cache  # noqa: B019
-    def kept(self, rows: int, tensor: int, gathered: bool) -> Kept:
-        """Count the activations of a micro-batch. Raises :class:`UserError` where they depend on values."""
-        names = [unit.names for unit in self.units if unit.half] if gathered else []
-        mesh = fake_mesh(tensor) if tensor > 1 else None
-        batch = MicroBatch(
-            rows, self.subject.positions, self.bf16, frozenset().union(*names), self.on_gpu, mesh
-        )
-        try:
-            return kept(self.subject.model, self.subject.objective, batch)
-        except (RuntimeError, NotImplementedError) as error:
-            raise UserError(
-                f"what {self.subject.kind} keeps for its backward pass cannot be counted on tensors without values: "
-                f"{first_line(error)}"
-            ) from None
+    def _states(self, name: str, parameter: nn.Parameter) -> int:
+        """Return the elements of optimizer state for each element of a parameter."""
+        if not parameter.requires_grad:
+            return 0
+        return _MUON_STATES if name in self._muon_matrices else _ADAMW_STATES
 
-    def _orthogonal(self) -> float:
-        """Bytes of Muon's iterations, on full tensors: the updates, two approximations, and two products of them."""
-        size, most = 2 if self.bf16 else 4, 0
-        for some in batches_of([*self._hidden.values()]):
-            short, long = sorted(some[0].shape)
-            numbers = len(some) * short * long
-            most = max(
-                most,
-                4 * numbers + (2 + self.bf16) * size * numbers + 2 * size * len(some) * short**2,
-            )
-        return float(most)
-
-    def _gathered(self, parts: list[Part], at_once: bool, all_stay: bool) -> tuple[float, float]:
-        """Return the bytes of gathered weights at two moments of a micro-batch.
-
-        One is the loss, when what stands outside of the units is there, and the last unit. The other is after the
-        backward pass of a block, when the one before it has come as well, with the gradient to be reduced (if it does
-        not count among those held whole) and what it is reduced in.
-        """
-        held = {part.name: part for part in parts}
-        stays, largest, gradient = 0, 0, 0.0
-        for unit in self.units:
-            here = [held[name] for name in unit.names & held.keys()]
-            size = sum(part.numbers() for part in here) * (2 if unit.half else 4)
-            if unit.stays or all_stay:
-                stays += size
-            else:
-                largest, gradient = max(largest, size), max(gradient, _gradients(here))
-        return float(stays + largest), stays + 2 * largest + (2 if at_once else 1) * gradient
-
-    def fitting(self, sharding: Sharding, share: int, room: float) -> list[int]:
-        """Return the sizes of a micro-batch that fit into ``room`` bytes, in ascending order.
-
-        Memory does not grow with the size of a micro-batch throughout. If a step has several micro-batches, gradients
-        are kept between them; the one micro-batch that holds the whole share may need less.
+    @functools.cache  # noqa: B019 - as long as the plan lives
+    def activations(self, rows: int, tensor: int, gathers_weights: bool) -> ActivationBytes:
+        """Count the activations of a micro-batch.
 
         Args:
-            sharding: How the model is spread over processes.
-            share: Rows of the global batch that a process has. A micro-batch divides them.
-            room: Bytes of the device.
+            rows: rows of the micro-batch.
+            tensor: the number of processes over which tensor parallelism shards matrices.
+            gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
+
+        Raises:
+            UserError: the activations depend on the values of tensors.
+        """
+        gathered_in_bf16: frozenset[str] = frozenset()
+        if gathers_weights:
+            names = [unit.names for unit in self.units if unit.is_bf16]
+            gathered_in_bf16 = frozenset().union(*names)
+
+        batch = MicroBatch(
+            rows=rows,
+            positions=self.subject.positions,
+            bf16=self.bf16,
+            gathered_in_bf16=gathered_in_bf16,
+            has_gpu_attention=self.on_gpu,
+            mesh=fake_mesh(tensor) if tensor > 1 else None,
+        )
+        try:
+            return count_activations(self.subject.model, self.subject.objective, batch)
+        except (RuntimeError, NotImplementedError) as error:
+            raise UserError(
+                f"cannot count the activations of {self.subject.class_name}, because its code "
+                f"needs the values of tensors: {first_line(error)}"
+            ) from None
+
+    # --- bytes of a process
+
+    def bytes_of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
+        """Return the bytes on the process that holds most.
+
+        Args:
+            sharding: how processes share the model.
+            rows: rows per micro-batch.
+            accumulation: micro-batches per step.
+        """
+        activations = self.activations(rows, sharding.tensor, is_sharded(sharding))
+        if sharding.stages > 1:
+            # Either the first or the last stage holds most.
+            first = self.bytes_of_stage(
+                0,
+                activations,
+                sharding,
+                rows=rows,
+                accumulation=accumulation,
+            )
+            last = self.bytes_of_stage(
+                sharding.stages - 1,
+                activations,
+                sharding,
+                rows=rows,
+                accumulation=accumulation,
+            )
+            return max(first, last, key=lambda stage: stage.total)
+
+        other_blocks = activations.per_block * (activations.blocks - 1)
+        return self._bytes(
+            self.parameters(sharding.tensor),
+            sharding,
+            accumulation,
+            at_loss=activations.peak,
+            in_backward=activations.before_blocks + other_blocks,
+            end_of_backward=activations.end_of_backward,
+        )
+
+    def bytes_of_stage(
+        self,
+        stage: int,
+        activations: ActivationBytes,
+        sharding: Sharding,
+        rows: int,
+        accumulation: int,
+    ) -> Bytes:
+        """Return the bytes of one pipeline stage.
+
+        Args:
+            stage: the number of the stage, from 0.
+            activations: the activations of a micro-batch in the full model.
+            sharding: how processes share the model.
+            rows: rows per micro-batch.
+            accumulation: micro-batches per step.
+        """
+        model = self.subject.model
+        holders = holders_of(model, sharding.stages)
+        stage_names = {name for name, stages in holders.items() if stage in stages}
+        first_parameters = {next(block.parameters()) for block in list_of_blocks(model) or ()}
+        blocks = sum(
+            parameter in first_parameters
+            for name, parameter in model.named_parameters()
+            if name in stage_names
+        )
+
+        # Bytes that are not kept for the backward pass, but needed to compute a micro-batch.
+        peak = activations.peak
+        kept_by_blocks = activations.per_block * activations.blocks
+        temporary = peak.activations - activations.before_blocks - kept_by_blocks
+
+        # A stage has begun as many micro-batches as there are stages from it to the last.
+        waiting = min(sharding.stages - stage, accumulation)
+        before_blocks = activations.before_blocks
+        if stage > 0:
+            before_blocks = pipeline.bytes_between_stages(self.subject, rows)
+        kept = waiting * (activations.per_block * blocks + before_blocks) + temporary
+
+        is_last = stage == sharding.stages - 1
+        if waiting == accumulation:
+            # The stage holds most before its first backward pass, when there is no gradient yet.
+            accumulation = 1
+        return self._bytes(
+            [p for p in self.parameters(1) if p.name in stage_names],
+            sharding,
+            accumulation,
+            at_loss=PeakBytes(activations=kept, logits=peak.logits if is_last else 0.0),
+            in_backward=kept,
+            end_of_backward=activations.end_of_backward,
+        )
+
+    def _bytes(
+        self,
+        parameters: list[LocalParameter],
+        sharding: Sharding,
+        accumulation: int,
+        *,
+        at_loss: PeakBytes,
+        in_backward: float,
+        end_of_backward: float,
+    ) -> Bytes:
+        """Return the bytes of some parameters and of the activations.
+
+        The total is the largest of four moments: the loss, the backward pass, its end, and the
+        optimizer step.
+
+        Args:
+            parameters: the parameters of this process.
+            sharding: how processes share the model.
+            accumulation: micro-batches per step.
+            at_loss: activations and logits when the loss is computed.
+            in_backward: activations when the backward pass of the last block has ended.
+            end_of_backward: activations at the end of the backward pass.
+        """
+        weights = _weight_bytes(parameters, sharding.shards)
+        optimizer = _optimizer_bytes(parameters, sharding.shards)
+        reduced_gradients = _gradient_bytes(parameters, sharding.shards)
+
+        gradients = reduced_gradients
+        # The gradients that earlier micro-batches have left when the last micro-batch begins.
+        earlier_gradients = 0.0 if accumulation == 1 else gradients
+        reduces_each_batch = accumulation == 1 or not self.reduces_once
+
+        buckets = _Buckets(at_loss=0.0, in_backward=0.0)
+        if is_sharded(sharding):
+            buckets = self._gathered(parameters, reduces_each_batch, all_stay=sharding.stages > 1)
+            if not reduces_each_batch:
+                gradients = _gradient_bytes(parameters)
+                earlier_gradients = gradients
+        elif sharding.replicas > 1:
+            # DDP keeps its buckets from step to step, and gradients live in them. If gradients
+            # accumulate over micro-batches, they need memory besides the buckets.
+            earlier_gradients = gradients
+            if not reduces_each_batch:
+                buckets = _Buckets(at_loss=gradients, in_backward=gradients)
+
+        moments = [
+            earlier_gradients + at_loss.total + buckets.at_loss,
+            earlier_gradients + in_backward + buckets.in_backward,
+            gradients + end_of_backward + buckets.in_backward,
+            reduced_gradients + self._muon_bytes(),
+        ]
+        return Bytes(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=at_loss.activations,
+            logits=at_loss.logits,
+            buckets=buckets.at_loss,
+            total=weights + optimizer + max(moments),
+        )
+
+    def _gathered(
+        self, parameters: list[LocalParameter], reduces_each_batch: bool, all_stay: bool
+    ) -> _Buckets:
+        """Return the bytes that FSDP2 gathers and reduces in a micro-batch.
+
+        At the loss, a process holds the units that stay gathered, and one more.
+
+        In the backward pass it also holds the weights of the next block, the gradient of the block
+        that it has just computed, and a buffer to reduce that gradient. If gradients accumulate
+        over micro-batches, the gradient is counted elsewhere.
+
+        Args:
+            parameters: the parameters of this process.
+            reduces_each_batch: whether this micro-batch's gradient is reduced as it comes.
+            all_stay: whether all units stay gathered, as in a pipeline.
+        """
+        by_name = {p.name: p for p in parameters}
+        staying = 0
+        largest_weights = 0
+        largest_gradient = 0.0
+        for unit in self.units:
+            unit_parameters = [by_name[name] for name in unit.names & by_name.keys()]
+            element_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
+            weights = sum(p.numel() for p in unit_parameters) * element_bytes
+            if unit.stays_gathered or all_stay:
+                staying += weights
+            else:
+                largest_weights = max(largest_weights, weights)
+                largest_gradient = max(largest_gradient, _gradient_bytes(unit_parameters))
+
+        gradient_copies = 2 if reduces_each_batch else 1
+        return _Buckets(
+            at_loss=float(staying + largest_weights),
+            in_backward=staying + 2 * largest_weights + gradient_copies * largest_gradient,
+        )
+
+    def _muon_bytes(self) -> float:
+        """Return the bytes of Muon's iterations, which are made on full matrices.
+
+        A process holds the updates in float32. In the precision of the products, it holds two
+        approximations and two products for each update, and in bfloat16 a copy of the update.
+        """
+        element_bytes = _BF16_BYTES if self.bf16 else _FLOAT32_BYTES
+        copies = 3 if self.bf16 else 2
+        largest = 0
+        for matrices in batches_of([*self._muon_matrices.values()]):
+            short, long = sorted(matrices[0].shape)
+            numel = len(matrices) * short * long
+            updates = _FLOAT32_BYTES * numel
+            approximations = copies * element_bytes * numel
+            products = 2 * element_bytes * len(matrices) * short**2
+            largest = max(largest, updates + approximations + products)
+        return float(largest)
+
+    # --- sizes of a micro-batch
+
+    def fitting(self, sharding: Sharding, share: int, device_bytes: float) -> list[int]:
+        """Return the sizes of a micro-batch that fit, in ascending order.
+
+        A smaller micro-batch may need more memory. If a step has several micro-batches, gradients
+        are kept between them. A single micro-batch with all rows does not need that.
+
+        Args:
+            sharding: how processes share the model.
+            share: rows of the global batch that a process has. A micro-batch divides them.
+            device_bytes: memory of the device.
         """
         sizes = []
         for rows in range(1, share + 1):
             if share % rows != 0:
                 continue
 
-            if self.of(sharding, rows, accumulation=share // rows).total <= room:
+            if self.bytes_of(sharding, rows, accumulation=share // rows).total <= device_bytes:
                 sizes.append(rows)
-            elif self.of(sharding, rows, accumulation=1).total > room:
+            elif self.bytes_of(sharding, rows, accumulation=1).total > device_bytes:
                 # One micro-batch of this size is too large by itself, so larger ones are, too.
                 break
         return sizes
 
 
-def spread(sharding: Sharding) -> bool:
-    """Return whether no process holds the full model, as under DDP each does."""
+def is_sharded(sharding: Sharding) -> bool:
+    """Return whether each process holds only a part of the model."""
     return sharding.shards * sharding.model_parallel_size > 1
 
 
-def _gradients(parts: list[Part], shards: int = 1) -> float:
-    return float(sum(part.numbers(shards) * _GRADIENT for part in parts if part.is_trained))
+def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
+    return float(sum(p.numel(shards) * p.element_bytes for p in parameters))
+
+
+def _gradient_bytes(parameters: list[LocalParameter], shards: int = 1) -> float:
+    return float(sum(p.numel(shards) * _FLOAT32_BYTES for p in parameters if p.is_trained))
+
+
+def _optimizer_bytes(parameters: list[LocalParameter], shards: int) -> float:
+    elements = 0
+    for p in parameters:
+        elements += p.states * p.numel(shards)
+        if p.states == _ADAMW_STATES:
+            elements += 1  # AdamW counts its steps for each tensor
+    return float(elements * _FLOAT32_BYTES)
 
 
 @functools.cache
 def fake_mesh(count: int) -> DeviceMesh:
-    """Return a mesh of so many processes that are not there, of which this one is the first.
+    """Return a mesh of ``count`` processes, of which only this one, the first, exists.
 
-    Raises :class:`UserError` where this process already is one of real ones.
+    Raises:
+        UserError: this process belongs to a group of real processes.
     """
-    import torch.distributed._tools.fake_collectives  # noqa: F401 - what is sent has a shape, and no memory
+    # Lets collectives run on tensors that have a shape and no memory.
+    import torch.distributed._tools.fake_collectives  # noqa: F401
 
     if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_FAKE_WORLD)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_FAKE_WORLD_SIZE)
     elif dist.get_backend() != "fake":
-        raise UserError("a plan is made by a process of its own: leave out accelerate launch.")
+        raise UserError("llmtrain plan needs a single process: start it without a launcher.")
     return DeviceMesh("cpu", list(range(count)), mesh_dim_names=("tp",))

@@ -1,51 +1,67 @@
-"""Arithmetic of a pipeline under 1F1B (Narayanan et al. 2019, arXiv:1806.03377).
+"""The seconds and bytes of a pipeline under 1F1B.
 
-A stage computes the backward pass of a micro-batch as soon as it can. It has begun no more of them than there are
-stages from it to the last, and waits for each of the others once while the pipeline fills and empties.
+1F1B is the schedule of Narayanan et al. 2019, arXiv:1806.03377. A stage computes the backward pass
+of a micro-batch as soon as it can. It has begun no more micro-batches than there are stages from it
+to the last. While the pipeline fills and empties, it waits for each of the other stages once.
 """
+
+from typing import NamedTuple
 
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.stages import Staged
 from llmtrain.plan.subject import Subject
 
-_NUMBER_BYTES = 4  # hidden states go from stage to stage in float32
+_FLOAT32_BYTES = 4  # hidden states go from stage to stage in float32
 
 
-def passed_bytes(subject: Subject, rows: int) -> int:
+class StageSeconds(NamedTuple):
+    """Seconds of a step in which a stage does not compute.
+
+    Attributes:
+        sending: it sends to its neighbours.
+        exposed: it sends, or waits for other stages.
+    """
+
+    sending: float
+    exposed: float
+
+
+def bytes_between_stages(subject: Subject, rows: int) -> int:
     """Return the bytes of a micro-batch that one stage passes on to the next."""
-    return rows * subject.positions * subject.width * _NUMBER_BYTES
+    return rows * subject.positions * subject.width * _FLOAT32_BYTES
 
 
-def waits(
-    seconds_to_pass: float, sharding: Sharding, accumulation: int, seconds_of_stage: float
-) -> tuple[float, float]:
-    """Return the seconds of a step that a stage sends, and that it waits.
+def stage_seconds(
+    sharding: Sharding, accumulation: int, *, seconds_to_pass: float, seconds_to_compute: float
+) -> StageSeconds:
+    """Return the seconds of a step in which a stage does not compute.
 
     Args:
-        seconds_to_pass: to send what a stage passes on of a micro-batch.
         sharding: how many stages there are.
-        accumulation: micro-batches of a step.
-        seconds_of_stage: a stage's forward and backward pass of a micro-batch.
+        accumulation: micro-batches per step.
+        seconds_to_pass: to send a micro-batch's hidden states from one stage to the next.
+        seconds_to_compute: a stage's forward and backward pass of a micro-batch.
     """
-    sent = 2 * accumulation * seconds_to_pass
-    idle = (sharding.stages - 1) * (seconds_of_stage + 2 * seconds_to_pass)
-    return sent, idle + sent
+    sending = 2 * accumulation * seconds_to_pass
+    waiting = (sharding.stages - 1) * (seconds_to_compute + 2 * seconds_to_pass)
+    return StageSeconds(sending=sending, exposed=waiting + sending)
 
 
-def stages_for(
-    subject: Subject, processes: int, most_stages: int, wanted: int | None
+def sharding_into_stages(
+    subject: Subject, processes: int, *, most_stages: int, requested_stages: int | None
 ) -> Sharding | None:
-    """Return the sharding into stages; ``None`` if the model cannot be split.
+    """Return the sharding into stages, or ``None`` if the model cannot be split.
 
     Args:
         subject: the model.
         processes: the number of processes.
-        most_stages: the largest number of stages, if the user has asked for none.
-        wanted: the number of stages that the user has asked for.
+        most_stages: the largest number of stages, if the user has not requested a number.
+        requested_stages: the number of stages that the user has requested.
     """
     if not isinstance(subject.model, Staged):
         return None
-    stages = wanted or subject.settings.parallel.pipeline_stages
+
+    stages = requested_stages or subject.settings.parallel.pipeline_stages
     if stages == 1:
         limit = min(subject.blocks, most_stages)
         stages = max(count for count in range(1, limit + 1) if processes % count == 0)

@@ -1,9 +1,11 @@
-"""Seconds of an update: of computing, of sending, and of sending that hides behind computing.
+"""Seconds of a step: computing, sending, and the sending that nothing hides.
 
-Collectives cost what a ring costs: ``2 (N - 1) / N x bytes / bandwidth + latency`` for an all-reduce, half of it to
-gather or to reduce-scatter (Thakur et al. 2005, DOI 10.1177/1094342005051521). NCCL makes a ring for each network card
-of a machine, and over many machines a tree where that is faster (Jeaugey 2019,
-https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4); gloo makes one ring.
+Collectives cost what a ring costs: an all-reduce takes ``2 (N - 1) / N x bytes / bandwidth +
+latency``, an all-gather or a reduce-scatter half of it (Thakur et al. 2005, DOI
+10.1177/1094342005051521). NCCL makes a ring for each network card of a machine. Over many machines
+it uses a tree if that is faster (Jeaugey 2019,
+https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4). gloo makes one
+ring.
 """
 
 import math
@@ -13,105 +15,208 @@ from typing import NamedTuple
 from llmtrain.devices import Device
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
-from llmtrain.plan.memory import Memory, spread
+from llmtrain.plan.memory import Memory, is_sharded
 
-_FIRST_BUCKET = 1.0  # MiB; DDP's own
-_AHEAD = 2  # units of FSDP
+_FLOAT32_BYTES = 4
+_BF16_BYTES = 2
+
+# DDP makes its first bucket no larger than this, to send it early.
+_FIRST_BUCKET_MIB = 1.0
+# FSDP2 begins to gather a unit when the last unit but one before it begins to compute.
+_PREFETCHED_UNITS = 2
+# The part of an Ethernet frame that is TCP's payload. A frame has 14 bytes and a packet of 1,500
+# bytes (RFC 1191), and 52 bytes of the packet are headers.
+_TCP_PAYLOAD = 1448 / 1514
+_MUON_ITERATIONS = 5
 
 
 class Link(NamedTuple):
-    """A way for bytes from one process to another."""
+    """A connection from one process to another.
 
-    bandwidth: float  # bytes/s that a process sends while it receives as many
-    latency: float  # seconds that a message takes, however short
+    Attributes:
+        bandwidth: bytes/s that a process sends while it receives as many.
+        latency: seconds that the shortest message takes.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+class _Ring(NamedTuple):
+    """A ring through some processes.
+
+    Attributes:
+        bandwidth: bytes/s of its slowest link.
+        latency: seconds of the shortest message for one way around.
+        machines: the number of machines that it crosses.
+    """
+
+    bandwidth: float
+    latency: float
+    machines: int
 
 
 class Cluster(NamedTuple):
-    """Machines of the same number of processes, and the links inside and between them."""
+    """Machines with the same number of processes, and their links.
 
-    per_machine: int  # processes
+    Attributes:
+        per_machine: processes of a machine.
+        inside: a link between two processes of one machine.
+        between: a link between two processes of different machines.
+        nccl: whether NCCL sends. Otherwise gloo does, over TCP.
+    """
+
+    per_machine: int
     inside: Link
     between: Link
-    nccl: bool  # else gloo, which sends over TCP
+    nccl: bool
 
     def all_reduce(self, size: float, count: int, stride: int = 1) -> float:
-        """Return the seconds for ``size`` bytes on each of ``count`` processes, whose ranks are ``stride`` apart."""
-        if count == 1:
-            return 0.0
-        link, machines = self._among(count, stride)
-        ring = 2 * (count - 1) / count * size / link.bandwidth + 2 * link.latency
-        if not self.nccl or machines == 1:
-            return ring
-        hops = math.log2(machines) * self.between.latency + (count / machines) * self.inside.latency
-        return min(ring, 2 * size / link.bandwidth + 2 * hops)
+        """Return the seconds to add up a tensor over some processes.
 
-    def gather(self, size: float, count: int, stride: int = 1) -> float:
-        """Return the seconds to gather ``size`` bytes of which each has a shard, or to reduce and scatter as many."""
+        Args:
+            size: bytes of the tensor, which each process has.
+            count: the number of processes.
+            stride: the distance between their ranks.
+        """
         if count == 1:
             return 0.0
-        link, _ = self._among(count, stride)
-        return (count - 1) / count * size / link.bandwidth + link.latency
+
+        ring = self._ring(count, stride)
+        ring_seconds = 2 * (count - 1) / count * size / ring.bandwidth + 2 * ring.latency
+        if not self.nccl or ring.machines == 1:
+            return ring_seconds
+
+        hop_seconds = math.log2(ring.machines) * self.between.latency
+        hop_seconds += (count / ring.machines) * self.inside.latency
+        tree_seconds = 2 * size / ring.bandwidth + 2 * hop_seconds
+        return min(ring_seconds, tree_seconds)
+
+    def all_gather(self, size: float, count: int, stride: int = 1) -> float:
+        """Return the seconds to gather a tensor. A reduce-scatter takes as long.
+
+        Args:
+            size: bytes of the full tensor, of which each process has a shard.
+            count: the number of processes.
+            stride: the distance between their ranks.
+        """
+        if count == 1:
+            return 0.0
+        ring = self._ring(count, stride)
+        return (count - 1) / count * size / ring.bandwidth + ring.latency
 
     def send(self, size: float, stride: int) -> float:
-        """Return the seconds for ``size`` bytes to the process whose rank is ``stride`` away."""
+        """Return the seconds to send ``size`` bytes to the rank ``stride`` away."""
         link = self.inside if stride < self.per_machine else self.between
         return size / link.bandwidth + link.latency
 
-    def _among(self, count: int, stride: int) -> tuple[Link, int]:
-        """Return a ring through all as a link, its latency that of once around, and the machines that it crosses."""
-        here = max(1, min(count, self.per_machine // stride))  # in a machine
-        machines = -(-count // here)
+    def _ring(self, count: int, stride: int) -> _Ring:
+        """Return the ring through ``count`` processes whose ranks are ``stride`` apart."""
+        count_per_machine = max(1, min(count, self.per_machine // stride))
+        machines = -(-count // count_per_machine)
         if machines == 1:
-            return Link(self.inside.bandwidth, (count - 1) * self.inside.latency), 1
-        # of gloo's packets of 1,500 bytes (RFC 1191) and Ethernet's own 14, what is not headers; NCCL has a ring a card
-        bandwidth = self.between.bandwidth * (here if self.nccl else 1448 / 1514)
-        bandwidth = min(self.inside.bandwidth, bandwidth) if here > 1 else bandwidth
+            latency = (count - 1) * self.inside.latency
+            return _Ring(bandwidth=self.inside.bandwidth, latency=latency, machines=1)
+
+        if self.nccl:
+            bandwidth = self.between.bandwidth * count_per_machine  # a ring for each network card
+        else:
+            bandwidth = self.between.bandwidth * _TCP_PAYLOAD
+        if count_per_machine > 1:
+            bandwidth = min(self.inside.bandwidth, bandwidth)
         latency = (machines - 1) * self.between.latency + (count - machines) * self.inside.latency
-        return Link(bandwidth, latency), machines
+        return _Ring(bandwidth=bandwidth, latency=latency, machines=machines)
 
 
 class Compute(NamedTuple):
-    """Seconds of a process that waits for nobody and holds the whole model."""
+    """Seconds of a process that holds the full model and waits for no other process.
 
-    forward: float  # of a row
-    backward: float  # of a row
-    optimizer: float  # of an update, of which each process makes its part
-    whole: float = 0.0  # of an update, which every process makes: Muon's products
-    other: float = 0.0  # of an update: loading, counting, writing
-    handling: float = 0.0  # of a byte that is sent, by the processors that compute: gloo's, which hides behind nothing
+    Attributes:
+        forward: the forward pass of a row.
+        backward: the backward pass of a row.
+        optimizer: the part of the optimizer step that processes divide among them.
+        muon: Muon's products in a step. Every process computes all of them.
+        other: loading, counting and writing in a step.
+        per_sent_byte: seconds of the computing processors to send a byte. gloo runs on them, so
+            nothing hides this time.
+    """
+
+    forward: float
+    backward: float
+    optimizer: float
+    muon: float = 0.0
+    other: float = 0.0
+    per_sent_byte: float = 0.0
 
 
 class Step(NamedTuple):
-    """Seconds of an update."""
+    """Seconds of a step.
+
+    Attributes:
+        compute: seconds of computing.
+        communication: seconds of sending, on the busiest link.
+        exposed: the part of sending, and of waiting for other stages, that no computation hides.
+    """
 
     compute: float
-    communication: float  # on the busiest link
-    exposed: float  # what of it, and of waiting for other stages, nothing hides
+    communication: float
+    exposed: float
 
     @property
     def total(self) -> float:
         return self.compute + self.exposed
 
 
-def estimated(memory: Memory, device: Device, mfu: float) -> Compute | None:
-    """Return the seconds of a device that reaches a share of its peak; ``None`` where the model's FLOPs are unknown.
+class _Sending(NamedTuple):
+    """Seconds of a step in which a process sends.
 
-    Activations that are computed again take a third more, and are no work that MFU counts (Chowdhery et al. 2022,
-    appendix B).
+    Attributes:
+        seconds: all of them.
+        exposed: those of sending, and of waiting for other stages, that no computation hides.
+    """
+
+    seconds: float
+    exposed: float
+
+
+def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | None:
+    """Return the seconds of a device, or ``None`` if the model's FLOPs are unknown.
+
+    With gradient checkpointing, the forward pass is computed twice. MFU does not count that as work
+    (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        memory: the model.
+        device: the device.
+        mfu: the share of its peak that the device reaches.
     """
     subject = memory.subject
     if not subject.flops_per_token:
         return None
-    row = subject.positions * subject.flops_per_token / (device.peak * mfu)
+
+    flops_per_second = device.peak * mfu
+    row = subject.positions * subject.flops_per_token / flops_per_second
     forward = row / 3
-    trained = [part for part in memory.parts(1) if part.is_trained]
-    # an update reads a weight, its gradient and its states, and writes all but the gradient
-    touched = sum(part.numbers() * 4 * (3 + 2 * part.states) for part in trained)
-    muon = 0  # FLOPs of five iterations on a matrix, of three products each
-    for short, long in (sorted((part.rows, part.row)) for part in trained if part.states == 1):
-        muon += 5 * (4 * short**2 * long + 2 * short**3)
-    backward = row - forward + subject.recomputes * forward
-    return Compute(forward, backward, touched / device.memory_bandwidth, muon / (device.peak * mfu))
+    backward = row - forward
+    if subject.has_gradient_checkpointing:
+        backward += forward
+
+    # A step reads each weight, its gradient and its states. It writes all of them but the gradient.
+    trained = [parameter for parameter in memory.parameters(1) if parameter.is_trained]
+    optimizer_bytes = sum(p.numel() * _FLOAT32_BYTES * (3 + 2 * p.states) for p in trained)
+
+    # Each iteration on a matrix makes three products.
+    muon_flops = 0
+    for p in trained:
+        if p.is_muon:
+            short, long = sorted((p.rows, p.row_numel))
+            muon_flops += _MUON_ITERATIONS * (4 * short**2 * long + 2 * short**3)
+    return Compute(
+        forward=forward,
+        backward=backward,
+        optimizer=optimizer_bytes / device.memory_bandwidth,
+        muon=muon_flops / flops_per_second,
+    )
 
 
 def step_time(
@@ -122,118 +227,288 @@ def step_time(
     rows: int,
     accumulation: int,
 ) -> Step:
-    """Return the seconds of an update, in which a process computes ``accumulation`` micro-batches of ``rows`` rows."""
+    """Return the seconds of a step.
+
+    Args:
+        memory: the model.
+        compute: how long it takes to compute.
+        cluster: the machines and their links.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+    """
     share = 1 / sharding.model_parallel_size
-    forward, backward = rows * compute.forward * share, rows * compute.backward * share
-    busy = accumulation * (forward + backward)
-    busy += compute.optimizer * share / sharding.shards + compute.whole + compute.other
-    if compute.handling:
-        busy += compute.handling * bytes_sent(memory, sharding, rows, accumulation)
-    if not spread(sharding):
-        buckets = ddp_buckets(memory)
-        each = [cluster.all_reduce(size, sharding.replicas) for size in buckets]
-        return Step(
-            busy, sum(each), _behind([backward * size / sum(buckets) for size in buckets], each)
-        )
-    gathers, reductions, weights = _of_units(memory, cluster, sharding)
-    forward_late = _ahead([forward * weight for weight in weights], gathers)
-    behind = [backward * weight for weight in reversed(weights)]
-    fetched, reduced = gathers[::-1], reductions[::-1]
-    backward_late = _ahead(behind, fetched)
-    both = [one + other for one, other in zip(fetched, reduced, strict=True)]
-    last_late = max(_ahead(behind, both), _behind(behind, reduced))
-    times = 1 if memory.held_whole else accumulation  # that gradients are reduced
-    sent = 2 * accumulation * sum(gathers) + times * sum(reductions)
-    exposed = (
-        accumulation * forward_late + (accumulation - times) * backward_late + times * last_late
+    forward = rows * compute.forward * share
+    backward = rows * compute.backward * share
+
+    computing = accumulation * (forward + backward)
+    computing += compute.optimizer * share / sharding.shards + compute.muon + compute.other
+    if compute.per_sent_byte:
+        computing += compute.per_sent_byte * bytes_sent(memory, sharding, rows, accumulation)
+
+    sending = _sending(
+        memory,
+        cluster,
+        sharding,
+        rows=rows,
+        accumulation=accumulation,
+        forward=forward,
+        backward=backward,
     )
-    if sharding.tensor > 1:
-        size = rows * memory.subject.positions * memory.subject.width * (2 if memory.bf16 else 4)
-        sums = (
-            4 * memory.subject.blocks + 2
-        )  # two in each direction in a block, and one at either end
-        summed = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
-        sent, exposed = sent + summed, exposed + summed
-    if sharding.stages > 1:
-        seconds_to_pass = cluster.send(pipeline.passed_bytes(memory.subject, rows), sharding.tensor)
-        passed, idle = pipeline.waits(
-            seconds_to_pass, sharding, accumulation, seconds_of_stage=forward + backward
-        )
-        sent, exposed = sent + passed, exposed + idle
-    return Step(busy, sent, exposed)
+    return Step(compute=computing, communication=sending.seconds, exposed=sending.exposed)
 
 
 def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int) -> float:
-    """Return the bytes that a process sends in an update: its seconds over links of a byte a second."""
+    """Return the bytes that a process sends in a step.
+
+    Args:
+        memory: the model.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+    """
+    # Over links of one byte a second, the bytes are the seconds.
     link = Link(bandwidth=1.0, latency=0.0)
-    cluster = Cluster(sharding.processes, link, link, nccl=False)
-    return step_time(
-        memory, Compute(0.0, 0.0, 0.0), cluster, sharding, rows, accumulation
-    ).communication
+    cluster = Cluster(sharding.processes, inside=link, between=link, nccl=False)
+    sending = _sending(
+        memory,
+        cluster,
+        sharding,
+        rows=rows,
+        accumulation=accumulation,
+        forward=0.0,
+        backward=0.0,
+    )
+    return sending.seconds
+
+
+def _sending(
+    memory: Memory,
+    cluster: Cluster,
+    sharding: Sharding,
+    *,
+    rows: int,
+    accumulation: int,
+    forward: float,
+    backward: float,
+) -> _Sending:
+    """Return the seconds of a step in which a process sends.
+
+    Args:
+        memory: the model.
+        cluster: the machines and their links.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+        forward: seconds per forward pass.
+        backward: seconds per backward pass.
+    """
+    if not is_sharded(sharding):
+        return _ddp_sending(memory, cluster, sharding.replicas, backward)
+
+    fsdp = _fsdp_sending(
+        memory,
+        cluster,
+        sharding,
+        accumulation=accumulation,
+        forward=forward,
+        backward=backward,
+    )
+    seconds = fsdp.seconds
+    exposed = fsdp.exposed
+
+    if sharding.tensor > 1:
+        element_bytes = _BF16_BYTES if memory.bf16 else _FLOAT32_BYTES
+        size = rows * memory.subject.positions * memory.subject.width * element_bytes
+        # Each block has two sums in each direction. The embedding and the head have one each.
+        sums = 4 * memory.subject.blocks + 2
+        sum_seconds = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
+        seconds += sum_seconds
+        exposed += sum_seconds
+
+    if sharding.stages > 1:
+        size = pipeline.bytes_between_stages(memory.subject, rows)
+        stage = pipeline.stage_seconds(
+            sharding,
+            accumulation,
+            seconds_to_pass=cluster.send(size, stride=sharding.tensor),
+            seconds_to_compute=forward + backward,
+        )
+        seconds += stage.sending
+        exposed += stage.exposed
+
+    return _Sending(seconds=seconds, exposed=exposed)
+
+
+# --- DDP
+
+
+def _ddp_sending(memory: Memory, cluster: Cluster, replicas: int, backward: float) -> _Sending:
+    """Return the seconds in which DDP sends its buckets, in the last backward pass."""
+    sizes = ddp_buckets(memory)
+    sending = [cluster.all_reduce(size, replicas) for size in sizes]
+    computing = [backward * size / sum(sizes) for size in sizes]
+    return _Sending(seconds=sum(sending), exposed=_exposed_sends(computing, sending))
 
 
 def ddp_buckets(memory: Memory) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which they fill: gradients come last layer first."""
-    cap = memory.subject.settings.parallel.ddp_bucket_cap_mb
-    limit = min(_FIRST_BUCKET, cap) * 2**20
+    """Return the bytes of DDP's buckets, in the order in which they fill.
+
+    The gradients of the last layers come first.
+    """
+    cap_mib = memory.subject.settings.parallel.ddp_bucket_cap_mb
+    limit = min(_FIRST_BUCKET_MIB, cap_mib) * 2**20
     buckets = []
     size = 0.0
-    for part in reversed(memory.parts(1)):
-        if not part.is_trained:
+    for parameter in reversed(memory.parameters(1)):
+        if not parameter.is_trained:
             continue
-        size += part.numbers() * 4
+        size += parameter.numel() * _FLOAT32_BYTES
         if size >= limit:
             buckets.append(size)
             size = 0.0
-            limit = cap * 2**20
+            limit = cap_mib * 2**20
     if size:
         buckets.append(size)
     return buckets
 
 
-def _behind(work: Sequence[float], sending: Sequence[float]) -> float:
-    """Return how much longer than the work it takes until all is sent, one by one, each when its work is done."""
-    done = sent = 0.0
-    for seconds, message in zip(work, sending, strict=True):
-        done += seconds
-        sent = max(done, sent) + message
-    return max(0.0, sent - done)
+def _exposed_sends(computing: Sequence[float], sending: Sequence[float]) -> float:
+    """Return how long messages are still being sent when all computing is done.
 
+    A message is sent when its part is computed and all earlier messages have been sent.
 
-def _ahead(work: Sequence[float], fetching: Sequence[float]) -> float:
-    """Return how much longer than the work it takes where each unit is fetched first, one after the other.
-
-    A fetch begins when the last unit but one before it has begun: FSDP holds no more than it needs.
+    Args:
+        computing: seconds to compute each part.
+        sending: seconds to send each part.
     """
-    begun, done, fetched = [0.0, 0.0], 0.0, 0.0
-    for seconds, message in zip(work, fetching, strict=True):
-        fetched = max(fetched, begun[-_AHEAD]) + message
-        begun.append(max(done, fetched))
-        done = begun[-1] + seconds
-    return done - sum(work)
+    computed = 0.0
+    sent = 0.0
+    for compute_seconds, send_seconds in zip(computing, sending, strict=True):
+        computed += compute_seconds
+        sent = max(computed, sent) + send_seconds
+    return max(0.0, sent - computed)
 
 
-def _of_units(
-    memory: Memory, cluster: Cluster, sharding: Sharding
-) -> tuple[list[float], list[float], list[float]]:
-    """Return for each unit of FSDP the seconds to gather it and to reduce its gradients, and its share of the work.
+# --- FSDP2
 
-    Units are in the order of the forward pass.
+
+class _UnitSeconds(NamedTuple):
+    """The cost of one FSDP2 unit in a micro-batch.
+
+    Attributes:
+        gather: seconds to gather its weights.
+        reduce: seconds to reduce its gradients.
+        share: its share of the model's elements, and so of the computing.
     """
-    parts = memory.parts(sharding.tensor)
-    numbers = {part.name: part.numbers() for part in parts}
-    trained = {part.name for part in parts if part.is_trained}
-    stride, shards = sharding.model_parallel_size, sharding.shards
-    found = []
+
+    gather: float
+    reduce: float
+    share: float
+
+
+def _fsdp_sending(
+    memory: Memory,
+    cluster: Cluster,
+    sharding: Sharding,
+    *,
+    accumulation: int,
+    forward: float,
+    backward: float,
+) -> _Sending:
+    """Return the seconds in which FSDP2 gathers weights and reduces gradients.
+
+    Args:
+        memory: the model.
+        cluster: the machines and their links.
+        sharding: how processes share the model.
+        accumulation: micro-batches per step.
+        forward: seconds per forward pass.
+        backward: seconds per backward pass.
+    """
+    units = _unit_seconds(memory, cluster, sharding)
+    gathers = [unit.gather for unit in units]
+    reductions = [unit.reduce for unit in units]
+
+    computing = [forward * unit.share for unit in units]
+    exposed_in_forward = _exposed_prefetches(computing, gathers)
+
+    # The backward pass goes through the units in reverse. Without a reduction, it only gathers.
+    computing = [backward * unit.share for unit in reversed(units)]
+    gathers_in_backward = gathers[::-1]
+    reductions_in_backward = reductions[::-1]
+    exposed_in_backward = _exposed_prefetches(computing, gathers_in_backward)
+
+    # With reductions, it waits for whichever is later: the gathers, which share the link with the
+    # reductions, or the last reductions.
+    both = [
+        gather + reduction
+        for gather, reduction in zip(gathers_in_backward, reductions_in_backward, strict=True)
+    ]
+    exposed_with_reductions = max(
+        _exposed_prefetches(computing, both),
+        _exposed_sends(computing, reductions_in_backward),
+    )
+
+    reducing_batches = 1 if memory.reduces_once else accumulation
+    return _Sending(
+        seconds=2 * accumulation * sum(gathers) + reducing_batches * sum(reductions),
+        exposed=(
+            accumulation * exposed_in_forward
+            + (accumulation - reducing_batches) * exposed_in_backward
+            + reducing_batches * exposed_with_reductions
+        ),
+    )
+
+
+def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[_UnitSeconds]:
+    """Return the cost of each FSDP2 unit, in the order of the forward pass."""
+    parameters = memory.parameters(sharding.tensor)
+    numel = {parameter.name: parameter.numel() for parameter in parameters}
+    trained = {parameter.name for parameter in parameters if parameter.is_trained}
+    unit_numel = []
     for unit in memory.units:
-        whole = sum(numbers[name] for name in unit.names) / sharding.stages
-        gradient = 4 * sum(numbers[name] for name in unit.names & trained) / sharding.stages
-        size = whole * (2 if unit.half else 4)
-        reduction = cluster.gather(gradient, shards, stride)
-        reduction += cluster.all_reduce(gradient / shards, sharding.replicas, stride * shards)
-        found.append((cluster.gather(size, shards, stride), reduction, whole))
-    total = sum(whole for _, _, whole in found) or 1
-    gathers, reductions, wholes = zip(
-        *reversed(found), strict=True
-    )  # inner units, and so the last blocks, come first
-    return list(gathers), list(reductions), [whole / total for whole in wholes]
+        elements = sum(numel[name] for name in unit.names)
+        unit_numel.append(elements / sharding.stages)
+    model_numel = sum(unit_numel) or 1
+
+    shards = sharding.shards
+    stride = sharding.model_parallel_size
+    units = []
+    for unit, count in zip(memory.units, unit_numel, strict=True):
+        weight_bytes = count * (_BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES)
+        trained_numel = sum(numel[name] for name in unit.names & trained)
+        gradient_bytes = _FLOAT32_BYTES * trained_numel / sharding.stages
+
+        reduce = cluster.all_gather(gradient_bytes, shards, stride)
+        reduce += cluster.all_reduce(gradient_bytes / shards, sharding.replicas, stride * shards)
+        units.append(
+            _UnitSeconds(
+                gather=cluster.all_gather(weight_bytes, shards, stride),
+                reduce=reduce,
+                share=count / model_numel,
+            )
+        )
+
+    # `memory.units` begins with inner units, and so with the last blocks.
+    return units[::-1]
+
+
+def _exposed_prefetches(computing: Sequence[float], gathering: Sequence[float]) -> float:
+    """Return how long the computing of units waits for their weights.
+
+    Units are gathered one after the other. FSDP2 holds no more weights than it needs: it begins to
+    gather a unit when the last unit but one before it begins to compute.
+
+    Args:
+        computing: seconds to compute each unit.
+        gathering: seconds to gather each unit.
+    """
+    begun = [0.0] * _PREFETCHED_UNITS
+    computed = 0.0
+    gathered = 0.0
+    for compute_seconds, gather_seconds in zip(computing, gathering, strict=True):
+        gathered = max(gathered, begun[-_PREFETCHED_UNITS]) + gather_seconds
+        begun.append(max(computed, gathered))
+        computed = begun[-1] + compute_seconds
+    return computed - sum(computing)

@@ -1,4 +1,4 @@
-"""The model that a recipe would train, made by the recipe's own ``build`` on the meta device, without memory."""
+"""The model that a recipe trains, built by the recipe itself on the meta device."""
 
 import contextlib
 import io
@@ -17,80 +17,93 @@ from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.stages import Staged
 from llmtrain.plan.activations import list_of_blocks
 from llmtrain.training.settings import AnySettings
-from llmtrain.types import ModelBundle, Objective
+from llmtrain.types import Facts, ModelBundle, Objective
 
-_NEEDED = ("DEFAULTS", "tokenized", "build")
+_REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
 
 
 class Subject(NamedTuple):
-    """A model to plan for, and how it would be trained."""
+    """A model to plan for, and how it is trained.
 
-    model: nn.Module  # on the meta device
+    Attributes:
+        model: the model, on the meta device.
+        settings: the settings of the run.
+        precision: mixed precision, ``no`` or ``bf16``.
+        positions: the positions of a row that a micro-batch computes.
+        objective: what is minimised.
+    """
+
+    model: nn.Module
     settings: AnySettings
-    precision: str  # "no" or "bf16"
-    positions: int  # of a row, that a micro-batch computes
+    precision: str
+    positions: int
     objective: Objective = Objective()
 
     @property
-    def kind(self) -> str:
-        """The name of the model's class, as its author calls it."""
+    def class_name(self) -> str:
+        """The name of the model's class, before this package has extended it."""
         return str(getattr(self.model, "own_class", type(self.model)).__name__)
 
     @property
     def width(self) -> int:
-        """Size of the hidden states. Raises :class:`UserError` where the model does not say it."""
+        """The size of the hidden states.
+
+        Raises:
+            UserError: the width is unknown.
+        """
         if isinstance(self.model, Staged):
             return self.model.width
         if isinstance(self.model, PreTrainedModel):
             return int(self.model.config.get_text_config().hidden_size)
-        raise UserError(f"{self.kind} does not say the width of its hidden states.")
+        raise UserError(
+            f"cannot plan tensor parallelism for {self.class_name}: "
+            "the width of its hidden states is unknown."
+        )
 
     @property
     def blocks(self) -> int:
+        """The number of blocks; 1 if the model has no list of blocks."""
         if isinstance(self.model, PreTrainedModel):
             return int(self.model.config.get_text_config().num_hidden_layers)
         return len(list_of_blocks(self.model) or [self.model])
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of a forward and a backward pass; 0 where nobody knows."""
+        """FLOPs of a forward and a backward pass; 0 if they are unknown."""
         return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
 
     @property
-    def recomputes(self) -> bool:
-        """``--gradient_checkpointing``: activations are computed again in the backward pass."""
+    def has_gradient_checkpointing(self) -> bool:
+        """Whether the backward pass computes activations again."""
         return bool(getattr(self.settings.model, "gradient_checkpointing", False))
 
 
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     """Return the model that a recipe would train with these flags.
 
-    The recipe's data is tokenized, because the size of the vocabulary is a size of the model.
+    The recipe's data is tokenized first, because the vocabulary determines the size of the model.
+
+    Args:
+        recipe: path of the recipe.
+        flags: its flags.
+        precision: mixed precision, ``no`` or ``bf16``.
 
     Raises:
-        UserError: The file is not a recipe, or its model cannot be built without weights.
+        UserError: the file is not a recipe, or its model cannot be built without weights.
     """
-    try:
-        names = runpy.run_path(recipe, run_name="llmtrain.recipe")
-    except Exception as error:  # the recipe is the user's own program
-        raise UserError(
-            f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from None
-    missing = [name for name in _NEEDED if name not in names]
-    if missing:
-        raise UserError(
-            f"{recipe} has no {' and no '.join(missing)}, by which a plan knows its model; see recipes/gpt.py."
-        )
-
+    names = _load_recipe(recipe)
     settings: AnySettings = parse(names["DEFAULTS"], flags)
+
     with contextlib.redirect_stdout(io.StringIO()):
         rows = names["tokenized"](settings)
         try:
             with torch.device("meta"):
                 bundle: ModelBundle | nn.Module = names["build"](settings, rows, precision)
-        except (RuntimeError, NotImplementedError) as error:  # it reads the value of a tensor
+        except (RuntimeError, NotImplementedError) as error:
+            # On the meta device, reading the value of a tensor fails.
             raise UserError(
-                f"{recipe}: build() needs values of weights, and a plan has none: {first_line(error)}"
+                f"{recipe}: build() needs values of weights, and a plan has none: "
+                f"{first_line(error)}"
             ) from None
 
     if isinstance(bundle, ModelBundle):
@@ -100,8 +113,9 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
         model = bundle
         objective = Objective()
     make_trainable(model)
+
     if isinstance(model, CausalLM):
-        # A run tries this with values. Nearly all models have a linear head.
+        # A run tests this with values. Nearly all models have a linear head.
         model.head_is_linear = head_of(model) is not None
     return Subject(
         model=model,
@@ -110,3 +124,21 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
         positions=rows.positions,
         objective=objective,
     )
+
+
+def _load_recipe(recipe: str) -> Facts:
+    """Run a recipe's module, and return its global names."""
+    try:
+        names = runpy.run_path(recipe, run_name="llmtrain.recipe")
+    except Exception as error:  # the recipe is the user's own program
+        raise UserError(
+            f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}"
+        ) from None
+
+    missing = [name for name in _REQUIRED_NAMES if name not in names]
+    if missing:
+        raise UserError(
+            f"{recipe} has no {' and no '.join(missing)}, so llmtrain plan cannot build its model; "
+            "see recipes/gpt.py."
+        )
+    return names

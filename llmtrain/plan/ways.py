@@ -1,4 +1,4 @@
-"""The ways to spread a model over processes, and their cost."""
+"""The ways to spread a model over processes, and what each of them costs."""
 
 import timeit
 from collections.abc import Iterator
@@ -14,20 +14,42 @@ from llmtrain.launching.children import gpus
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
-from llmtrain.plan.calibration import calibrated
+from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Bytes, Memory
-from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimated, step_time
+from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimate_compute, step_time
 from llmtrain.plan.subject import subject_of
 
+# Numbers of processes for which a plan tells the efficiency.
 SCALES = (1, 8, 64, 512, 4096)
-NCCL_HOP = {"inside": 2e-6, "between": 10e-6}  # seconds from one process to another
-GLOO_HOP = {"inside": 30e-6, "between": 100e-6}
-GLOO_HANDLING = 4e-9  # seconds of a byte: two processes on two cores, torch 2.13
-_FREE = 0.06  # of a GPU: the context of CUDA and NCCL, and what its allocator cannot fit into
+
+# Seconds of the shortest message from one process to another.
+NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
+GLOO_LATENCY = {"inside": 30e-6, "between": 100e-6}
+# Seconds for which gloo occupies the processors to send a byte: measured with two processes on two
+# cores, torch 2.13.
+GLOO_SECONDS_PER_BYTE = 4e-9
+
+# The share of a GPU's memory that tensors cannot have: the context of CUDA and NCCL takes some, and
+# the allocator leaves gaps.
+_RESERVED_MEMORY = 0.06
 
 
-class Asked(NamedTuple):
-    """A recipe, and the hardware to plan it for."""
+class PlanRequest(NamedTuple):
+    """A recipe, and the hardware to plan it for.
+
+    Attributes:
+        recipe: path of the recipe.
+        flags: its flags.
+        processes: the number of processes.
+        device: name of the device; ``None`` for this machine's.
+        link: the rate at which a process sends to another machine, such as ``400Gbit``.
+        per_machine: processes of a machine; ``None`` for the usual number.
+        tensor: processes that share matrices; ``None`` to choose a number.
+        stages: stages of a pipeline; ``None`` to choose a number.
+        mixed_precision: ``no`` or ``bf16``; ``None`` for the device's usual precision.
+        mfu: the share of its peak that the device reaches.
+        calibrate: measure the seconds of computing on this machine.
+    """
 
     recipe: str
     flags: list[str]
@@ -43,196 +65,292 @@ class Asked(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to spread the model, and its cost."""
+    """One way to spread the model, and its cost.
+
+    Attributes:
+        name: such as ``DDP`` or ``TP 4 x FSDP2 16``.
+        bytes: memory of the process that holds most.
+        fitting: the sizes of a micro-batch that fit, in ascending order. They divide the rows of a
+            process.
+        largest: the largest of these; 0 if none fits.
+        too_large: sizes that do not fit, although larger ones do.
+        rows: the size of the micro-batch that is planned for.
+        accumulation: micro-batches per step.
+        step: seconds of a step; ``None`` if the model's FLOPs are unknown.
+        tokens_per_second: positions that are computed in a second, on all processes.
+        hours: of the full run.
+        efficiency: the share of a step in which a process computes, by number of processes.
+    """
 
     name: str
     bytes: Bytes
-    fitting: list[
-        int
-    ]  # sizes of a micro-batch that fit, ascending; they divide the rows of a process
-    largest: int  # of these; 0 if none fits
-    too_large: list[int]  # sizes below the largest that do not fit
-    rows: int  # of the micro-batch that is planned for
+    fitting: list[int]
+    largest: int
+    too_large: list[int]
+    rows: int
     accumulation: int
-    step: Step | None  # unknown if the model's arithmetic is
+    step: Step | None
     tokens_per_second: float
     hours: float
     efficiency: dict[int, float]
 
 
 class Plan(NamedTuple):
-    """Some hardware, and the ways to train a subject on it."""
+    """The ways to train a model on some hardware.
+
+    Attributes:
+        memory: the model, and the memory that it needs.
+        device: the device of each process.
+        cluster: the machines and their links.
+        compute: how long it takes to compute; ``None`` if the model's FLOPs are unknown.
+        ways: the ways to spread the model.
+        left_out: the names of other ways, each with the reason why it is impossible.
+    """
 
     memory: Memory
     device: Device
     cluster: Cluster
-    compute: Compute | None  # unknown where the model's arithmetic is
+    compute: Compute | None
     ways: list[Way]
-    left_out: list[str]  # and why
+    left_out: list[str]
 
 
-def plan(asked: Asked) -> Plan:
-    """Return the ways to train a recipe, and their cost.
+def make_plan(request: PlanRequest) -> Plan:
+    """Return the ways to train a recipe, and what they cost.
 
     Raises:
-        UserError: There is no way, or the recipe cannot be planned.
+        UserError: no way is possible, or the recipe cannot be planned.
     """
-    if asked.processes < 1:
-        raise UserError(f"--processes {asked.processes}: there must be one or more.")
-    for name, count in (("tensor", asked.tensor), ("stages", asked.stages)):
-        if count is not None and (count < 1 or asked.processes % count != 0):
-            raise UserError(f"--{name} {count} does not divide --processes {asked.processes}.")
-    if not 0 < asked.mfu <= 1:
-        raise UserError(f"--mfu {asked.mfu} is a share, above 0 and at most 1.")
-
-    device, cluster = _hardware(asked)
-    precision = asked.mixed_precision or ("bf16" if cluster.nccl else "no")
-    memory = Memory(subject_of(asked.recipe, asked.flags, precision), cluster.nccl)
-    result = Plan(
+    _check(request)
+    device, cluster = _hardware(request)
+    precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
+    memory = Memory(subject_of(request.recipe, request.flags, precision), on_gpu=cluster.nccl)
+    plan = Plan(
         memory=memory,
         device=device,
         cluster=cluster,
-        compute=_compute(asked, memory, device, cluster),
+        compute=_compute(request, memory, device, cluster),
         ways=[],
         left_out=[],
     )
-    for name, sharding in _shardings(asked, memory, cluster.per_machine):
+
+    for name, sharding in _shardings(request, memory, cluster.per_machine):
         try:
-            result.ways.append(_way(name, sharding, result))
+            plan.ways.append(_plan_way(name, sharding, plan))
         except UserError as error:
-            result.left_out.append(f"{name}: {error}")
+            plan.left_out.append(f"{name}: {error}")
+    if not plan.ways:
+        raise UserError(f"there is no way to train this: {'; '.join(plan.left_out)}")
+    return plan
 
-    if not result.ways:
-        raise UserError(f"there is no way to train this: {'; '.join(result.left_out)}")
-    return result
+
+def _check(request: PlanRequest) -> None:
+    if request.processes < 1:
+        raise UserError(f"--processes {request.processes}: use at least one process.")
+
+    for flag, count in (("--tensor", request.tensor), ("--stages", request.stages)):
+        if count is not None and (count < 1 or request.processes % count != 0):
+            raise UserError(f"{flag} {count} does not divide --processes {request.processes}.")
+
+    if not 0 < request.mfu <= 1:
+        raise UserError(
+            f"--mfu {request.mfu}: write a fraction of the peak, above 0 and at most 1."
+        )
 
 
-def _hardware(asked: Asked) -> tuple[Device, Cluster]:
-    name = device_name(asked.device)
+# --- hardware
+
+
+def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
+    """Return the device of each process, and the machines.
+
+    Raises:
+        UserError: something about them is unknown.
+    """
+    name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
-    per_machine = asked.per_machine or (device_called(name).per_machine if is_gpu else 1)
-    device = device_called(name) if is_gpu else _this_cpu(per_machine, asked.mixed_precision)
-    if asked.processes > per_machine and not asked.link:
+    if is_gpu:
+        device = device_called(name)
+        per_machine = request.per_machine or device.per_machine
+    else:
+        per_machine = request.per_machine or 1
+        device = _this_cpu(per_machine, request.mixed_precision)
+
+    if request.processes > per_machine and not request.link:
         raise UserError(
-            f"{asked.processes} processes are more than a machine has ({per_machine}): say what each sends to "
-            "another, such as --link 400Gbit."
+            f"--processes {request.processes} takes several machines with {per_machine} processes "
+            "each: add the rate at which a process sends to another machine, such as "
+            "--link 400Gbit."
+        )
+    is_this_device = gpus() > 0 and device.title in torch.cuda.get_device_name()
+    if request.calibrate and is_gpu and not is_this_device:
+        raise UserError(
+            f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
         )
 
-    is_here = gpus() > 0 and device.title in torch.cuda.get_device_name()
-    if asked.calibrate and is_gpu and not is_here:
-        raise UserError(
-            f"--calibrate takes steps on this machine, which has no {name}; leave it out, and say --mfu."
-        )
-
-    hop = NCCL_HOP if is_gpu else GLOO_HOP
-    between_machines = bytes_per_second(asked.link) if asked.link else device.link
+    latency = NCCL_LATENCY if is_gpu else GLOO_LATENCY
+    bandwidth_between = bytes_per_second(request.link) if request.link else device.link
     cluster = Cluster(
         per_machine=per_machine,
-        inside=Link(device.link, hop["inside"]),
-        between=Link(between_machines, hop["between"]),
+        inside=Link(bandwidth=device.link, latency=latency["inside"]),
+        between=Link(bandwidth=bandwidth_between, latency=latency["between"]),
         nccl=is_gpu,
     )
     return device, cluster
 
 
-def device_name(asked: str | None) -> str:
-    """Return the name of the device to plan for: ``asked``, or the one of this machine.
+def device_name(requested: str | None) -> str:
+    """Return the name of the device to plan for: this machine's, if none is requested.
 
     Raises:
-        UserError: This machine's GPU is unknown.
+        UserError: this machine's GPU is unknown.
     """
-    if asked:
-        return asked
+    if requested:
+        return requested
     if gpus() == 0:
         return "cpu"
 
     title = torch.cuda.get_device_name()
-    known = next((name for name, device in DEVICES.items() if device.title in title), None)
-    if known is None:
-        raise UserError(
-            f"{title} is not known; name one with --device: {', '.join(DEVICES)}, or cpu."
-        )
-    return known
+    for name, device in DEVICES.items():
+        if device.title in title:
+            return name
+    raise UserError(
+        f"this machine's {title} is unknown; choose a device with --device: "
+        f"{', '.join(DEVICES)}, or cpu."
+    )
 
 
 def _this_cpu(processes: int, precision: str | None) -> Device:
-    """Measure this machine, of which there are no data sheets, and share it out."""
+    """Measure this machine's CPU, and divide it among some processes."""
+    source = torch.ones(1 << 24)
+    target = torch.empty(1 << 24)
+    copy_seconds = min(timeit.repeat(lambda: target.copy_(source), number=1))
+    memory_bandwidth = 2 * source.nbytes / copy_seconds  # read and written
+
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    source, target = torch.ones(1 << 24), torch.empty(1 << 24)
-    copied = (
-        2 * source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1))
-    )  # the best of five
-    peak, memory = measured_peak(torch.device("cpu"), dtype), psutil.virtual_memory().total
-    return Device("cpu", peak / processes, memory / processes, copied / processes, copied / 4)
+    peak = measured_peak(torch.device("cpu"), dtype)
+    return Device(
+        title="cpu",
+        peak=peak / processes,
+        memory=psutil.virtual_memory().total / processes,
+        memory_bandwidth=memory_bandwidth / processes,
+        link=memory_bandwidth / 4,
+    )
 
 
-def _compute(asked: Asked, memory: Memory, device: Device, cluster: Cluster) -> Compute | None:
-    subject, data = memory.subject, memory.subject.settings.data
-    if asked.calibrate:
-        count = min(asked.processes, cluster.per_machine, gpus() or asked.processes)
-        rows = min(data.per_device_train_batch_size, data.global_batch_size)
-        numbers = sum(part.numbers() for part in memory.parts(1) if part.is_trained)
-        return calibrated(asked.recipe, asked.flags, count, rows, subject.precision, numbers)
-    found = estimated(memory, device, asked.mfu)
-    return found if found is None or cluster.nccl else found._replace(handling=GLOO_HANDLING)
+def _compute(
+    request: PlanRequest, memory: Memory, device: Device, cluster: Cluster
+) -> Compute | None:
+    """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
+    if request.calibrate:
+        data = memory.subject.settings.data
+        trained = [parameter for parameter in memory.parameters(1) if parameter.is_trained]
+        return calibrate(
+            request.recipe,
+            request.flags,
+            processes=min(request.processes, cluster.per_machine, gpus() or request.processes),
+            rows=min(data.per_device_train_batch_size, data.global_batch_size),
+            precision=memory.subject.precision,
+            trained_numel=sum(parameter.numel() for parameter in trained),
+        )
+
+    compute = estimate_compute(memory, device, request.mfu)
+    if compute is None or cluster.nccl:
+        return compute
+    return compute._replace(per_sent_byte=GLOO_SECONDS_PER_BYTE)
 
 
-def _shardings(asked: Asked, memory: Memory, per_machine: int) -> Iterator[tuple[str, Sharding]]:
-    processes = asked.processes
+# --- ways
+
+
+def _shardings(
+    request: PlanRequest, memory: Memory, per_machine: int
+) -> Iterator[tuple[str, Sharding]]:
+    """Yield the ways to spread a model, each with its name."""
+    processes = request.processes
     if processes == 1:
-        yield "one process", Sharding(1, 1)
+        yield "one process", Sharding(replicas=1, shards=1)
         return
-    yield "DDP", Sharding(processes, 1)
-    yield "FSDP2", Sharding(1, processes)
+
+    yield "DDP", Sharding(replicas=processes, shards=1)
+    yield "FSDP2", Sharding(replicas=1, shards=processes)
     machines = processes // per_machine
     if machines > 1 and per_machine > 1 and processes % per_machine == 0:
-        yield f"HSDP {machines} x {per_machine}", Sharding(machines, per_machine)
-    close = min(per_machine, processes) if per_machine > 1 else processes  # that a fast link joins
-    fitting = (n for n in range(close, 1, -1) if processes % n == 0 and _divides(memory, n))
-    tensor = asked.tensor or next(fitting, close)
+        yield f"HSDP {machines} x {per_machine}", Sharding(replicas=machines, shards=per_machine)
+
+    # Processes that fast links connect.
+    neighbours = min(per_machine, processes) if per_machine > 1 else processes
+
+    tensor = request.tensor or _tensor_parallel_size(memory, processes, neighbours)
     if tensor > 1:
-        rest = processes // tensor
-        yield (
-            f"TP {tensor}" + (f" x FSDP2 {rest}" if rest > 1 else ""),
-            Sharding(1, rest, tensor=tensor),
-        )
-    staged = pipeline.stages_for(memory.subject, processes, close, asked.stages)
+        shards = processes // tensor
+        name = f"TP {tensor}"
+        if shards > 1:
+            name += f" x FSDP2 {shards}"
+        yield name, Sharding(replicas=1, shards=shards, tensor=tensor)
+
+    staged = pipeline.sharding_into_stages(
+        memory.subject,
+        processes,
+        most_stages=neighbours,
+        requested_stages=request.stages,
+    )
     if staged is not None:
-        yield (
-            f"PP {staged.stages}" + (f" x DP {staged.replicas}" if staged.replicas > 1 else ""),
-            staged,
-        )
+        name = f"PP {staged.stages}"
+        if staged.replicas > 1:
+            name += f" x DP {staged.replicas}"
+        yield name, staged
 
 
-def _divides(memory: Memory, count: int) -> bool:
-    """Return whether matrices can be sharded over so many processes."""
+def _tensor_parallel_size(memory: Memory, processes: int, largest: int) -> int:
+    """Return the largest number of processes that can share the model's matrices.
+
+    If no number is possible, return ``largest``: the plan then tells why it is not.
+
+    Args:
+        memory: the model.
+        processes: the number of all processes, which the result divides.
+        largest: the largest result.
+    """
+    for count in range(largest, 1, -1):
+        if processes % count == 0 and _can_share_matrices(memory, count):
+            return count
+    return largest
+
+
+def _can_share_matrices(memory: Memory, processes: int) -> bool:
     try:
-        return bool(memory.parts(count))
+        return bool(memory.parameters(processes))
     except UserError:
         return False
 
 
-def _way(name: str, sharding: Sharding, plan: Plan) -> Way:
-    """Return what it costs to train with one sharding. Raises :class:`UserError` if the batch does not divide."""
+def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
+    """Return what it costs to train with one sharding.
+
+    Raises:
+        UserError: the global batch does not divide among the processes.
+    """
     memory = plan.memory
     settings = memory.subject.settings
     global_batch = settings.data.global_batch_size
     groups = sharding.processes // sharding.model_parallel_size
     if global_batch % groups != 0:
-        dividing = -(-global_batch // groups) * groups
+        divisible = -(-global_batch // groups) * groups
         raise UserError(
-            f"--global_batch_size {global_batch} does not divide among {groups} groups that each have rows of their "
-            f"own; {dividing} would."
+            f"--global_batch_size {global_batch} does not divide among {groups} groups of "
+            f"processes, each with rows of its own; use {divisible}."
         )
 
     share = global_batch // groups
-    fitting = memory.fitting(sharding, share, room=plan.device.memory * (1 - _FREE))
+    device_bytes = plan.device.memory * (1 - _RESERVED_MEMORY)
+    fitting = memory.fitting(sharding, share, device_bytes)
     largest = max(fitting, default=0)
-    rows = _micro_batch(share, settings.data.per_device_train_batch_size, fitting)
+    rows = _micro_batch_size(share, settings.data.per_device_train_batch_size, fitting)
     accumulation = share // rows
     way = Way(
         name=name,
-        bytes=memory.of(sharding, rows, accumulation),
+        bytes=memory.bytes_of(sharding, rows, accumulation),
         fitting=fitting,
         largest=largest,
         too_large=[size for size in _divisors(share) if size < largest and size not in fitting],
@@ -246,23 +364,41 @@ def _way(name: str, sharding: Sharding, plan: Plan) -> Way:
     if plan.compute is None:
         return way
 
-    step = step_time(memory, plan.compute, plan.cluster, sharding, rows, accumulation)
+    step = step_time(
+        memory,
+        plan.compute,
+        plan.cluster,
+        sharding,
+        rows=rows,
+        accumulation=accumulation,
+    )
     return way._replace(
         step=step,
         tokens_per_second=global_batch * memory.subject.positions / step.total,
         hours=settings.optim.max_steps * step.total / 3600,
-        efficiency=_efficiency(plan, plan.compute, sharding, rows, accumulation),
+        efficiency=_efficiency(
+            plan,
+            plan.compute,
+            sharding,
+            rows=rows,
+            accumulation=accumulation,
+        ),
     )
 
 
-def _micro_batch(share: int, wanted: int, fitting: list[int]) -> int:
-    """Return the size of a micro-batch to plan for: as many rows as the recipe wants, if they fit.
+def _micro_batch_size(share: int, requested: int, fitting: list[int]) -> int:
+    """Return the size of the micro-batch to plan for.
 
-    If they do not fit, it is the largest size below that does, else the smallest above. If nothing fits, the plan shows
-    what the recipe's own size would need.
+    It is the largest fitting size up to the requested one, or else the smallest fitting size. If
+    nothing fits, the plan shows what the requested size would need.
+
+    Args:
+        share: rows of the global batch that a process has.
+        requested: the size that the recipe asks for.
+        fitting: the sizes that fit.
     """
     candidates = fitting or _divisors(share)
-    not_above = [rows for rows in candidates if rows <= wanted]
+    not_above = [rows for rows in candidates if rows <= requested]
     return max(not_above) if not_above else min(candidates)
 
 
@@ -271,26 +407,44 @@ def _divisors(share: int) -> list[int]:
 
 
 def _efficiency(
-    plan: Plan, compute: Compute, sharding: Sharding, rows: int, accumulation: int
+    plan: Plan,
+    compute: Compute,
+    sharding: Sharding,
+    *,
+    rows: int,
+    accumulation: int,
 ) -> dict[int, float]:
-    """Return the share of a step's time that is computing, by number of processes."""
+    """Return the share of a step in which a process computes, by number of processes.
+
+    Args:
+        plan: the hardware.
+        compute: how long it takes to compute.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+    """
     rows_seconds = rows * accumulation * (compute.forward + compute.backward)
-    computing = rows_seconds + compute.optimizer + compute.whole + compute.other
+    computing = rows_seconds + compute.optimizer + compute.muon + compute.other
 
     efficiency = {}
     for processes in SCALES:
         if processes < sharding.model_parallel_size:
             continue
-        scaled = _scaled(
-            sharding, processes // sharding.model_parallel_size, plan.cluster.per_machine
+        groups = processes // sharding.model_parallel_size
+        step = step_time(
+            plan.memory,
+            compute,
+            plan.cluster,
+            _with_groups(sharding, groups, plan.cluster.per_machine),
+            rows=rows,
+            accumulation=accumulation,
         )
-        step = step_time(plan.memory, compute, plan.cluster, scaled, rows, accumulation)
         efficiency[processes] = computing / sharding.model_parallel_size / step.total
     return efficiency
 
 
-def _scaled(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
-    """Return the same way with so many groups that each have rows of their own."""
+def _with_groups(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
+    """Return the same kind of sharding with another number of data-parallel groups."""
     if sharding.shards == 1:
         shards = 1
     elif sharding.replicas == 1:

@@ -3,7 +3,7 @@
 import pytest
 
 from llmtrain.observe.phases import PHASES
-from llmtrain.plan.calibration import compute_of
+from llmtrain.plan.calibration import compute_from_phases
 
 STEP = {phase: [0.0, 0.0] for phase in PHASES}
 
@@ -18,15 +18,15 @@ def test_waiting_for_other_processes_is_no_computing() -> None:
         "other": [0.2, 0.1],
     }
     waiting = phases | {"count": [0.0, 9.0], "exchange": [0.0, 9.0], "norm": [0.3, 9.0]}
-    compute = compute_of(waiting, rows=2)
+    compute = compute_from_phases(waiting, rows=2)
     assert (compute.forward, compute.backward) == (1.0, 2.0)
     assert compute.other == pytest.approx(0.3)
     assert compute.optimizer == pytest.approx(0.8), "the norm takes 0.3 where nobody is waited for"
-    assert compute.handling == 0.0
+    assert compute.per_sent_byte == 0.0
 
 
 def test_one_process_computes_all_the_time() -> None:
     phases = {name: [0.5] for name in PHASES}
-    compute = compute_of(phases, rows=1)
+    compute = compute_from_phases(phases, rows=1)
     assert compute.optimizer == 1.0, "the norm and the optimizer"
     assert compute.other == 1.0, "loading data and all else"

@@ -18,7 +18,7 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import PipelineConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
-from llmtrain.plan.activations import Kept, MicroBatch, kept
+from llmtrain.plan.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.subject import Subject, subject_of
 from llmtrain.training.settings import OptimConfig
@@ -41,13 +41,14 @@ def memory(
 
 def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
     numbers, tensors = 64 * 1000 + 32 * 64 + 6 * (12 * 64**2 + 13 * 64) + 2 * 64, 2 + 6 * 12 + 2
-    whole = memory().of(Sharding(2, 1), 4, 1)
+    whole = memory().bytes_of(Sharding(2, 1), 4, 1)
     assert (whole.weights, whole.gradients) == (4 * numbers, 4 * numbers)
     assert whole.optimizer == 8 * numbers + 4 * tensors
-    assert memory("muon").of(Sharding(2, 1), 4, 1).optimizer == pytest.approx(
+    assert memory("muon").bytes_of(Sharding(2, 1), 4, 1).optimizer == pytest.approx(
         4 * (2 * numbers - 6 * 12 * 64**2) + 4 * (tensors - 24)
     )
-    assert memory().of(Sharding(1, 2), 4, 1).weights == 2 * numbers  # every first dimension is even
+    # Every first dimension is even.
+    assert memory().bytes_of(Sharding(1, 2), 4, 1).weights == 2 * numbers
 
 
 def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> None:
@@ -56,40 +57,43 @@ def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> No
         250 + 2 + 1 + 1 + 1
     )  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
     vectors = 3 * 1 + 1 + 3 + 1 + 3 + 1 + 1  # to be counted beside
-    held = uneven.of(Sharding(1, 4), 1, 1).weights / 4
-    parts = {part.name: part.numbers(4) for part in uneven.parts(1)}
-    assert parts["transformer.wte.weight"] == 250 * 3
-    assert parts["transformer.wpe.weight"] == 2 * 3
-    assert held == sum(parts.values()) > rows_of_three + vectors
+    held = uneven.bytes_of(Sharding(1, 4), 1, 1).weights / 4
+    numbers = {parameter.name: parameter.numel(4) for parameter in uneven.parameters(1)}
+    assert numbers["transformer.wte.weight"] == 250 * 3
+    assert numbers["transformer.wpe.weight"] == 2 * 3
+    assert held == sum(numbers.values()) > rows_of_three + vectors
 
 
 def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None:
     once, each = memory(), memory(sync_each_batch=True)
-    assert once.of(Sharding(1, 4), 2, 1).gradients == each.of(Sharding(1, 4), 2, 8).gradients
-    assert once.of(Sharding(1, 4), 2, 8).gradients == pytest.approx(
-        4 * each.of(Sharding(1, 4), 2, 8).gradients
+    assert (
+        once.bytes_of(Sharding(1, 4), 2, 1).gradients
+        == each.bytes_of(Sharding(1, 4), 2, 8).gradients
     )
-    alone, with_buckets = (once.of(Sharding(count, 1), 2, 8) for count in (1, 2))
+    assert once.bytes_of(Sharding(1, 4), 2, 8).gradients == pytest.approx(
+        4 * each.bytes_of(Sharding(1, 4), 2, 8).gradients
+    )
+    alone, with_buckets = (once.bytes_of(Sharding(count, 1), 2, 8) for count in (1, 2))
     assert (
         with_buckets.total == alone.total + alone.gradients
     )  # DDP's buckets, beside what grows between exchanges
 
 
-def activations_of(config: GPTConfig) -> Kept:
+def activations_of(config: GPTConfig) -> ActivationBytes:
     """Return what a GPT keeps for its backward pass."""
     subject = memory(config=config).subject
-    return kept(subject.model, subject.objective, MicroBatch(2, 32))
+    return count_activations(subject.model, subject.objective, MicroBatch(2, 32))
 
 
 def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
     deep = activations_of(CONFIG)
     assert deep.blocks == 6
     shallow = activations_of(GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32))
-    assert sum(deep.peak) - sum(shallow.peak) == pytest.approx(2 * deep.block)
+    assert deep.peak.total - shallow.peak.total == pytest.approx(2 * deep.per_block)
 
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
     input_of_block = 4 * 2 * 32 * 64
-    assert activations_of(again).block == input_of_block
+    assert activations_of(again).per_block == input_of_block
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -113,19 +117,20 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
 
     with torch.device("meta"):
         model = make_trainable(Tiny())
-    found = kept(model, Objective(), MicroBatch(2, 7))
-    assert found.block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
-    assert found.before == 4 * 2 * 8 * 16
+    found = count_activations(model, Objective(), MicroBatch(2, 7))
+    assert found.per_block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
+    assert found.before_blocks == 4 * 2 * 8 * 16
     gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
-    at_end = 3 * gradient if tied else gradient + found.before  # tied: of both ends, and their sum
-    assert found.at_end == pytest.approx(at_end, abs=8)
+    # Tied weights have a gradient of both ends, and their sum.
+    at_end = 3 * gradient if tied else gradient + found.before_blocks
+    assert found.end_of_backward == pytest.approx(at_end, abs=8)
 
 
 def test_activations_of_experts_are_counted_without_values(accelerator: Accelerator) -> None:
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 32)
     config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, block_size=32)
     bundle = load_model(config, None, rows_of(tokenizer), 3, "no")
-    found = kept(bundle.model, bundle.objective, MicroBatch(2, 32))
+    found = count_activations(bundle.model, bundle.objective, MicroBatch(2, 32))
     model = place(accelerator, bundle).model.train()
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     saved: dict[int, int] = {}
@@ -138,14 +143,16 @@ def test_activations_of_experts_are_counted_without_values(accelerator: Accelera
     ids = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = model.base_model(input_ids=ids, use_cache=False)
-    assert found.before + found.blocks * found.block == pytest.approx(sum(saved.values()), rel=0.05)
+    assert found.before_blocks + found.blocks * found.per_block == pytest.approx(
+        sum(saved.values()), rel=0.05
+    )
     out.last_hidden_state.sum().backward()
 
 
 def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     found = memory()
     sizes = {
-        rows: found.of(Sharding(2, 1), rows, 24 // rows).total
+        rows: found.bytes_of(Sharding(2, 1), rows, 24 // rows).total
         for rows in (1, 2, 3, 4, 6, 8, 12, 24)
     }
     assert found.fitting(Sharding(2, 1), 24, sizes[6] + 1) == [1, 2, 3, 4, 6]
@@ -156,12 +163,12 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
 def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
     found = memory()
     half = Sharding(1, 1, stages=2)
-    activations = found.kept(1, tensor=1, gathered=True)
-    one, two, three = (found.of_stage(activations, half, 0, 1, count) for count in (1, 2, 3))
+    activations = found.activations(1, tensor=1, gathers_weights=True)
+    one, two, three = (found.bytes_of_stage(0, activations, half, 1, count) for count in (1, 2, 3))
     assert (
         one.activations < two.activations == three.activations
     )  # no more are under way than there are stages
-    assert two.weights < found.of(Sharding(2, 1), 1, 2).weights
+    assert two.weights < found.bytes_of(Sharding(2, 1), 1, 2).weights
     assert three.total > two.total  # with three, there are gradients when it is fullest
 
 
@@ -211,13 +218,13 @@ def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> N
     subject = subject_of(
         recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
     )
-    assert (subject.positions, subject.kind, subject.flops_per_token, subject.blocks) == (
+    assert (subject.positions, subject.class_name, subject.flops_per_token, subject.blocks) == (
         8,
         "Linear",
         0,
         1,
     )
-    assert Memory(subject, on_gpu=False).parts(1)[0].numbers() == 2**40
+    assert Memory(subject, on_gpu=False).parameters(1)[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import pytest
 
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import Memory, Part, Unit
+from llmtrain.plan.memory import LocalParameter, Memory, Unit
 from llmtrain.plan.speed import (
     Cluster,
     Compute,
     Link,
-    _ahead,
-    _behind,
+    _exposed_prefetches,
+    _exposed_sends,
     bytes_sent,
     ddp_buckets,
     step_time,
@@ -25,8 +25,8 @@ FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 def test_a_ring_sends_twice_all_but_one_part_and_waits_once_around() -> None:
     inside = Cluster(8, FAST, SLOW, nccl=False)
     assert inside.all_reduce(1000, 4) == pytest.approx(2 * 3 / 4 * 1000 / 100 + 2 * 3 * 0.25)
-    assert inside.gather(1000, 4) == pytest.approx(3 / 4 * 1000 / 100 + 3 * 0.25)
-    assert inside.all_reduce(1000, 1) == inside.gather(1000, 1) == 0
+    assert inside.all_gather(1000, 4) == pytest.approx(3 / 4 * 1000 / 100 + 3 * 0.25)
+    assert inside.all_reduce(1000, 1) == inside.all_gather(1000, 1) == 0
 
 
 def test_a_ring_over_machines_is_as_fast_as_its_slowest_link() -> None:
@@ -41,28 +41,40 @@ def test_a_ring_over_machines_is_as_fast_as_its_slowest_link() -> None:
 
 def test_nccl_has_a_ring_for_each_card_and_a_tree_over_many_machines() -> None:
     few, many = Cluster(4, FAST, SLOW, nccl=True), 4096
-    assert few.gather(1000, 8) == pytest.approx(7 / 8 * 1000 / 40 + 1 * 2.0 + 6 * 0.25)
+    assert few.all_gather(1000, 8) == pytest.approx(7 / 8 * 1000 / 40 + 1 * 2.0 + 6 * 0.25)
     tree = 2 * 1000 / 40 + 2 * (math.log2(many / 4) * 2.0 + 4 * 0.25)
     assert few.all_reduce(1000, many) == pytest.approx(tree)
     assert tree < Cluster(4, FAST, SLOW, nccl=False).all_reduce(1000, many)
 
 
 def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
-    assert _behind([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last has nothing to hide behind
-    assert _behind([1, 1, 1], [2, 2, 2]) == 4.0  # from 1 to 7, and the work ends at 3
-    assert _ahead([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the first is waited for
-    assert _ahead([1, 1, 1], [2, 2, 2]) == pytest.approx(
+    assert _exposed_sends([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last has nothing to hide behind
+    assert _exposed_sends([1, 1, 1], [2, 2, 2]) == 4.0  # from 1 to 7, and the work ends at 3
+    assert _exposed_prefetches([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the first is waited for
+    assert _exposed_prefetches([1, 1, 1], [2, 2, 2]) == pytest.approx(
         4.0
     )  # all of them, and the last one's work: 7 to 3
 
 
 def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
-    parts = [Part(f"{number}", size, 1, 4, True, 2) for number, size in enumerate(sizes)]
+    parameters = [
+        LocalParameter(
+            name=f"{number}", rows=size, row_numel=1, element_bytes=4, is_trained=True, states=2
+        )
+        for number, size in enumerate(sizes)
+    ]
     settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=bucket))
     subject = SimpleNamespace(settings=settings, blocks=len(sizes), positions=8, width=2**14)
-    units = [Unit(frozenset([part.name]), half=False, stays=False) for part in reversed(parts)]
+    units = [
+        Unit(frozenset([parameter.name]), is_bf16=False, stays_gathered=False)
+        for parameter in reversed(parameters)
+    ]
     found = SimpleNamespace(
-        subject=subject, parts=lambda _: parts, units=units, bf16=False, held_whole=True
+        subject=subject,
+        parameters=lambda _: parameters,
+        units=units,
+        bf16=False,
+        reduces_once=True,
     )
     return found  # type: ignore[return-value]
 
@@ -81,7 +93,7 @@ def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> N
     assert one.communication == four.communication == pytest.approx(1.5)
     assert one.compute == pytest.approx(2 * 0.3 + 0.05)
     assert four.compute == pytest.approx(4 * 2 * 0.3 + 0.05)
-    handled = step_time(memory, compute._replace(handling=1e-6), cluster, Sharding(4, 1), 2, 1)
+    handled = step_time(memory, compute._replace(per_sent_byte=1e-6), cluster, Sharding(4, 1), 2, 1)
     assert handled.compute - one.compute == pytest.approx(1e-6 * 2 * 3 / 4 * 2**20)
     assert (
         one.exposed == four.exposed == pytest.approx(1.5)
@@ -104,7 +116,7 @@ def test_fsdp_gathers_twice_a_micro_batch_and_reduces_once_an_update() -> None:
     )  # both are fetched at once, one after the other: the first has 0.1 of the other's 0.5 hidden
     last = max(1.0 - backward, 2.0 - backward)  # reduced as well, each 0.5, in the last micro-batch
     assert four.exposed == pytest.approx(4 * late + 3 * (1.0 - backward) + last)
-    memory.held_whole = False  # type: ignore[misc]
+    memory.reduces_once = False  # type: ignore[misc]
     assert step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, 4).communication == pytest.approx(
         4 * 3
     )

@@ -14,7 +14,7 @@ from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.speed import Cluster, Link
 from llmtrain.plan.subject import Subject
-from llmtrain.plan.ways import Plan, Way, _way
+from llmtrain.plan.ways import Plan, Way, _plan_way
 from llmtrain.training.settings import OptimConfig
 
 CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)
@@ -51,7 +51,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
 def way() -> Way:
     """Each of 64 processes has 4 rows of the global batch; the recipe asks for micro-batches of 2."""
     plan = plan_of(global_batch_size=4 * 64, per_device_train_batch_size=2)
-    return _way("FSDP2", FSDP2, plan)
+    return _plan_way("FSDP2", FSDP2, plan)
 
 
 def test_a_micro_batch_that_fits_is_found_though_smaller_ones_do_not_fit(way: Way) -> None:

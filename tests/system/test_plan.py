@@ -154,7 +154,7 @@ def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> Non
         ]
     )
     out = capsys.readouterr().out
-    for heading in ("GiB a process", "seconds", "efficiency at"):
+    for heading in ("GiB per process", "seconds", "efficiency at"):
         assert heading in out
     assert [
         line.split()[0]
@@ -212,8 +212,8 @@ def test_a_few_real_updates_correct_a_plan(
     ("words", "said"),
     [
         (["--processes", "16", "--device", "h100-80gb"], "--link 400Gbit"),
-        (["--processes", "0"], "one or more"),
-        (["--mfu", "2"], "is a share"),
+        (["--processes", "0"], "at least one"),
+        (["--mfu", "2"], "write a fraction"),
         (
             ["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"],
             "does not divide",

@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_in_the_same_bits_on_4_processes_and_fails_without_
         env={"PLANTED": "buckets that are not settled"},
     )
     assert ended.status == 1
-    assert "killed, resumed: other bits of weights or optimizer" in ended.out
+    assert "killed, resumed: weights or optimizer differ in some bits" in ended.out
 
 
 @long_form
@@ -207,7 +207,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         ),
         pytest.param(
             "unshifted token counts",
-            "264 tokens are counted up to step 1; its rows hold 256",
+            "264 target tokens were counted up to step 1, but its rows have 256",
             marks=long_form,
         ),
         pytest.param(
@@ -241,13 +241,13 @@ def test_a_planted_bug_fails_the_verification_which_names_it(
 @long_form
 def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
     for words, says in (
-        (["--layouts", "2y3", GPT], "--layouts 2y3: write processes"),
-        (["--layouts", "1x2x2,2x2x2", GPT], "not layouts of one global batch"),
+        (["--layouts", "2y3", GPT], "--layouts 2y3: write a number of processes"),
+        (["--layouts", "1x2x2,2x2x2", GPT], "must have the same global batch"),
         (["--config_file", "README.md", GPT], "README.md is not an accelerate config"),
-        (["--layouts", "2x2x2", GPT], "name two layouts or more"),
+        (["--layouts", "2x2x2", GPT], "name at least two layouts"),
         (
             ["--config_file", "accelerate_configs/cpu.yaml", GPT],
-            "starts one process, distributed_type being NO",
+            "starts one process (distributed_type: NO)",
         ),
         (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
         ([GPT, *TINY, "--n_head", "3", "--dataset", str(text_file)], "--n_head 3 does not divide"),

@@ -1,4 +1,4 @@
-"""A small model, rows to train on, and how lessons print and run recipes: shared by all of them."""
+"""A small model, rows, and ways to print and to run recipes, for all lessons."""
 
 import contextlib
 import subprocess
@@ -28,55 +28,84 @@ from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from llmtrain.types import Batch, Objective
 
-VOCABULARY, BLOCK = 64, 32
+VOCABULARY = 64
+BLOCK = 32
 LEARNING_RATE = 3e-3
+
+TINY_RUN = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 64,
+    "block_size": 64,
+    "eval_fraction": 0,
+    "global_batch_size": 8,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "report_to": "none",
+}
+
+
+# --- printing and checking
 
 
 def show(text: str) -> None:
-    """Print a line, from rank 0 alone."""
+    """Print a line, on rank 0 only."""
     if rank() == 0:
         print(text, flush=True)
 
 
-def claim(text: str, holds: bool, expected: bool = True) -> None:
-    """Print whether ``text`` holds. Raises :class:`AssertionError` where that is not as expected, on any rank."""
-    show(f"{text}: {holds}")
-    assert holds == expected, text
-
-
-def refusal(check: Callable[..., object], *arguments: object) -> str:
-    """Return what a check that is to fail says. Raises :class:`AssertionError` where it does not fail."""
-    try:
-        check(*arguments)
-    except UserError as error:
-        return str(error)
-    raise AssertionError(f"{check.__name__} saw nothing wrong")
-
-
-def measured(text: str) -> None:
+def show_measured(text: str) -> None:
     """Print a line that differs from machine to machine."""
     show(f"measured  {text}".rstrip())
 
 
+def claim(text: str, holds: bool, expected: bool = True) -> None:
+    """Print whether a claim holds.
+
+    Raises:
+        AssertionError: this is not as expected, on any rank.
+    """
+    show(f"{text}: {holds}")
+    assert holds == expected, text
+
+
+def error_of(check: Callable[..., object], *arguments: object) -> str:
+    """Return the message of the ``UserError`` that a check raises.
+
+    Raises:
+        AssertionError: the check raises no error.
+    """
+    try:
+        check(*arguments)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{check.__name__} found nothing wrong")
+
+
+# --- model and data
+
+
 def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
-    """Return a model that begins with the same weights on every rank."""
-    return GPT(
-        GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK), VOCABULARY, seed=0
-    )
+    """Return a model with the same initial weights on every rank."""
+    config = GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK)
+    return GPT(config, VOCABULARY, seed=0)
 
 
 def rows(count: int, step: int = 0) -> torch.Tensor:
-    """Return int64 [count, BLOCK + 1] tokens that can be learned: in a row each is the one before plus a constant."""
-    draw = torch.Generator().manual_seed(step)
-    first, stride = (torch.randint(1, VOCABULARY, (count, 1), generator=draw) for _ in range(2))
+    """Return rows that a model can learn, as int64 [count, BLOCK + 1].
+
+    In a row, each token is the token before it plus a constant.
+    """
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(1, VOCABULARY, (count, 1), generator=generator)
+    stride = torch.randint(1, VOCABULARY, (count, 1), generator=generator)
     return (first + stride % 7 * torch.arange(BLOCK + 1)) % VOCABULARY
 
 
-def my_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
+def rank_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
     """Return this rank's share of a global batch of ``count`` rows."""
-    share: torch.Tensor = rows(count, step).chunk(accelerator.num_processes)[
-        accelerator.process_index
-    ]
+    shares = rows(count, step).chunk(accelerator.num_processes)
+    share: torch.Tensor = shares[accelerator.process_index]
     return share
 
 
@@ -85,15 +114,13 @@ def batch(tokens: torch.Tensor) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def gradient(model: nn.Module) -> torch.Tensor:
-    """Return a copy of the gradient of all parameters, as one vector."""
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+# --- training
 
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, parallel: ParallelConfig | None = None
 ) -> tuple[Engine, AcceleratedOptimizer]:
-    """Return an engine with the model as it trains on several ranks, and its AdamW."""
+    """Return an engine that trains a model on all ranks, and the model's AdamW."""
     optimizer = make_optimizer(
         accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
     )
@@ -109,8 +136,13 @@ def prepare(
     return engine, optimizer
 
 
+def flat_gradient(model: nn.Module) -> torch.Tensor:
+    """Return a copy of the gradient of all parameters, as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 @contextlib.contextmanager
-def counting_sent(engine: Engine) -> Iterator[list[int]]:
+def recording_sent_bytes(engine: Engine) -> Iterator[list[int]]:
     """Yield a list that grows with every bucket that DDP sends, by its bytes."""
     sent: list[int] = []
 
@@ -124,7 +156,7 @@ def counting_sent(engine: Engine) -> Iterator[list[int]]:
         yield sent
 
 
-def updates(
+def train_steps(
     engine: Engine,
     phases: Phases,
     optimizer: AcceleratedOptimizer,
@@ -155,60 +187,42 @@ def updates(
             yield step + 1
 
 
-TINY_RUN = [
-    *(
-        "--n_layer",
-        "2",
-        "--n_head",
-        "2",
-        "--n_embd",
-        "64",
-        "--block_size",
-        "64",
-        "--eval_fraction",
-        "0",
-    ),
-    *(
-        "--global_batch_size",
-        "8",
-        "--per_device_train_batch_size",
-        "4",
-        "--logging_steps",
-        "1",
-        "--report_to",
-        "none",
-    ),
-]
-
-
 @contextlib.contextmanager
-def training(
+def training_run(
     folder: Path,
     steps: int,
     *flags: str,
     processes: int = 1,
     launcher: tuple[str, ...] = ("--standalone",),
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run recipes/gpt.py under torchrun, in a session of its own; yields the launcher.
+    """Run recipes/gpt.py under torchrun, and wait for its end when the block ends.
 
-    Waits for its end where the context is left. Raises :class:`AssertionError` where it fails.
+    Args:
+        folder: the folder of the run.
+        steps: how many steps it makes.
+        flags: further flags of the recipe.
+        processes: how many processes torchrun starts.
+        launcher: further options of torchrun.
+
+    Yields:
+        The process of torchrun, which leads a session of its own.
+
+    Raises:
+        AssertionError: the run fails.
     """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher]
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *launcher,
+        *torchrun,
         "--nproc-per-node",
         str(processes),
-    ]
-    command += [
         f"{shipped('recipes')}/gpt.py",
-        *TINY_RUN,
+        *(f"--{name}={value}" for name, value in TINY_RUN.items()),
         f"--max_steps={steps}",
         f"--output_dir={folder}",
         *flags,
     ]
-    with started(command, False, subprocess.PIPE) as process:
+    on_cpu = False
+    with started(command, on_cpu, subprocess.PIPE) as process:
         yield process
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
