@@ -65,8 +65,9 @@ digits: $(READY)
 # 100 two-rank launches on a busy machine: about 15 minutes on two cores.
 launches: $(READY)
 	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py
-# Kills, crashes, corruption, hangs, signals and every planted bug: about 45 minutes on two cores.
+# Kills, crashes, corruption, hangs and signals, many times each; `make test-all` has the rest.
+CAMPAIGNS := tests/record/test_crashes.py tests/record/test_untrusted.py tests/system/test_faults.py tests/system/test_kills.py
 torture: $(READY)
 	LLMTRAIN_LONG=1 LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 \
-	LLMTRAIN_FAULT_TIMES=10 $(BIN)/pytest --timeout 3600 tests/record tests/system
+	LLMTRAIN_FAULT_TIMES=10 $(BIN)/pytest --timeout 3600 $(CAMPAIGNS)
 .PHONY: launches torture
