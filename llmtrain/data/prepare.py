@@ -406,7 +406,7 @@ def _make(
             trained = tok.train_tokenizer(
                 spec,
                 train=train_texts,
-                everything=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
+                all_texts=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
             )
             tokenizer = tok.as_pretrained(trained, block_size)
             if chat:
