@@ -105,7 +105,7 @@ def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastToken
     """
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
@@ -152,7 +152,7 @@ def load_tokenizer(
 
 
 def stop_ids(name: str) -> list[int]:
-    """Return the tokens at which a model stops generating, as its ``generation_config.json`` lists them.
+    """Return the tokens at which a model stops generating, from its ``generation_config.json``.
 
     Args:
         name: the model's folder or hub name. A tokenizer without a model has no such tokens.
