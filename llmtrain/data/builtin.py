@@ -63,7 +63,7 @@ def function_pairs() -> Iterator[tuple[str, str]]:
 
 
 def python_preferences() -> Iterator[dict[str, str]]:
-    """Yield the functions as prompts with two answers: the docstring, and a wrong one that looks right.
+    """Yield the functions as prompts, each with its docstring and a wrong one that looks right.
 
     In turn, the wrong one is the docstring of the function before, the first half of the right
     docstring, or the right docstring with its words shuffled.
@@ -91,7 +91,7 @@ CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
 
 
 def fingerprint(name: str) -> str:
-    """Return a hex digest of Python's version and of the files of a corpus, without parsing them."""
+    """Return a hex digest of Python's version and the files of a corpus, without parsing them."""
     digest = hashlib.sha256(f"{name.removeprefix('builtin:')} {sys.version_info[:3]}".encode())
     for path in _files():
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -171,7 +171,7 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         quoted = node.body[0]  # the statement that is the docstring
         code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-        # cleandoc() does not use the first line to find the indentation. So an empty line comes first.
+        # An empty first line, because cleandoc() ignores the first line's indentation.
         pairs.append((inspect.cleandoc("\n".join(["", *code])), docstring))
     return pairs
 
