@@ -23,7 +23,7 @@ from llmtrain.data.preference import PairAudit, Pairs, judged_format
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
 from llmtrain.data.shuffle import Mixture, counts_of
-from llmtrain.data.sources import MakesRecords, Source, made, open_source
+from llmtrain.data.sources import RecordFunction, Source, function_source, open_source
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 from llmtrain.types import IGNORED
@@ -146,7 +146,7 @@ def tokenize(
     block_size: int,
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
-    records: MakesRecords | None = None,
+    records: RecordFunction | None = None,
     judged_alone: bool = False,
 ) -> Tokenized:
     """Return the rows of a data set: from the cache if they were made before, or made now.
@@ -237,13 +237,13 @@ def tokenize(
     return rows
 
 
-def _sources_of(config: DataConfig, records: MakesRecords | None) -> list[Source]:
+def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Source]:
     """Return the sources that ``--dataset`` names, or the recipe's own one."""
     if records is None:
         return [open_source(name) for name in config.dataset]
     if config.given("dataset"):
         raise UserError("--dataset: this recipe has data of its own; leave the flag out.")
-    source = made(records)
+    source = function_source(records)
     config.dataset = [source.name]
     return [source]
 
