@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.formats import Judged, judged_of, recognise
+from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
 from llmtrain.data.packing import Counts, Second, TokenStore, Written
 from llmtrain.data.render import Document, Renderer
 from llmtrain.data.sft import LEFT, Records
@@ -77,7 +77,7 @@ class _RenderedPair(NamedTuple):
     desirable: bool  # the first
 
 
-class Pairs(Records[Judged]):
+class Pairs(Records[PreferenceRecord]):
     """The preference data of a source: pairs of answers, or with ``alone`` single answers that have a label."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Pairs(Records[Judged]):
     ) -> None:
         super().__init__(
             source,
-            read=judged_of if alone else _pair_of,
+            read=preference_of if alone else _pair_of,
             config=config,
             chat=chat,
             stops=stops,
@@ -232,7 +232,7 @@ class Pairs(Records[Judged]):
 
     def _rendered_records(
         self, renderer: Renderer, held_out: bool, audit: PairAudit
-    ) -> Iterator[tuple[str, Judged, list[Document]]]:
+    ) -> Iterator[tuple[str, PreferenceRecord, list[Document]]]:
         """Yield each record that is not bad with its place and its rendered answers."""
         for place, record in self._read(held_out):
             documents = self._render(renderer, place, record, record.answers, audit)
@@ -243,7 +243,7 @@ class Pairs(Records[Judged]):
         self,
         renderer: Renderer,
         place: str,
-        record: Judged,
+        record: PreferenceRecord,
         answers: list[list[Message]],
         audit: PairAudit,
     ) -> list[Document]:
@@ -256,9 +256,9 @@ class Pairs(Records[Judged]):
             return []
 
 
-def _pair_of(fields: Fields) -> Judged:
+def _pair_of(fields: Fields) -> PreferenceRecord:
     """Read a record that must have two answers."""
-    record = judged_of(fields)
+    record = preference_of(fields)
     if len(record.answers) < 2:
         raise BadRow("the record has one answer with a label, but this loss compares two answers")
     return record
@@ -272,14 +272,14 @@ def judged_format(source: Source, alone: bool) -> str:
         alone: The loss takes single answers with a label, not only pairs.
 
     Returns:
-        ``pairs`` or ``examples``; see :func:`llmtrain.data.formats.recognise`.
+        ``pairs`` or ``examples``; see :func:`llmtrain.data.formats.detect_format`.
 
     Raises:
         UserError: If the record is not preference data, or if it has one answer and the loss compares two.
     """
     first = next(source.records(None), None)
     fields = first.fields if first is not None else {}
-    format = recognise(fields, judged=True)
+    format = detect_format(fields, preference=True)
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
         raise UserError(

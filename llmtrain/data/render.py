@@ -18,7 +18,7 @@ from llmtrain.data.chat_template import (
     any_of,
     render,
 )
-from llmtrain.data.formats import Conversation, Judged
+from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 
@@ -90,7 +90,7 @@ class Renderer:
         self.backend.encode_special_tokens = False
         self.backend.post_processor = None
 
-    def judged(self, record: Judged, answer: list[Message]) -> Document:
+    def judged(self, record: PreferenceRecord, answer: list[Message]) -> Document:
         """Render the prompt and an answer to it, of which the turns of the assistant's are judged."""
         rendered = self(Conversation(record.prompt + answer, record.tools), len(record.prompt))
         if rendered.left_answers or rendered.left_calls or len(rendered.documents) != 1:

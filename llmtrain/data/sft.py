@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
-from llmtrain.data.formats import Conversation, Judged, conversation_of, recognise
+from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
 from llmtrain.data.packing import Counts, TokenStore, Written, hash_place
 from llmtrain.data.render import Document, Rendered, Renderer
 from llmtrain.data.sources import Fields, Source
@@ -123,7 +123,7 @@ class Audit(Counts):
             )
 
 
-R = TypeVar("R", Conversation, Judged)
+R = TypeVar("R", Conversation, PreferenceRecord)
 
 
 class Records(Generic[R]):
@@ -330,7 +330,7 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     first = next(source.records(None), None)
     if first is None:
         return "text"
-    return recognise(first.fields) or "text"
+    return detect_format(first.fields) or "text"
 
 
 def _eval_limit(hashes: list[float], fraction: float) -> float:
@@ -356,10 +356,10 @@ def _eval_limit(hashes: list[float], fraction: float) -> float:
     return 0.0  # all conversations are the same
 
 
-def _hash_of(record: Conversation | Judged) -> float:
+def _hash_of(record: Conversation | PreferenceRecord) -> float:
     """Hash a record to a number in [0, 1), which decides whether it is training or evaluation data."""
     # All answers to one prompt stay on one side.
-    content = record.prompt if isinstance(record, Judged) else record
+    content = record.prompt if isinstance(record, PreferenceRecord) else record
     return hash_place(json.dumps(content, sort_keys=True, default=str))
 
 

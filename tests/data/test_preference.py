@@ -238,7 +238,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "a message without a role": (
         pair("q", "a", "b") | {"chosen": [{"content": "a"}]},
-        "chosen: message 1 has the role None; known are system",
+        "chosen: message 1 has the role None; the known roles are system",
     ),
     "an unknown role": (
         pair("q", "a", "b") | {"prompt": [said("narrator", "q")]},
