@@ -22,7 +22,7 @@ from llmtrain.data.packing import COLUMNS, Rows, TokenRows, Written, as_matrices
 from llmtrain.data.preference import PairAudit, Pairs, judged_format
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
-from llmtrain.data.shuffle import Mixture, counts_of
+from llmtrain.data.shuffle import Mixture, counts_per_period
 from llmtrain.data.sources import RecordFunction, Source, function_source, open_source
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
@@ -173,7 +173,7 @@ def tokenize(
     if tok.is_trained(spec):
         tok.vocabulary_size(spec)
     if config.mixture:
-        counts_of(config.mixture)
+        counts_per_period(config.mixture)
 
     sources = _sources_of(config, records)
     if isinstance(chat, PairConfig):
