@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.packing import Written
+from llmtrain.data.packing import SplitStats
 from llmtrain.data.preference import PairAudit
 from llmtrain.data.sft import Audit, audit_of
 
@@ -45,8 +45,8 @@ def facts_of(
     spec: str,
     tokenizer: tok.FastTokenizer,
     block_size: int,
-    train: list[Written],
-    held_out: list[Written],
+    train: list[SplitStats],
+    held_out: list[SplitStats],
 ) -> Facts:
     """Return the facts about rows that were written, of one or several sources."""
     everything = [*train, *held_out]

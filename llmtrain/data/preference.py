@@ -19,7 +19,7 @@ from tqdm import tqdm
 from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
-from llmtrain.data.packing import Counts, Second, TokenStore, Written
+from llmtrain.data.packing import Counts, Second, SplitStats, TokenStore
 from llmtrain.data.render import Document, Renderer
 from llmtrain.data.sft import LEFT, Records
 from llmtrain.data.sources import Fields, Source
@@ -100,7 +100,7 @@ class Pairs(Records[PreferenceRecord]):
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
-    ) -> Written:
+    ) -> SplitStats:
         """Render the training or the evaluation data and write its rows.
 
         Args:
@@ -135,7 +135,7 @@ class Pairs(Records[PreferenceRecord]):
             shared = _shared_length(first, second) if self.share else 0
             ids = np.concatenate([first.ids, second.ids[shared:]])
             trained = np.concatenate([first.trained, second.trained[shared:]])
-            where = Second(at=len(first.ids), position=shared, desirable=pair.desirable)
+            where = Second(start=len(first.ids), position=shared, desirable=pair.desirable)
             store.add(ids, trained, where)
 
             audit.kept += 1
@@ -159,7 +159,7 @@ class Pairs(Records[PreferenceRecord]):
                 f"({audit.overlong:,} are overlong, {audit.bad:,} bad, {audit.same:,} without a difference); "
                 "check --block_size and the chat template."
             )
-        return Written(
+        return SplitStats(
             documents=total,
             rows=audit.rows,
             targets=audit.judged,

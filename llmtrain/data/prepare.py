@@ -18,7 +18,7 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.metadata import Facts, facts_of
-from llmtrain.data.packing import COLUMNS, Rows, TokenRows, Written, as_matrices
+from llmtrain.data.packing import TOKEN_COLUMNS, Rows, SplitStats, TokenRows, as_matrices
 from llmtrain.data.preference import PairAudit, Pairs, judged_format
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
@@ -106,7 +106,7 @@ class Tokenized:
             for rows in given
         ]
         sides = [
-            TokenRows(table.select([name for name in COLUMNS if name in table.column_names]))
+            TokenRows(table.select([name for name in TOKEN_COLUMNS if name in table.column_names]))
             for table in tables
         ]
         columns = [column for rows in sides for column in rows.data.columns]
@@ -128,7 +128,7 @@ class Tokenized:
             or any("input_ids" not in rows.column_names for rows in sides)
         ):
             raise UserError(
-                f"Tokenized.of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
+                f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad or pack them."
             )
         written = [
             _measured(rows, tokenizer, held_out)
@@ -290,7 +290,7 @@ def _corpora(
     return corpora
 
 
-def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
+def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> SplitStats:
     """Hash the content of rows of one's own, and count their targets."""
     digest = hashlib.sha256()
     targets = 0
@@ -310,7 +310,7 @@ def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> 
         labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
         targets += len(labels)
         size += len(tokenizer.backend_tokenizer.decode(labels.tolist()).encode()) if held_out else 0
-    return Written(len(rows), len(rows), targets, size, digest.hexdigest())
+    return SplitStats(len(rows), len(rows), targets, size, digest.hexdigest())
 
 
 def _formats_of(sources: list[Source], chat: RowConfig | None) -> list[str]:
@@ -413,8 +413,8 @@ def _make(
                 set_template(tokenizer, chat.chat_template or "chatml")
         tokenizer.save_pretrained(working / "tokenizer")
 
-        train: list[Written] = []
-        held_out: list[Written] = []
+        train: list[SplitStats] = []
+        held_out: list[SplitStats] = []
         for i, corpus in enumerate(corpora):
             train_path = working / f"train-{i}.arrow"
             train.append(corpus.write(tokenizer, block_size, train_path, held_out=False))

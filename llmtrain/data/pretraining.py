@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.packing import TOKENS_PER_BATCH, Written, hash_place, row_table
+from llmtrain.data.packing import TOKENS_PER_BATCH, SplitStats, create_row_file, hash_fraction
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
 from llmtrain.errors import UserError, first_line
@@ -49,7 +49,7 @@ class Texts:
         longest_number = 0
         longest_length = 0
         for number, text in enumerate(self.texts()):
-            held_out = hash_place(text) < self.fraction
+            held_out = hash_fraction(text) < self.fraction
             self.documents[held_out] += 1
             self.bytes[held_out] += len(text.encode())
             if len(text) > longest_length:
@@ -80,7 +80,7 @@ class Texts:
             if held_out is None:
                 yield text
             elif self.divided is None:
-                if held_out == (hash_place(text) < self.fraction):
+                if held_out == (hash_fraction(text) < self.fraction):
                     yield text
             elif number == self.divided[0]:
                 yield text[self.divided[1] :] if held_out else text[: self.divided[1]]
@@ -89,7 +89,7 @@ class Texts:
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
-    ) -> Written:
+    ) -> SplitStats:
         """Tokenize the training or the evaluation data and write its rows of ``block_size + 1`` tokens."""
         texts = self.texts(held_out) if self.bytes[held_out] else ()
         splits = is_trained(self.config.tokenizer or "")
@@ -159,7 +159,7 @@ def _segments(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> Written:
+def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> SplitStats:
     """Write the stream as rows that overlap by one token."""
     tokens = rows = 0
     digest = hashlib.sha256()
@@ -173,7 +173,7 @@ def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> Wr
         yield np.full((1 - tokens) % block_size, IGNORED, np.int32)
 
     rest = np.empty(0, np.int32)
-    with row_table(path, ["input_ids"], block_size + 1) as write:
+    with create_row_file(path, ["input_ids"], block_size + 1) as write:
         for batch in _batches(padded(), max(TOKENS_PER_BATCH, block_size)):
             stream = np.concatenate([rest, *batch])
             if len(stream) > block_size:
@@ -183,4 +183,4 @@ def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> Wr
                 count = (len(stream) - 1) // block_size
                 rows, stream = rows + count, stream[count * block_size :]
             rest = stream
-    return Written(0, rows, max(tokens - 1, 0), 0, digest.hexdigest())
+    return SplitStats(0, rows, max(tokens - 1, 0), 0, digest.hexdigest())

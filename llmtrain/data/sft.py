@@ -12,7 +12,7 @@ from tqdm import tqdm
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
-from llmtrain.data.packing import Counts, TokenStore, Written, hash_place
+from llmtrain.data.packing import Counts, SplitStats, TokenStore, hash_fraction
 from llmtrain.data.render import Document, Rendered, Renderer
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
@@ -229,7 +229,7 @@ class Conversations(Records[Conversation]):
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
-    ) -> Written:
+    ) -> SplitStats:
         """Render the training or the evaluation data and write its rows.
 
         Args:
@@ -282,7 +282,7 @@ class Conversations(Records[Conversation]):
             audit.bad += self._bad
             audit.conversations += self._bad
             audit.check(self.source.name)
-        return Written(
+        return SplitStats(
             documents=total,
             rows=audit.rows,
             targets=audit.trained,
@@ -360,7 +360,7 @@ def _hash_of(record: Conversation | PreferenceRecord) -> float:
     """Hash a record to a number in [0, 1), which decides whether it is training or evaluation data."""
     # All answers to one prompt stay on one side.
     content = record.prompt if isinstance(record, PreferenceRecord) else record
-    return hash_place(json.dumps(content, sort_keys=True, default=str))
+    return hash_fraction(json.dumps(content, sort_keys=True, default=str))
 
 
 def audit_of(audits: Sequence[Counts]) -> Counts:

@@ -83,8 +83,8 @@ class Mixture:
     Each position goes to the source that is furthest behind its share (error diffusion). So every
     stretch of the run has the right proportions, to a row or two.
 
-    The assignment repeats. Its period is the common denominator of the shares, or ``_MAX_PERIOD`` if
-    that is smaller. So the source and the row of a position follow from the position alone, on any
+    The assignment repeats. Its period is the common denominator of the shares, or ``_MAX_PERIOD``
+    if that is smaller. So the source and the row of a position follow from the position alone, on any
     parallel layout, and nothing before it has to be computed.
 
     Args:
