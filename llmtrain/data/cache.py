@@ -15,7 +15,7 @@ _YOUNG = 60.0
 
 
 def cache_folder() -> Path:
-    """Return ``$LLMTRAIN_CACHE`` if it is set, and ``llmtrain`` in the user's cache folder otherwise."""
+    """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 

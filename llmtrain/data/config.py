@@ -30,7 +30,7 @@ class BatchConfig(Config):
 
     @property
     def proportions(self) -> list[float]:
-        """The sampling weight of each data set, or an empty list to draw every row once per epoch."""
+        """The sampling weight of each data set; empty to draw every row once per epoch."""
         return []
 
 
@@ -121,8 +121,8 @@ class RowConfig(Config):
     # --help shows a switch that is on as its negation, --no_packing. So this text describes that.
     packing: bool = flag(
         True,
-        "put each conversation in a row of its own (each answer of a pair in half a row) instead of "
-        "packing several into one row; slower, and needed only by models that cannot keep packed "
+        "put each conversation in a row of its own (each answer of a pair in half a row) instead "
+        "of packing several into one row; slower, and needed only by models that cannot keep packed "
         "documents apart",
     )
 

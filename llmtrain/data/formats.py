@@ -122,8 +122,8 @@ def preference_of(record: Fields) -> PreferenceRecord:
     """Read a record of preference data.
 
     It has the fields ``chosen`` and ``rejected``, or ``completion`` and ``label``. Each answer is a
-    text or a list of messages, and may repeat the prompt. Without a ``prompt`` field, ``chosen`` and
-    ``rejected`` must be complete conversations. Then the prompt is the messages with which both
+    text or a list of messages, and may repeat the prompt. Without a ``prompt`` field, ``chosen``
+    and ``rejected`` must be complete conversations. Then the prompt is the messages with which both
     begin.
 
     Raises:

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
+Split: TypeAlias = Literal["train", "eval"]
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
 
@@ -45,7 +46,7 @@ TOKENS_PER_BATCH = 1 << 22
 
 @dataclass
 class Counts:
-    """Counts of the records in one split (train or eval) of a source.
+    """Counts of the records in one split of a source.
 
     Attributes:
         bad: records that ``--on_bad_row skip`` has left out.
