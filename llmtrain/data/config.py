@@ -122,8 +122,8 @@ class RowConfig(Config):
     packing: bool = flag(
         True,
         "put each conversation in a row of its own (each answer of a pair in half a row) instead "
-        "of packing several into one row; slower, and needed only by models that cannot keep packed "
-        "documents apart",
+        "of packing several into one row; slower, and needed only by models that cannot keep "
+        "packed documents apart",
     )
 
 

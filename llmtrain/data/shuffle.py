@@ -84,8 +84,8 @@ class Mixture:
     stretch of the run has the right proportions, to a row or two.
 
     The assignment repeats. Its period is the common denominator of the shares, or ``_MAX_PERIOD``
-    if that is smaller. So the source and the row of a position follow from the position alone, on any
-    parallel layout, and nothing before it has to be computed.
+    if that is smaller. So the source and the row of a position follow from the position alone, on
+    any parallel layout, and nothing before it has to be computed.
 
     Args:
         sizes: the number of rows of each source. The rows of all sources are numbered through.
