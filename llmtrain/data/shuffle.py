@@ -29,7 +29,8 @@ def mix(x: np.ndarray) -> np.ndarray:
     """
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
+    x = x ^ (x >> _U64(31))
+    return x
 
 
 def key_of(*numbers: int) -> int:
@@ -66,7 +67,8 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
         for round_key in round_keys:
             mixed = mix(right ^ round_key) & mask
             left, right = right, left ^ mixed
-        return (left << shift) | right
+        x = (left << shift) | right
+        return x
 
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
         rows = feistel(np.atleast_1d(positions).astype(_U64))
