@@ -374,7 +374,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert tokenize(*given).facts.audit["kept"] == 5
     else:
         assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise --block_size, or set --overlong"
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise --block_size, or set --overlong"
             in complaint(*given)
         )
         assert left_behind(cache) == []
