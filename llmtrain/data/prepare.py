@@ -285,16 +285,17 @@ def tokenize(
             "others; use byte."
         )
 
-    key = [
+    key: list[object] = [
         FORMAT,
         block_size,
         config.eval_fraction,
         [source.fingerprint() for source in sources],
         tok.digest(pretrained) if pretrained is not None else spec,
-        _rendering_key(formats, row_config, stop_token_ids, judged_alone)
-        if row_config
-        else config.text_field,
     ]
+    if row_config:
+        key.append(_rendering_key(formats, row_config, stop_token_ids, judged_alone))
+    else:
+        key.append(config.text_field)
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def make() -> None:
