@@ -1,1 +1,1 @@
-"""Text -> tokens -> batches."""
+"""From text, conversations or preference data to rows of tokens and to batches."""

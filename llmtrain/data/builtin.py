@@ -1,9 +1,11 @@
 """Text that every machine already has: the documentation of the running Python.
 
-``python-docs`` is the language reference (``pydoc_data.topics``) and the docstrings of the standard library, a document
-per module, written as ``help()`` would: the signature, then the docstring. ``python-functions`` is the library's
-functions with a docstring, one document each; ``python-preferences`` has a wrong docstring beside each right one.
-Nothing is shipped and nothing is downloaded.
+- ``python-docs``: the language reference (``pydoc_data.topics``) and the docstrings of the standard
+  library, a document for each module. As in ``help()``, the signature comes before the docstring.
+- ``python-functions``: the library's functions that have a docstring, a document for each.
+- ``python-preferences``: the same functions, each with its docstring and a wrong one.
+
+Nothing is shipped with this package and nothing is downloaded.
 """
 
 import ast
@@ -18,42 +20,65 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _SKIPPED_FOLDERS = {
-    *("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"),
-    *("idlelib", "turtledemo", "lib2to3", "ensurepip", "pydoc_data"),
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "ensurepip",
+    "pydoc_data",
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def python_docs() -> Iterator[dict[str, str]]:
-    """Yield about 2.5 MB in 600 documents."""
+    """Yield about 2.5 MB of text in 600 documents."""
     from pydoc_data.topics import topics  # half a megabyte, and only this corpus needs it
 
-    yield from ({"text": text.strip() + "\n"} for _, text in sorted(topics.items()))
-    yield from ({"text": text} for path in _files() if (text := _documentation(path)))
+    for _, text in sorted(topics.items()):
+        yield {"text": text.strip() + "\n"}
+    for path in _files():
+        text = _documentation(path)
+        if text:
+            yield {"text": text}
 
 
 def python_functions() -> Iterator[dict[str, str]]:
-    """Yield about 6,000 functions, each with its docstring: as one text, and as a question and its answer."""
+    """Yield about 6,000 functions with their docstrings.
+
+    Each record holds both as one text, and as a prompt and its completion.
+    """
     for code, docstring in function_pairs():
         yield {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
 
 
 def function_pairs() -> Iterator[tuple[str, str]]:
-    """Return the source of each function without its docstring, and the docstring, in the library's order."""
-    return (pair for path in _files() for pair in _pairs(path))
+    """Yield the source of each function without its docstring, and the docstring."""
+    for path in _files():
+        yield from _pairs(path)
 
 
 def python_preferences() -> Iterator[dict[str, str]]:
-    """Yield the functions as questions with two answers: the docstring, and one that is wrong but looks like one.
+    """Yield the functions as prompts, each with its docstring and a wrong one that looks right.
 
-    That is the docstring of the function before, the beginning of its own, or its own with the words shuffled.
+    In turn, the wrong one is the docstring of the function before, the first half of the right
+    docstring, or the right docstring with its words shuffled.
     """
-    before = ""
+    docstring_before = ""
     for number, (code, docstring) in enumerate(function_pairs()):
         words = docstring.split()
-        shuffled = random.Random(number).sample(words, len(words))
-        wrong = [before, " ".join(words[: len(words) // 2]), " ".join(shuffled)][number % 3]
-        before = docstring
+        if number % 3 == 0:
+            wrong = docstring_before
+        elif number % 3 == 1:
+            wrong = " ".join(words[: len(words) // 2])
+        else:
+            wrong = " ".join(random.Random(number).sample(words, len(words)))
+        docstring_before = docstring
+
         if wrong not in ("", docstring):
             yield {"prompt": code, "chosen": docstring, "rejected": wrong}
 
@@ -66,7 +91,7 @@ CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
 
 
 def fingerprint(name: str) -> str:
-    """Return a digest of this Python's version and of the files that a corpus is read from, without parsing them."""
+    """Return a hex digest of Python's version and the files of a corpus, without parsing them."""
     digest = hashlib.sha256(f"{name.removeprefix('builtin:')} {sys.version_info[:3]}".encode())
     for path in _files():
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -78,15 +103,20 @@ def _root() -> Path:
 
 
 def _files() -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, files in os.walk(_root()):
-        folders[:] = set(folders) - _SKIPPED_FOLDERS  # site-packages may hold very many files
-        found += (Path(folder, name) for name in files if name.endswith(".py"))
-    return sorted(found)
+    """Return the source files of the standard library, sorted."""
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(_root()):
+        # os.walk enters only these: site-packages may hold very many files.
+        subfolders[:] = set(subfolders) - _SKIPPED_FOLDERS
+        paths += (Path(folder, name) for name in files if name.endswith(".py"))
+    return sorted(paths)
 
 
 def _parse(path: Path) -> tuple[str, ast.Module]:
-    """Return a file's source and its tree: nothing of templates and of files in old encodings."""
+    """Return a file's source and its syntax tree.
+
+    Both are empty if the file is a template, which is not valid Python, or in an old encoding.
+    """
     try:
         source = path.read_text(encoding="utf-8")
         return source, ast.parse(source)
@@ -96,36 +126,56 @@ def _parse(path: Path) -> tuple[str, ast.Module]:
 
 @functools.cache
 def _documentation(path: Path) -> str:
-    """Return a module's name and docstrings; nothing where it has none."""
-    tree = _parse(path)[1]
-    module = ".".join(
-        name for name in path.relative_to(_root()).with_suffix("").parts if name != "__init__"
-    )
+    """Return a module's name and docstrings, or an empty text if it has no docstring."""
+    _, tree = _parse(path)
     texts = [_docstring(tree)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | _Function) and (docstring := _docstring(node)):
-            if isinstance(node, ast.ClassDef):
-                bases = ", ".join(map(ast.unparse, node.bases))
-                signature = f"class {node.name}({bases})" if bases else f"class {node.name}"
-            else:
-                signature = f"def {node.name}({ast.unparse(node.args)})"
-            indented = "".join(f"    {line}\n" if line else "\n" for line in docstring.splitlines())
-            texts.append(f"{signature}\n{indented}")
-    return "\n".join(filter(None, [f"{module}\n", *texts])) if any(texts) else ""
+        if isinstance(node, ast.ClassDef | _Function):
+            docstring = _docstring(node)
+            if docstring:
+                texts.append(f"{_signature(node)}\n{_indented(docstring)}")
+    if not any(texts):
+        return ""
+
+    parts = path.relative_to(_root()).with_suffix("").parts
+    module = ".".join(name for name in parts if name != "__init__")
+    return "\n".join([f"{module}\n", *filter(None, texts)])
+
+
+def _signature(node: ast.ClassDef | _Function) -> str:
+    """Return the first line of a class or function, without decorators and annotated results."""
+    if not isinstance(node, ast.ClassDef):
+        return f"def {node.name}({ast.unparse(node.args)})"
+    bases = ", ".join(map(ast.unparse, node.bases))
+    return f"class {node.name}({bases})" if bases else f"class {node.name}"
+
+
+def _indented(docstring: str) -> str:
+    """Indent the lines of a docstring that are not empty, and end each with a line break."""
+    lines = [f"    {line}\n" if line else "\n" for line in docstring.splitlines()]
+    return "".join(lines)
 
 
 @functools.cache
 def _pairs(path: Path) -> list[tuple[str, str]]:
+    """Return the source of each function in a file without its docstring, and the docstring."""
     source, tree = _parse(path)
-    lines, found = source.splitlines(), []
+    lines = source.splitlines()
+    pairs = []
     for node in ast.walk(tree):
-        if isinstance(node, _Function) and (docstring := _docstring(node)) and len(node.body) > 1:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            quoted = node.body[0]
-            code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-            found.append((inspect.cleandoc("\n".join(["", *code])), docstring))
-    return found
+        if not isinstance(node, _Function) or len(node.body) < 2:
+            continue
+        docstring = _docstring(node)
+        if not docstring:
+            continue
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        quoted = node.body[0]  # the statement that is the docstring
+        code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
+        # An empty first line, because cleandoc() ignores the first line's indentation.
+        pairs.append((inspect.cleandoc("\n".join(["", *code])), docstring))
+    return pairs
 
 
 def _docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
+    """Return the docstring of a node, or an empty text if it has none."""
     return (ast.get_docstring(node) or "").strip()

@@ -1,4 +1,4 @@
-"""The user's cache: where the rows of tokens lie, and what is remembered of the files that they were made of."""
+"""The user's cache folder, and digests of files that are kept there."""
 
 import contextlib
 import hashlib
@@ -6,14 +6,16 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-_WORTH_REMEMBERING = 1 << 20  # bytes; fewer are read again in no time
-_YOUNG = 60.0  # seconds in which a file may change once more and show the same times, which other machines may set
+_WORTH_REMEMBERING = 1 << 20  # bytes; reading a smaller file again takes next to no time
+# Seconds in which a file may change again and show the same times: the clocks of file systems are
+# coarse, and another machine may set the times.
+_YOUNG = 60.0
 
 
 def cache_folder() -> Path:
-    """Return ``$LLMTRAIN_CACHE``, else ``llmtrain`` in the user's cache folder."""
+    """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 
@@ -21,31 +23,62 @@ def cache_folder() -> Path:
 def file_digest(path: Path) -> bytes:
     """Return the sha256 of a file's content.
 
-    That of a large file is remembered for as long as the file system says that nobody has touched it, as git knows by
-    its index which files to read. A file changed a short time ago is read again, for its times need not tell the next
-    change from this one.
+    The digest of a large file is kept in the cache. It is used again as long as the file system
+    reports that the file has not changed, just as git decides by its index which files to read. A
+    file that changed a short time ago is always read, because its times may hide the next change.
     """
-    remembered = (
-        cache_folder() / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()
-    )
-    with path.open("rb") as file:  # opened, for which a network file system asks its server
+    path_hash = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    record = cache_folder() / "digests" / path_hash
+    # A network file system asks its server for the state of a file only when the file is opened.
+    with path.open("rb") as file:
         state = _state(file.fileno())
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            known = json.loads(remembered.read_text())
-            digest = bytes.fromhex(known["sha256"])
-            if known["state"] == state and len(digest) == hashlib.sha256().digest_size:
-                return digest
+        remembered = _read_record(record, state)
+        if remembered is not None:
+            return remembered
         digest = _digest(file)
-        _, _, size, modified, changed = state
-        settled = (
-            time.time() - max(modified, changed) / 1e9 > _YOUNG and _state(file.fileno()) == state
-        )
-    if size >= _WORTH_REMEMBERING and settled:
+        age = time.time() - max(state.modified, state.changed) / 1e9
+        is_settled = age > _YOUNG and _state(file.fileno()) == state
+
+    if state.size >= _WORTH_REMEMBERING and is_settled:
         with contextlib.suppress(OSError):
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(
-                json.dumps({"state": state, "sha256": digest.hex()})
-            )  # torn, it is nothing
+            record.parent.mkdir(parents=True, exist_ok=True)
+            # This may be interrupted: half a record is not JSON, and is ignored.
+            record.write_text(json.dumps({"state": list(state), "sha256": digest.hex()}))
+    return digest
+
+
+class _FileState(NamedTuple):
+    """Numbers that change when a file's content changes; times in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+def _state(file: int) -> _FileState:
+    """Return the state of an open file, given its descriptor."""
+    stat = os.fstat(file)
+    return _FileState(
+        device=stat.st_dev,
+        inode=stat.st_ino,
+        size=stat.st_size,
+        modified=stat.st_mtime_ns,
+        changed=stat.st_ctime_ns,
+    )
+
+
+def _read_record(record: Path, state: _FileState) -> bytes | None:
+    """Return the digest in a record, or ``None`` if it is damaged or belongs to another state."""
+    try:
+        content = json.loads(record.read_text())
+        digest = bytes.fromhex(content["sha256"])
+        is_current = content["state"] == list(state)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if not is_current or len(digest) != hashlib.sha256().digest_size:
+        return None
     return digest
 
 
@@ -54,9 +87,3 @@ def _digest(file: IO[bytes]) -> bytes:
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.digest()
-
-
-def _state(file: int) -> list[int]:
-    """Return what changes with a file's content; times in nanoseconds."""
-    stat = os.fstat(file)
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -1,7 +1,8 @@
-"""A chat template: what it takes, how it shows what the assistant says, and what ends its turns. All found by trying.
+"""Chat templates: their properties, found by rendering short conversations.
 
-Templates differ in ways that nothing announces: the form of a call's arguments, the field that reasoning is in, whether
-it is shown at all, how a prompt without reasoning is asked for, which token ends a turn.
+Templates differ in ways that they do not declare: whether the arguments of a call are an object or
+JSON text, which field holds reasoning, whether reasoning is shown at all, how a prompt asks for an
+answer without reasoning, and which token ends a turn.
 """
 
 import json
@@ -14,32 +15,31 @@ from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError, first_line
 
-Message: TypeAlias = Fields  # as chat templates take it: role, content, and whatever else it had
+Message: TypeAlias = Fields  # role, content and all other fields, as chat templates take them
 Span: TypeAlias = tuple[int, int]  # of characters
-Switch: TypeAlias = dict[
-    str, bool
-]  # asks for a prompt with reasoning, or for one without; empty: what a chat asks for
+# An option of the template that asks for a prompt with or without reasoning. If it is empty, the
+# template decides.
+Switch: TypeAlias = dict[str, bool]
 
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # the fields in which templates look for it
+# The fields in which templates look for reasoning.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCH = "enable_thinking"
 OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-_REST_OF_THOUGHT = re.compile(
-    r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL
-)  # as such a prompt is answered
+# If the prompt has already begun the reasoning, an answer may leave out the first tag.
+_REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
 _CHATML = Path(__file__).with_name("chatml.jinja")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
-# A conversation that shows how a template renders; two turns, because many treat the last one differently.
+
+# A conversation that shows how a template renders. It has two turns, because many templates render
+# the last turn differently.
 _PROBE: list[Message] = [
     {"role": "user", "content": "One question."},
     {"role": "assistant", "content": "One answer."},
     {"role": "user", "content": "The other question."},
     {"role": "assistant", "content": "The other answer."},
 ]
+# A tool, and its answer to a call.
 _RESULT: Message = {
     "role": "tool",
     "name": "forecast",
@@ -58,245 +58,372 @@ _TOOL = {
 _TOOLS: list[Fields] = [{"type": "function", "function": _TOOL}]
 
 
-class BadRow(ValueError):  # noqa: N818 - it says what the row is
-    """A conversation that cannot be trained on, and why, in one line; the caller adds its file and line."""
+class BadRow(ValueError):  # noqa: N818 - the row is bad
+    """A conversation that cannot be trained on, with the reason in one line.
+
+    The caller adds the file and the line.
+    """
 
 
 def template_text(name: str) -> str:
-    """Read the template that ``--chat_template`` names; raises :class:`UserError` where there is none."""
+    """Read the template of ``--chat_template``.
+
+    Raises:
+        UserError: if there is none of that name.
+    """
     try:
-        return (_CHATML if name == "chatml" else Path(name).expanduser()).read_text(
-            encoding="utf-8"
-        )
+        path = _CHATML if name == "chatml" else Path(name).expanduser()
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"--chat_template {name}: not chatml, and no file to read ({first_line(error)})."
+            f"--chat_template {name} is neither chatml nor a readable file ({first_line(error)})."
         ) from None
 
 
 def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[int]:
-    """Give the tokenizer the template that ``--chat_template`` names: ``None`` (its own), ``chatml`` or a file.
+    """Set the chat template of a tokenizer, and check that it can show a conversation.
+
+    Args:
+        tokenizer: the tokenizer.
+        chat_template: the value of ``--chat_template``: ``chatml`` or a file; ``None`` keeps the
+            tokenizer's own template.
 
     Returns:
-        The tokens that were added to the vocabulary; a model needs rows for them.
+        The tokens that were added to the vocabulary. A model needs rows for them.
+
     Raises:
-        UserError: there is no such template, or it cannot show a conversation.
+        UserError: if there is no such template, or if it cannot show a conversation.
     """
-    before = tokenizer.get_vocab()
-    named = (
-        "the tokenizer's own chat template"
-        if chat_template is None
-        else f"--chat_template {chat_template}"
-    )
+    vocabulary_before = tokenizer.get_vocab()
     if chat_template is not None:
+        name = f"--chat_template {chat_template}"
         tokenizer.chat_template = template_text(chat_template)
-    elif tokenizer.chat_template is None:
+    elif tokenizer.chat_template is not None:
+        name = "the tokenizer's own chat template"
+    else:
         raise UserError(
             "the tokenizer has no chat template; give --chat_template chatml or a file."
         )
+
     if chat_template == "chatml":
-        # a model that has always met a BOS before a text shall meet it before a conversation
+        # A model that was trained with a BOS before each text gets one before a conversation, too.
         if tokenizer.bos_token is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
             tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+
     try:
         text, _ = render(tokenizer, _PROBE)
     except BadRow as error:
-        raise UserError(f"{named} cannot show two questions and two answers: {error}.") from None
+        raise UserError(f"{name} cannot show two questions and two answers: {error}.") from None
     if any(message["content"] not in text for message in _PROBE):
-        raise UserError(f"{named} is not one: it does not show what is said.")
-    return sorted(id for token, id in tokenizer.get_vocab().items() if token not in before)
+        raise UserError(f"{name} does not show the content of messages; use another one.")
+
+    vocabulary = tokenizer.get_vocab()
+    return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
 
 
 def render(
     tokenizer: FastTokenizer,
     messages: list[Message],
     tools: list[Fields] | None = None,
-    prompted: bool = False,
+    add_generation_prompt: bool = False,
     switch: Switch | None = None,
 ) -> tuple[str, list[Span] | None]:
-    """Return the text, and the spans of its ``{% generation %}`` blocks; ``None`` where the template has none."""
+    """Render messages with the chat template of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+        messages: the messages.
+        tools: the tools that the messages may call.
+        add_generation_prompt: end the text with the words that ask for an answer.
+        switch: an option of the template.
+
+    Returns:
+        The text, and the spans of its ``{% generation %}`` blocks. The spans are ``None`` if the
+        template has no such blocks.
+
+    Raises:
+        BadRow: if the template raises an error.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # its own annotation is wrong
-    rendered = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
+    # Its own annotation is wrong.
+    render_all = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
     try:
         template = tokenizer.get_chat_template(tools=tools)
-        marks = _GENERATION.search(template) is not None
-        texts, spans = rendered(
+        has_marks = _GENERATION.search(template) is not None
+        texts, spans = render_all(
             conversations=[messages],
             tools=tools,
             chat_template=template,
-            return_assistant_tokens_mask=marks,
-            add_generation_prompt=prompted,
+            return_assistant_tokens_mask=has_marks,
+            add_generation_prompt=add_generation_prompt,
             **tokenizer.special_tokens_map,
             **(switch or {}),
         )
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template can raise any error
         raise BadRow(f"the chat template refuses it: {first_line(error)}") from None
-    return texts[0], spans[0] if marks else None
+    return texts[0], spans[0] if has_marks else None
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of several texts, the longest first; of none where there are none."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+    """Return a pattern that matches any of several texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    alternatives = "|".join(map(re.escape, longest_first))
+    return re.compile(alternatives or r"(?!)")  # without texts, a pattern that matches nothing
 
 
 class ChatTemplate:
-    """The template that a tokenizer has; see :func:`set_template`.
+    """The chat template of a tokenizer, and its properties; see :func:`set_template`.
+
+    Args:
+        tokenizer: the tokenizer.
+        stop_token_ids: the stop tokens in the model's ``generation_config.json``.
 
     Attributes:
-        ends: the tokens at which an answer ends: the end of a text, those of ``generation_config.json`` (``stops``),
-            and what the template puts behind an answer or a call.
-        controls: the text of each token that no message may hold.
-        end: a pattern of the ends, several in a row.
-        reasoning: the field in which the template looks for reasoning; ``None`` where it shows none.
-        opens_reasoning: whether the prompt has already begun it.
-        switched: whether a chat can ask for reasoning, and for none.
+        stop_token_ids: the tokens at which an answer ends: the end of a text, those in
+            ``generation_config.json``, and the token that the template puts behind an answer or a
+            call.
+        control_tokens: the id and the text of each token that no message may hold.
+        end_pattern: matches one stop token or several in a row.
+        reasoning_field: the field in which the template looks for reasoning; ``None`` if it shows
+            none.
+        opens_reasoning: whether a prompt already begins the reasoning.
+        has_switch: whether a prompt can ask for an answer with or without reasoning.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, stops: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
-        known = tokenizer.added_tokens_decoder
-        special = {
+        self._eos = str(tokenizer.eos_token)
+        eos_id = int(tokenizer.eos_token_id)
+        added_tokens = tokenizer.added_tokens_decoder
+        special_ids = {
             token.content: id
-            for id, token in known.items()
+            for id, token in added_tokens.items()
             if token.special and token.content.strip()
         }
-        one, run = any_of(special), re.compile(f"(?:{any_of(special).pattern})+")
-        eos = str(tokenizer.eos_token)
-        self.ends = {int(tokenizer.eos_token_id), *(id for id in stops if id in known)}
-        answered, _ = render(tokenizer, _PROBE)
-        if found := run.search(answered.rpartition(_PROBE[-1]["content"])[2]):
-            self.ends.add(special[one.findall(found[0])[-1]])
+        self._special = any_of(special_ids)
 
-        self._as_text = next((as_text for as_text in (False, True) if self._shows(as_text)), None)
-        both = [_PROBE[0], _call(self._as_text or False, "Utopia", "Arcadia")]
-        self._several = self._as_text is not None and "Arcadia" in self._attempt(both)
-        self.reasoning = next((field for field in REASONING if self._shows_reasoning(field)), None)
-        self.opens_reasoning = OPENED.search(self._attempt(_PROBE[:1], True)) is not None
-        prompts = {self._attempt(_PROBE[:1], True, {_SWITCH: reasons}) for reasons in (True, False)}
-        self.switched = len(prompts) == 2 and "" not in prompts
+        self.stop_token_ids = {eos_id, *(id for id in stop_token_ids if id in added_tokens)}
+        last_of_answer = self._last_special_token_after_answer()
+        if last_of_answer is not None:
+            self.stop_token_ids.add(special_ids[last_of_answer])
 
-        def end_of(turn: Message, following: Message) -> str:
-            """Return the last special token of a turn's own text, else the first of what follows, else EOS."""
-            text = self._attempt([_PROBE[0], turn]).rstrip()
-            if own := re.search(f"({one.pattern})$", text):
-                return own[0]
-            more = self._attempt([_PROBE[0], turn, following])
-            behind = (
-                one.match(more[len(text) :].lstrip()) if text and more.startswith(text) else None
-            )
-            return behind[0] if behind else eos
-
-        self._after_answer = self._after_call = end_of(_PROBE[1], _PROBE[2])
-        if self._as_text is not None:
-            self._after_call = end_of(_call(self._as_text), _RESULT)
-        self.ends |= {
-            special[stop] for stop in (self._after_answer, self._after_call) if stop in special
+        self._arguments_as_text = self._find_form_of_arguments()
+        self._shows_several_calls = self._can_show_several_calls()
+        self.reasoning_field = self._find_reasoning_field()
+        question = _PROBE[:1]
+        prompt = self._attempt(question, add_generation_prompt=True)
+        self.opens_reasoning = OPENED.search(prompt) is not None
+        prompts = {
+            self._attempt(question, add_generation_prompt=True, switch={_SWITCH: with_reasoning})
+            for with_reasoning in (True, False)
         }
-        self.controls = {
-            id: token.content for id, token in known.items() if token.special or id in self.ends
+        self.has_switch = len(prompts) == 2 and "" not in prompts
+
+        self._end_of_answer = self._find_end_token(_PROBE[1], following=_PROBE[2])
+        self._end_of_call = self._end_of_answer
+        if self._arguments_as_text is not None:
+            call = _call_message(self._arguments_as_text)
+            self._end_of_call = self._find_end_token(call, following=_RESULT)
+        for token in (self._end_of_answer, self._end_of_call):
+            if token in special_ids:
+                self.stop_token_ids.add(special_ids[token])
+
+        self.control_tokens = {
+            id: token.content
+            for id, token in added_tokens.items()
+            if token.special or id in self.stop_token_ids
         }
-        self.controls.setdefault(int(tokenizer.eos_token_id), eos)
-        self.end = re.compile(f"(?:{any_of(self.controls[id] for id in self.ends).pattern})+")
+        self.control_tokens.setdefault(eos_id, self._eos)
+        stop_tokens = any_of(self.control_tokens[id] for id in self.stop_token_ids)
+        self.end_pattern = re.compile(f"(?:{stop_tokens.pattern})+")
 
-    def switches(self, reasons: bool) -> list[Switch]:
-        """Return the ways to prompt for a turn, the first that fits to be taken."""
-        return [{_SWITCH: reasons}, {}] if self.switched else [{}]
+    def switches(self, with_reasoning: bool) -> list[Switch]:
+        """Return the options with which to prompt for a turn, in the order in which to try them."""
+        return [{_SWITCH: with_reasoning}, {}] if self.has_switch else [{}]
 
-    def stop_of(self, message: Message) -> str:
-        """Return the token to end a turn with that ends with this message, where the template shows none."""
-        return self._after_call if "tool_calls" in message else self._after_answer
+    def end_token_of(self, message: Message) -> str:
+        """Return the token that ends a turn with this last message, if the template shows none."""
+        return self._end_of_call if "tool_calls" in message else self._end_of_answer
 
-    def fitted(self, messages: list[Message]) -> tuple[list[Message], list[str]]:
-        """Return messages with calls and reasoning in the form that the template takes, and the reasoning of each.
+    def adapt(self, messages: list[Message]) -> tuple[list[Message], list[str]]:
+        """Bring calls and reasoning into the form that the template takes.
 
-        Raises :class:`BadRow` where there are calls and the template shows none.
+        Returns:
+            The messages, and the reasoning of each; an empty text if it has none.
+
+        Raises:
+            BadRow: if the template cannot show the calls of a message.
         """
-        shown, thoughts = list[Message](), list[str]()
+        adapted_messages = []
+        thoughts = []
         for number, message in enumerate(messages, start=1):
-            pattern = _REST_OF_THOUGHT if self.opens_reasoning else _THOUGHT
-            thought, rest = (
-                _divided(message, pattern) if message["role"] == "assistant" else ("", message)
-            )
-            if thought and self.reasoning is not None:
-                rest = {**rest, self.reasoning: thought}
-            elif (
-                not self.opens_reasoning and self.reasoning is None
-            ):  # such a template shows it where it is
-                rest = {**rest, "content": message["content"]}
-            if calls := rest.get("tool_calls"):
-                place = f"message {number} ({rest['role']})"
-                if self._as_text is None:
-                    raise BadRow(f"{place} calls a tool, and the chat template shows no calls")
-                if len(calls) > 1 and not self._several:
-                    raise BadRow(f"{place} makes several calls; the chat template shows one")
-                rest = {**rest, "tool_calls": [_in_form(call, self._as_text) for call in calls]}
-            shown.append(rest)
+            adapted, thought = self._adapt_reasoning(message)
+            calls = adapted.get("tool_calls")
+            if calls:
+                place = f"message {number} ({adapted['role']})"
+                adapted = {**adapted, "tool_calls": self._adapt_calls(calls, place)}
+            adapted_messages.append(adapted)
             thoughts.append(thought)
-        return shown, thoughts
+        return adapted_messages, thoughts
+
+    def _adapt_reasoning(self, message: Message) -> tuple[Message, str]:
+        """Move the reasoning of a message to where the template looks for it, and return both."""
+        thought = ""
+        adapted = message
+        if message["role"] == "assistant":
+            pattern = _REST_OF_THOUGHT if self.opens_reasoning else _THOUGHT
+            adapted, thought = _separate_reasoning(message, pattern)
+
+        if thought and self.reasoning_field is not None:
+            adapted = {**adapted, self.reasoning_field: thought}
+        elif not self.opens_reasoning and self.reasoning_field is None:
+            # The template knows no reasoning, and shows it as a part of the content.
+            adapted = {**adapted, "content": message["content"]}
+        return adapted, thought
+
+    def _adapt_calls(self, calls: list[Fields], place: str) -> list[Fields]:
+        if self._arguments_as_text is None:
+            raise BadRow(f"{place} calls a tool, and the chat template shows no calls")
+        if len(calls) > 1 and not self._shows_several_calls:
+            raise BadRow(f"{place} makes several calls; the chat template shows one")
+        return [_adapt_call(call, self._arguments_as_text) for call in calls]
+
+    # --- properties that are found by rendering
 
     def _attempt(
-        self, messages: list[Message], prompted: bool = False, switch: Switch | None = None
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        switch: Switch | None = None,
     ) -> str:
-        """Return what is shown, with a tool at hand where one is called; nothing where the template refuses."""
+        """Render messages, with a tool if one is called; return an empty text if that fails."""
         tools = _TOOLS if any("tool_calls" in message for message in messages) else None
         try:
-            return render(self.tokenizer, messages, tools, prompted, switch)[0]
+            text, _ = render(
+                self.tokenizer,
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                switch=switch,
+            )
         except BadRow:
             return ""
+        return text
 
-    def _shows(self, as_text: bool) -> bool:
-        """Return whether a call in this form is shown once, neither escaped nor as Python writes it."""
-        text = self._attempt([_PROBE[0], _call(as_text)])
+    def _last_special_token_after_answer(self) -> str | None:
+        """Return the last of the special tokens that follow an answer, if there are any."""
+        text, _ = render(self.tokenizer, _PROBE)
+        after_answer = text.rpartition(_PROBE[-1]["content"])[2]
+        run = re.search(f"(?:{self._special.pattern})+", after_answer)
+        if run is None:
+            return None
+        tokens: list[str] = self._special.findall(run[0])
+        return tokens[-1]
+
+    def _find_form_of_arguments(self) -> bool | None:
+        """Return whether calls are shown with arguments as text; ``None`` if none are shown."""
+        for as_text in (False, True):
+            if self._shows_call(as_text):
+                return as_text
+        return None
+
+    def _shows_call(self, as_text: bool) -> bool:
+        """Return whether a call is shown exactly once, neither escaped nor as a Python dict."""
+        text = self._attempt([_PROBE[0], _call_message(as_text)])
         return text.count("Utopia") == 1 and not re.search(r"""'place': |\\"place""", text)
 
+    def _can_show_several_calls(self) -> bool:
+        """Return whether the template shows several calls of one message."""
+        if self._arguments_as_text is None:
+            return False
+        calls = _call_message(self._arguments_as_text, ("Utopia", "Arcadia"))
+        return "Arcadia" in self._attempt([_PROBE[0], calls])
+
+    def _find_reasoning_field(self) -> str | None:
+        """Return the field in which the template looks for reasoning."""
+        for field in REASONING:
+            if self._shows_reasoning(field):
+                return field
+        return None
+
     def _shows_reasoning(self, field: str) -> bool:
-        turns = [_PROBE[1]] if self._as_text is None else [_PROBE[1], _call(self._as_text)]
-        return any(
-            "One thought." in self._attempt([_PROBE[0], {**turn, field: "One thought."}])
-            for turn in turns
-        )
+        """Return whether the reasoning in a field is shown, with an answer or a call."""
+        turns = [_PROBE[1]]
+        if self._arguments_as_text is not None:
+            turns.append(_call_message(self._arguments_as_text))
+        for turn in turns:
+            messages = [_PROBE[0], {**turn, field: "One thought."}]
+            if "One thought." in self._attempt(messages):
+                return True
+        return False
+
+    def _find_end_token(self, turn: Message, following: Message) -> str:
+        """Return the token that ends a turn.
+
+        That is the last special token of its own text; or else the first one of the text of the
+        next message; or else EOS.
+        """
+        text = self._attempt([_PROBE[0], turn]).rstrip()
+        own = re.search(f"({self._special.pattern})$", text)
+        if own:
+            return own[0]
+
+        longer_text = self._attempt([_PROBE[0], turn, following])
+        if not text or not longer_text.startswith(text):
+            return self._eos
+        after_turn = self._special.match(longer_text[len(text) :].lstrip())
+        return after_turn[0] if after_turn else self._eos
 
 
-def _call(as_text: bool, *places: str) -> Message:
-    """Return a turn that calls for the weather at some places."""
-    functions = [
-        {"name": "forecast", "arguments": {"place": place}} for place in places or ("Utopia",)
-    ]
-    calls = [
-        {"id": f"call0000{number}", "function": one}
-        for number, one in enumerate(functions, start=1)
-    ]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_in_form(call, as_text) for call in calls],
-    }
+def _call_message(as_text: bool, places: tuple[str, ...] = ("Utopia",)) -> Message:
+    """Return a message that asks a tool for the weather at some places."""
+    calls = []
+    for number, place in enumerate(places, start=1):
+        function = {"name": "forecast", "arguments": {"place": place}}
+        call = {"id": f"call0000{number}", "function": function}
+        calls.append(_adapt_call(call, as_text))
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _in_form(call: Fields, as_text: bool) -> Fields:
-    """Return a call in a "function", as OpenAI has it, its arguments an object or JSON text.
+def _adapt_call(call: Fields, as_text: bool) -> Fields:
+    """Return a call in the format of OpenAI: name and arguments in a field ``function``.
 
-    Arguments that are no object stay as they are.
+    Args:
+        call: a call in this format, or with name and arguments as its own fields.
+        as_text: make arguments JSON text instead of an object. Arguments that are no object stay as
+            they are.
     """
-    function: Fields = call["function"] if isinstance(call.get("function"), dict) else call
-    rest = {
-        key: value for key, value in call.items() if key not in ("function", "name", "arguments")
-    }
+    has_function = isinstance(call.get("function"), dict)
+    function: Fields = call["function"] if has_function else call
+    moved = ("function", "name", "arguments")
+    rest = {key: value for key, value in call.items() if key not in moved}
+
     arguments = function.get("arguments", {})
     if as_text and isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False, default=str)  # Parquet has dates
+        # Parquet has dates, which json cannot write.
+        arguments = json.dumps(arguments, ensure_ascii=False, default=str)
     own = {key: value for key, value in function.items() if key not in rest}
     return {**rest, "type": "function", "function": {**own, "arguments": arguments}}
 
 
-def _divided(message: Message, within: re.Pattern[str]) -> tuple[str, Message]:
-    """Return an assistant's reasoning, from whichever field or from its content, and the message without it."""
+def _separate_reasoning(message: Message, pattern: re.Pattern[str]) -> tuple[Message, str]:
+    """Return an assistant's message without its reasoning, and the reasoning.
+
+    Args:
+        message: holds reasoning in one of the fields :data:`REASONING`, or at the beginning of its
+            content.
+        pattern: matches reasoning at the beginning of the content.
+    """
     rest = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [message[field].strip() for field in REASONING if field in message]
-    if found := within.match(message["content"]):
-        thoughts.append(found[1].strip())
-        rest["content"] = message["content"][found.end() :]
-    return next(filter(None, thoughts), ""), rest
+    in_content = pattern.match(message["content"])
+    if in_content:
+        thoughts.append(in_content[1].strip())
+        rest["content"] = message["content"][in_content.end() :]
+
+    for thought in thoughts:
+        if thought:
+            return rest, thought
+    return rest, ""

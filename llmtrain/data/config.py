@@ -15,12 +15,13 @@ class BatchConfig(Config):
     acts: ClassVar[str] = "data"
 
     global_batch_size: int = flag(
-        32, "rows per optimizer step, over all processes together; the same for any number of them"
+        32,
+        "rows per optimizer step, summed over all processes; does not depend on how many there are",
     )
     per_device_train_batch_size: int = flag(
         16,
-        "largest number of rows in one forward and backward pass (the micro-batch) of each process; "
-        "lower it if memory runs out",
+        "largest number of rows in one forward and backward pass (the micro-batch) of each "
+        "process; lower it if memory runs out",
         acts="layout",
     )
 
@@ -29,7 +30,7 @@ class BatchConfig(Config):
 
     @property
     def proportions(self) -> list[float]:
-        """The sampling weight of each data set; empty if every row is drawn once per epoch."""
+        """The sampling weight of each data set; empty to draw every row once per epoch."""
         return []
 
 
@@ -39,26 +40,29 @@ class DataConfig(BatchConfig):
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "training data: a file, folder or glob of .txt, .md, .jsonl, .parquet or .csv; a data set on the Hugging Face "
-        "hub (NAME or NAME:CONFIGURATION); or, with no download, builtin:python-docs, builtin:python-functions or "
-        "builtin:python-preferences; give several to train on all of them",
+        "training data: a file, folder or glob of .txt, .md, .jsonl, .parquet or .csv; a data set "
+        "on the Hugging Face hub (NAME or NAME:CONFIGURATION); or, with no download, "
+        "builtin:python-docs, builtin:python-functions or builtin:python-preferences; name several "
+        "to train on all of them",
     )
     mixture: list[float] = flag(
         [],
-        "sampling weight of each data set, in the order of --dataset (default: every row once per epoch)",
+        "sampling weight of each data set, in the order of --dataset "
+        "(default: every row once per epoch)",
     )
     text_field: str = flag(
         "text", "name of the field that holds the text in .jsonl, .parquet, .csv and hub data sets"
     )
     eval_fraction: float = flag(
         0.1,
-        "share of the documents or conversations kept for evaluation, chosen by a hash of their content; if there are "
-        "too few documents for that, the end of the longest one; 0: no evaluation data",
+        "share of the documents or conversations kept for evaluation, chosen by a hash of their "
+        "content; if there are too few documents for that, the end of the longest one; "
+        "0: no eval data",
     )
     tokenizer: str | None = flag(
         "bpe:4096",
-        "char, byte or bpe:N to make a tokenizer from this data (N: size of its vocabulary), or the folder or hub name "
-        "of one; the fine-tuning recipes default to the model's own",
+        "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
+        "folder or hub name of a tokenizer; the fine-tuning recipes default to the model's own",
         acts="model data",
     )
 
@@ -66,7 +70,8 @@ class DataConfig(BatchConfig):
         super().__post_init__()
         if not 0 <= self.eval_fraction < 1:
             raise UserError(
-                f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and below 1."
+                f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and "
+                "below 1."
             )
         if self.tokenizer == "":
             raise UserError(
@@ -74,9 +79,11 @@ class DataConfig(BatchConfig):
             )
         if not all(self.dataset):
             raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
+
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
-                f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; give one for each."
+                f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; "
+                "give one for each."
             )
         for weight in self.mixture:
             if not 0 < weight < float("inf"):
@@ -98,21 +105,25 @@ class RowConfig(Config):
 
     chat_template: str | None = flag(
         None,
-        "chatml or the path of a Jinja file; replaces the tokenizer's own template, and is needed if it has none",
+        "chatml or the path of a Jinja file; replaces the tokenizer's own chat template, and is "
+        "required if it has none",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",
-        "what to do with a conversation that is longer than --block_size: leave it out, keep its beginning, or stop",
+        "what to do with a conversation that is longer than --block_size: leave it out, keep its "
+        "beginning, or stop",
     )
     on_bad_row: Literal["error", "skip"] = flag(
         "error",
-        "what to do with a record that cannot be trained on: stop and name its line, or leave it out and count it",
+        "what to do with a record that cannot be trained on: stop and name its line, or leave it "
+        "out and count it",
     )
-    # --help shows a switch that is on by its negation, --no_packing, so the text describes that.
+    # --help shows a switch that is on as its negation, --no_packing. So this text describes that.
     packing: bool = flag(
         True,
-        "give every conversation a row of its own (every answer of a pair half a row) instead of packing several into "
-        "one; slower, and needed only by models that cannot keep packed documents apart",
+        "put each conversation in a row of its own (each answer of a pair in half a row) instead "
+        "of packing several into one row; slower, and needed only by models that cannot keep "
+        "packed documents apart",
     )
 
 
@@ -122,8 +133,8 @@ class ChatConfig(RowConfig):
 
     format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
         "auto",
-        "format of the records; auto detects it from their fields: on conversations the assistant's turns are trained, "
-        "on plain text every token",
+        "format of the records; auto detects it from their fields; conversations train the "
+        "assistant's turns, plain text trains every token",
     )
     turns: Literal["all", "last"] = flag(
         "all",
@@ -135,9 +146,9 @@ class ChatConfig(RowConfig):
 class PairConfig(RowConfig):
     """How preference data becomes rows. Each field is a flag."""
 
-    # Shown as --no_share_prompts, like --no_packing above.
+    # --help shows this switch as --no_share_prompts, like --no_packing above.
     share_prompts: bool = flag(
         True,
-        "store the prompt once for each answer instead of once per pair; slower, and needed only by models that cannot "
-        "share it (always so with --no_packing)",
+        "store the prompt of a pair twice, once for each answer, instead of once for both; slower, "
+        "and needed only by models that cannot share it (--no_packing does this, too)",
     )

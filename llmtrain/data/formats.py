@@ -1,4 +1,4 @@
-"""Read records in the usual chat formats and turn them into conversations for a chat template."""
+"""Read records of chat and preference data in the usual formats, as chat templates take them."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from llmtrain.data.chat_template import REASONING, BadRow, Message
 from llmtrain.data.sources import Fields
 
-# The fields that a record of each format must have. If a record fits two formats, the first one wins.
+# The fields that a record of each format must have. If a record fits two formats, the first wins.
 _CHAT_FIELDS = {
     "messages": {"messages"},
     "prompt_completion": {"prompt", "completion"},
@@ -39,19 +39,26 @@ _T = TypeVar("_T")
 
 
 class Conversation(NamedTuple):
-    """A conversation as chat templates take it."""
+    """A conversation, in the form that chat templates take."""
 
     messages: list[Message]
     tools: list[Fields] | None
 
 
-class Judged(NamedTuple):
-    """A prompt and its judged answers: a chosen and a rejected one, or a single labelled one."""
+class PreferenceRecord(NamedTuple):
+    """A prompt and its answers: a chosen and a rejected one, or a single one with a label.
+
+    Attributes:
+        prompt: the messages before the answer.
+        tools: the tools that the messages may call.
+        answers: the messages of [chosen, rejected], or of the single answer.
+        desirable: the label of a single answer; True for a pair.
+    """
 
     prompt: list[Message]
     tools: list[Fields] | None
-    answers: list[list[Message]]  # [chosen, rejected], or the single answer
-    desirable: bool = True  # the label of a single answer; True for a pair
+    answers: list[list[Message]]
+    desirable: bool = True
 
     @property
     def messages(self) -> list[Message]:
@@ -59,18 +66,18 @@ class Judged(NamedTuple):
         return [*self.prompt, *itertools.chain.from_iterable(self.answers)]
 
 
-def recognise(fields: Collection[str], judged: bool = False) -> str | None:
+def detect_format(fields: Collection[str], preference: bool = False) -> str | None:
     """Detect the format of a record from the names of its fields.
 
     Args:
-        fields: The names of the record's fields.
-        judged: Look for preference data instead of conversations.
+        fields: the names of the record's fields.
+        preference: look for preference data instead of conversations.
 
     Returns:
-        One of :data:`FORMATS`, or with ``judged`` either ``pairs`` (two answers) or ``examples`` (one answer and its
-        label). ``None`` if no format fits.
+        One of :data:`FORMATS`. If ``preference`` is set, ``pairs`` (two answers) or ``examples``
+        (one answer and its label). ``None`` if no format fits.
     """
-    formats = _PREFERENCE_FIELDS if judged else _CHAT_FIELDS
+    formats = _PREFERENCE_FIELDS if preference else _CHAT_FIELDS
     for format, required in formats.items():
         if required <= set(fields):
             return format
@@ -83,11 +90,12 @@ def conversation_of(record: Fields, format: str) -> Conversation:
     In every format a field that is ``None`` counts as absent.
 
     Args:
-        record: The fields of the record. In ``prompt_completion`` the two fields are texts or lists of messages.
-        format: One of :data:`FORMATS`.
+        record: the fields of the record. In ``prompt_completion`` the two fields are texts or lists
+            of messages.
+        format: one of :data:`FORMATS`.
 
     Raises:
-        BadRow: If the record does not have this format, or if no message comes from the assistant.
+        BadRow: if the record does not have this format, or if no message comes from the assistant.
     """
     record = _without_none(record)
     if format == "prompt_completion":
@@ -110,14 +118,16 @@ def conversation_of(record: Fields, format: str) -> Conversation:
     return Conversation(messages, _tools(record))
 
 
-def judged_of(record: Fields) -> Judged:
-    """Read a record of preference data: ``chosen`` and ``rejected``, or ``completion`` and ``label``.
+def preference_of(record: Fields) -> PreferenceRecord:
+    """Read a record of preference data.
 
-    Each answer is a text or a list of messages, and may repeat the prompt. Without a ``prompt`` field ``chosen`` and
-    ``rejected`` must be whole conversations, and the messages that both begin with are the prompt.
+    It has the fields ``chosen`` and ``rejected``, or ``completion`` and ``label``. Each answer is a
+    text or a list of messages, and may repeat the prompt. Without a ``prompt`` field, ``chosen``
+    and ``rejected`` must be complete conversations. Then the prompt is the messages with which both
+    begin.
 
     Raises:
-        BadRow: If the record is not preference data, or if its answers cannot be compared.
+        BadRow: if the record is not preference data, or if its answers cannot be compared.
     """
     record = _without_none(record)
     is_pair = "chosen" in record or "rejected" in record
@@ -131,19 +141,29 @@ def judged_of(record: Fields) -> Judged:
     for name, answer in zip(names, answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             raise BadRow(f"{name} has no assistant message right after the prompt")
-    if not prompt and "prompt" in record:
-        raise BadRow("the prompt is empty")
     if not prompt:
+        if "prompt" in record:
+            raise BadRow("the prompt is empty")
         raise BadRow("chosen and rejected share no prompt")
     if prompt[-1]["role"] == "assistant":
         raise BadRow("the prompt ends with an assistant message")
 
     desirable = True if is_pair else _label(record)
-    return Judged(prompt, _tools(record), answers, desirable)
+    return PreferenceRecord(prompt, _tools(record), answers, desirable)
 
 
 def _prompt_of(record: Fields, names: list[str], answers: list[list[Message]]) -> list[Message]:
-    """Return the prompt of a preference record: its own field, or what both conversations begin with."""
+    """Return the prompt of a preference record.
+
+    Args:
+        record: the fields of the record.
+        names: the names of the fields that hold the answers.
+        answers: the messages in these fields.
+
+    Returns:
+        The messages in the field ``prompt``. If there is no such field, the messages with which
+        both conversations begin.
+    """
     if "prompt" in record:
         return _messages(record, "prompt", role="user")
     if len(names) < 2:
@@ -167,7 +187,7 @@ def _without_prompt(answer: list[Message], prompt: list[Message]) -> list[Messag
 
 
 def _label(record: Fields) -> bool:
-    """Return the label of a single answer; CSV files have it as text."""
+    """Return the label of a single answer. CSV files hold it as text."""
     label = record.get("label")
     if isinstance(label, str):
         label = {"true": True, "false": False}.get(label.lower(), label)
@@ -177,7 +197,7 @@ def _label(record: Fields) -> bool:
 
 
 def _system_message(record: Fields) -> list[object]:
-    """Return the system message of a record that has one in a field of its own."""
+    """Return the system message in the field ``system``, or no message if there is none."""
     system = _field(record, "system", str, default="")
     return [{"role": "system", "content": system}] if system else []
 
@@ -214,13 +234,16 @@ def _parsed(raw_messages: list[object]) -> list[Message]:
 
 
 def _tools(record: Fields) -> list[Fields] | None:
-    """Return the tools of a record, which may be JSON text; ``None`` if there are none."""
+    """Return the tools of a record, or ``None`` if it has none. They may be stored as JSON text."""
     tools = _from_json(record.get("tools") or [])
     return _field({"tools": tools}, "tools", list) or None
 
 
 def _without_none(value: Any) -> Any:
-    """Drop every key whose value is ``None``: Parquet gives each object the fields of all objects."""
+    """Drop every key whose value is ``None``.
+
+    Parquet gives each object the fields of all objects.
+    """
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -229,7 +252,11 @@ def _without_none(value: Any) -> Any:
 
 
 def _field(record: Fields, name: str, kind: type[_T], default: _T | None = None) -> _T:
-    """Return a field that must be a ``kind``; raises :class:`BadRow` if it is something else or absent."""
+    """Return a field of a record.
+
+    Raises:
+        BadRow: if the field has another type than ``kind``, or if it is absent without a default.
+    """
     value = record.get(name, default)
     if not isinstance(value, kind):
         expected = "text" if kind is str else "a list"
@@ -238,7 +265,7 @@ def _field(record: Fields, name: str, kind: type[_T], default: _T | None = None)
 
 
 def _from_json(value: object) -> object:
-    """Parse JSON text; anything else, and text that is not JSON, is returned unchanged."""
+    """Parse JSON text. Return other values, and text that is not JSON, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -251,21 +278,23 @@ def _message(raw: object, number: int) -> Message:
     """Check one message and bring it into the form that chat templates take.
 
     Args:
-        raw: The message as the data set has it.
-        number: Its number in the conversation, from 1, for error messages.
+        raw: the message, as it is in the data set.
+        number: its number in the conversation, from 1, for error messages.
     """
     if not isinstance(raw, dict):
         raise BadRow(f"message {number} is {raw!r:.40}, not an object with a role and content")
     role = raw.get("role", raw.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
-        raise BadRow(f"message {number} has the role {role!r:.40}; known are {', '.join(_ROLES)}")
+        raise BadRow(
+            f"message {number} has the role {role!r:.40}; the known roles are {', '.join(_ROLES)}"
+        )
 
     place = f"message {number} ({role})"
     rewritten = ("from", "value", "content", "tool_calls")
     message = {key: value for key, value in raw.items() if key not in rewritten}
     message["role"] = _ROLES[role]
 
-    # A message without calls gets no field at all: templates ask whether the field is there.
+    # Without calls the field must be absent: templates test whether it exists.
     tool_calls = _tool_calls(raw.get("tool_calls"), place)
     if tool_calls:
         message["tool_calls"] = tool_calls
@@ -301,12 +330,15 @@ def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
         function = call["function"] if isinstance(call.get("function"), dict) else call
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise BadRow(f"{place}: it calls a tool without a name")
+            raise BadRow(f"{place} calls a tool without a name")
     return calls
 
 
 def _tool_call(call: Fields) -> Fields:
-    """Return a call with its arguments as an object, as templates take them; OpenAI has them as JSON text."""
+    """Return a call with its arguments as an object, as templates take them.
+
+    In the format of OpenAI they are JSON text.
+    """
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     arguments = _from_json(call.get("arguments") or {})
@@ -316,7 +348,7 @@ def _tool_call(call: Fields) -> Fields:
 
 
 def _joined(content: object) -> object:
-    """Join a list of text parts into one text; anything else is returned unchanged."""
+    """Join a list of text parts into one text. Return other values unchanged."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):

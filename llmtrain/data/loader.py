@@ -1,9 +1,9 @@
-"""Token rows -> windows of micro-batches.
+"""Load the rows of each step, and divide them into micro-batches.
 
-Slot ``j`` of the global batch of step ``s`` is fixed by (seed, s, j) alone. The sampler yields whole
-global batches, and knows neither ranks nor micro-batches. Accelerate gives each process its slice,
-and ``Collate`` splits that slice into the window of the process. So the layout decides who computes
-a row, and never which rows a step holds.
+A slot is a position in the global batch. The row in slot ``j`` of step ``s`` depends only on (seed,
+s, j). The sampler yields complete global batches, and knows neither ranks nor micro-batches.
+Accelerate gives each rank its slice, and :class:`Collate` splits that slice into micro-batches. So
+the parallel layout decides which rank computes a row, but never which rows a step holds.
 """
 
 import functools
@@ -19,31 +19,49 @@ from llmtrain.data.packing import Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
 from llmtrain.types import IGNORED, Batch, LocalBatch
 
-_POSITIONS_AT_ONCE = 4096
+_POSITIONS_AT_ONCE = 4096  # for which the order is computed in one call
 
 
 class Slot(NamedTuple):
-    """One place of one global batch."""
+    """A position in a global batch.
 
-    position: int  # counted over the whole run: step * global_batch_size + j
-    row: int | None  # None: past the end of the epoch, a row of weight zero
+    Attributes:
+        position: its number in the run: ``step * global_batch_size + j``.
+        row: the number of its row. ``None`` after the end of an epoch: the slot is then padding,
+            which has weight zero.
+    """
+
+    position: int
+    row: int | None
 
 
 class Read(NamedTuple):
-    """The rows of some slots, one below the other."""
+    """The rows of some slots.
+
+    Attributes:
+        slots: the slots.
+        columns: each [slots, block_size + 1], by name.
+    """
 
     slots: list[Slot]
-    columns: dict[str, np.ndarray]  # [slots, block_size + 1]
+    columns: dict[str, np.ndarray]
 
 
 def slots_of(
     step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None
 ) -> list[Slot]:
-    """Return the global batch of ``step`` over ``n`` rows; ``seed=None`` keeps the stored order.
+    """Return the global batch of a step.
 
     An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
     With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
     empty.
+
+    Args:
+        step: the number of the step, from 0.
+        n: the number of rows.
+        global_batch_size: the number of slots.
+        seed: chooses the order; ``None`` keeps the stored order.
+        mixture: assigns positions of the run to sources.
     """
     first_position = step * global_batch_size
     if mixture is not None and seed is not None:
@@ -58,7 +76,7 @@ def slots_of(
 
 
 def _rows_of_epoch(step: int, n: int, global_batch_size: int, seed: int | None) -> np.ndarray:
-    """Return the rows of one step; fewer than a batch at the end of an epoch."""
+    """Return the rows of a step; fewer than a batch at the end of an epoch."""
     steps_per_epoch = -(-n // global_batch_size)
     epoch, step_of_epoch = divmod(step, steps_per_epoch)
 
@@ -72,7 +90,7 @@ def _rows_of_epoch(step: int, n: int, global_batch_size: int, seed: int | None) 
 
 @functools.lru_cache(maxsize=4)
 def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.ndarray:
-    """Return the rows at the positions of one block, of ``size`` positions, of an epoch."""
+    """Return the rows of a block of an epoch, which has ``size`` positions or fewer."""
     positions = np.arange(block * size, min((block + 1) * size, n))
     return positions if seed is None else permute(positions, n, key_of(seed, epoch))
 
@@ -104,11 +122,12 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
             yield slots_of(step, self.n, self.batch_size, self.seed, self.mixture)
 
 
-class HeldOutSampler(Sampler[list[Slot]]):
+class EvalSampler(Sampler[list[Slot]]):
     """Yields every row once, in the stored order. No batch has rows of two sources.
 
     Args:
         parts: the number of rows of each source.
+        batch_size: the number of slots in a batch.
     """
 
     drop_last = False  # Accelerate reads it
@@ -125,9 +144,9 @@ class HeldOutSampler(Sampler[list[Slot]]):
         for rows in self.parts:
             end = first + rows
             for start in range(first, end, self.batch_size):
-                positions = range(start, start + self.batch_size)
                 yield [
-                    Slot(position, position if position < end else None) for position in positions
+                    Slot(position, row=position if position < end else None)
+                    for position in range(start, start + self.batch_size)
                 ]
             first = end
 
@@ -140,7 +159,8 @@ class SlotRows(Dataset[Read]):
     """
 
     def __init__(self, rows: Rows) -> None:
-        assert getattr(rows, "_indices", None) is None, "a selection of rows is no table"
+        # Dataset.select() keeps the table, and stores the selected rows as indices.
+        assert getattr(rows, "_indices", None) is None, "rows must not be a selection of a table"
         self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
         lengths = [len(matrix) for matrix in next(iter(self.columns.values()))]
         self.ends = np.cumsum(lengths)
@@ -150,27 +170,28 @@ class SlotRows(Dataset[Read]):
         """Return the rows of slots, with ``labels``; an empty slot has no label."""
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
-        rows_of_chunks = rows - self.starts[chunks]
-        places = list(zip(chunks.tolist(), rows_of_chunks.tolist(), strict=True))
-        columns = {
-            name: np.stack([matrices[chunk][row] for chunk, row in places])
-            for name, matrices in self.columns.items()
-        }
+        rows_in_chunks = rows - self.starts[chunks]
+        columns = {}
+        for name, matrices in self.columns.items():
+            places = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
+            columns[name] = np.stack([matrices[chunk][row] for chunk, row in places])
 
-        # The tokens of a text are its labels: they are -100 where the text has ended.
+        # The tokens of a text are its labels, too. They are -100 after its end.
         labels = columns.setdefault("labels", columns["input_ids"])
         labels[[slot.row is None for slot in slots]] = IGNORED
         return Read(slots, columns)
 
 
 class Collate:
-    """Split a process's slice of the global batch into micro-batches.
+    """Splits a rank's slice of the global batch into micro-batches.
 
     Each has ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]. Labels are not
     shifted. Packed rows also have ``position_ids`` of that shape, which restart at each document.
 
     Args:
-        dropout_seed: each row carries its ``dropout_keys`` (int64 [micro_batch]), made of this.
+        micro_batch: the number of rows in a micro-batch.
+        dropout_seed: from it, each row gets a key in the column ``dropout_keys``, int64
+            [micro_batch]. ``None``: there is no such column.
         prepare: is called with each micro-batch, on the host.
     """
 
@@ -196,7 +217,7 @@ class Collate:
         rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
         is_row = rows >= 0
         targets = (arrays["labels"][:, 1:] != IGNORED).sum(axis=1)
-        window = LocalBatch(
+        local_batch = LocalBatch(
             columns,
             self.micro_batch,
             rows=torch.from_numpy(rows),
@@ -205,8 +226,9 @@ class Collate:
             label_fingerprint=fingerprint(arrays["labels"][is_row]),
         )
         if self.prepare is None:
-            return window
-        return replace(window, prepared=tuple(self.prepare(batch) for batch in window.batches))
+            return local_batch
+        prepared = tuple(self.prepare(batch) for batch in local_batch.batches)
+        return replace(local_batch, prepared=prepared)
 
 
 def _with_wide_integers(column: np.ndarray) -> np.ndarray:
@@ -215,10 +237,10 @@ def _with_wide_integers(column: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(rows: np.ndarray) -> int:
-    """Return the fingerprint of tokens [rows, length]: the sum of a number below 2**31 for each row.
+    """Return the fingerprint of tokens [rows, length].
 
-    It changes with any token. It does not depend on the order of the rows, or on how they are
-    divided among processes.
+    It is a sum of a number below 2**31 for each row. It changes with any token. It does not depend
+    on the order of the rows, or on how they are divided among ranks.
     """
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
         factors = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
@@ -237,12 +259,19 @@ def train_loader(
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
 ) -> DataLoader[Read]:
-    """Return a loader of the windows of ``steps``, for ``accelerator.prepare``.
+    """Return a loader of training batches, for ``accelerator.prepare``.
 
     Starting at a late step costs nothing.
 
     Args:
-        seed: of the order; ``None`` keeps the stored order.
+        rows: the training rows.
+        global_batch_size: the number of rows in a step, over all ranks.
+        micro_batch: the largest number of rows in a micro-batch.
+        steps: the numbers of the steps, from 0.
+        seed: chooses the order of the rows; ``None`` keeps the stored order.
+        dropout_seed: see :class:`Collate`.
+        mixture: assigns positions of the run to sources.
+        prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
     """
     sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
@@ -261,11 +290,15 @@ def eval_loader(
     """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
     The last batch of each source is filled up with rows of weight zero. Micro-batches have up to a
-    quarter fewer rows than ``micro_batch`` if that leaves fewer of these to compute.
+    quarter fewer rows than ``micro_batch`` if that leaves fewer such rows to compute.
 
     Args:
-        parts: the number of rows of each source, if there are several.
+        rows: the eval rows.
+        processes: the number of ranks that divide a batch.
+        micro_batch: the largest number of rows in a micro-batch.
+        prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
+        parts: the number of rows of each source, if there are several.
     """
     parts = parts or [len(rows)]
 
@@ -276,6 +309,6 @@ def eval_loader(
     smallest = processes * (micro_batch * 3 // 4)
     batch_size = min(range(largest, smallest, -processes), key=empty_rows)
 
-    sampler = HeldOutSampler(parts, batch_size)
+    sampler = EvalSampler(parts, batch_size)
     collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)

@@ -1,22 +1,47 @@
 """Counts and hashes of rows."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.packing import Written
+from llmtrain.data.packing import SplitStats
 from llmtrain.data.preference import PairAudit
-from llmtrain.data.sft import Audit, audit_of
+from llmtrain.data.sft import Audit, total_audit
 
 
 @dataclass
-class Facts:
-    """Counts and hashes of rows, for ``run.json`` and the banner. Hashes are hex sha256."""
+class DataMetadata:
+    """Counts and hashes of rows, for ``run.json`` and the start-up log. Hashes are hex sha256.
+
+    Attributes:
+        dataset: the names of the data sets.
+        tokenizer: the value of ``--tokenizer``.
+        tokenizer_sha256: a hash of the tokenizer.
+        data_sha256: a hash of all tokens, of both splits.
+        vocabulary: the largest token id, plus 1. Not every smaller id need be a token.
+        block_size: the number of positions of a row that predict something.
+        documents: documents of both splits.
+        eval_documents: documents of the eval split.
+        train_tokens: target tokens of the training split.
+        eval_tokens: target tokens of the eval split.
+        train_rows: rows of the training split.
+        eval_rows: rows of the eval split.
+        eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
+        source_rows: training rows of each data set. They are stored one data set after the other.
+        eval_source_rows: eval rows of each data set.
+        task: ``text``, ``conversations`` or ``preferences``.
+        audit: counts of the training conversations or pairs; ``None`` for text.
+        eval_audit: counts of the eval conversations or pairs.
+        ends: the tokens at which an answer ends; empty for text.
+        pairs: the largest number of pairs in a row.
+        shared: whether the answers of a pair share one copy of their prompt.
+    """
 
     dataset: str
     tokenizer: str
     tokenizer_sha256: str
-    data_sha256: str  # of the tokens, training and held out
+    data_sha256: str
     vocabulary: int
     block_size: int
     documents: int
@@ -25,55 +50,70 @@ class Facts:
     eval_tokens: int
     train_rows: int
     eval_rows: int
-    eval_bytes: int  # UTF-8 bytes of the held-out text, for bits per byte
-    source_rows: list[
-        int
-    ]  # rows to train on of each data set, in which they stand one after the other
-    eval_source_rows: list[int]  # of those held out
+    eval_bytes: int
+    source_rows: list[int]
+    eval_source_rows: list[int]
     task: str = "text"
-    audit: dict[str, int] | None = None  # of conversations
-    eval_audit: dict[str, int] | None = None  # of those held out
-    ends: list[int] = field(
-        default_factory=list
-    )  # the tokens at which an answer ends; none of a text
-    pairs: int = 0  # of judged answers that a row has, at most
-    shared: bool = False  # the answers of a pair go on from one copy of their prompt
+    audit: dict[str, int] | None = None
+    eval_audit: dict[str, int] | None = None
+    ends: list[int] = field(default_factory=list)
+    pairs: int = 0
+    shared: bool = False
 
 
-def facts_of(
+def metadata_of(
     dataset: str,
     spec: str,
     tokenizer: tok.FastTokenizer,
     block_size: int,
-    train: list[Written],
-    held_out: list[Written],
-) -> Facts:
-    """Return the facts about rows that were written, of one or several sources."""
-    everything = [*train, *held_out]
-    audits, eval_audits = (
-        [written.audit for written in side if written.audit] for side in (train, held_out)
-    )
-    tasks = {Audit: "conversations", PairAudit: "preferences"}
-    return Facts(
+    train: Sequence[SplitStats],
+    eval: Sequence[SplitStats],
+) -> DataMetadata:
+    """Return the metadata of rows that were written.
+
+    Args:
+        dataset: the names of the data sets.
+        spec: the value of ``--tokenizer``.
+        tokenizer: the tokenizer.
+        block_size: the number of positions of a row that predict something.
+        train: the counts of each source's training split.
+        eval: the counts of each source's eval split.
+    """
+    both = [*train, *eval]
+    hashes = "".join(stats.sha256 for stats in both)
+    return DataMetadata(
         dataset=dataset,
         tokenizer=spec,
         tokenizer_sha256=tok.digest(tokenizer),
-        data_sha256=hashlib.sha256(
-            "".join(written.sha256 for written in everything).encode()
-        ).hexdigest(),
+        data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
         vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
         block_size=block_size,
-        documents=sum(written.documents for written in everything),
-        eval_documents=sum(written.documents for written in held_out),
-        train_tokens=sum(written.targets for written in train),
-        eval_tokens=sum(written.targets for written in held_out),
-        train_rows=sum(written.rows for written in train),
-        eval_rows=sum(written.rows for written in held_out),
-        eval_bytes=sum(written.bytes for written in held_out),
-        source_rows=[written.rows for written in train],
-        eval_source_rows=[written.rows for written in held_out],
-        task=tasks[type(audits[0])] if audits else "text",
-        audit=asdict(audit_of(audits)) if audits else None,
-        eval_audit=asdict(audit_of(eval_audits)) if eval_audits else None,
-        pairs=max(written.pairs for written in everything),
+        documents=sum(stats.documents for stats in both),
+        eval_documents=sum(stats.documents for stats in eval),
+        train_tokens=sum(stats.targets for stats in train),
+        eval_tokens=sum(stats.targets for stats in eval),
+        train_rows=sum(stats.rows for stats in train),
+        eval_rows=sum(stats.rows for stats in eval),
+        eval_bytes=sum(stats.bytes for stats in eval),
+        source_rows=[stats.rows for stats in train],
+        eval_source_rows=[stats.rows for stats in eval],
+        task=_task_of(train),
+        audit=_summed_audit(train),
+        eval_audit=_summed_audit(eval),
+        pairs=max(stats.pairs for stats in both),
     )
+
+
+def _task_of(train: Sequence[SplitStats]) -> str:
+    for stats in train:
+        if isinstance(stats.audit, Audit):
+            return "conversations"
+        if isinstance(stats.audit, PairAudit):
+            return "preferences"
+    return "text"
+
+
+def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, int] | None:
+    """Return the sums of the sources' audits, or ``None`` if the sources are text."""
+    audits = [stats.audit for stats in splits if stats.audit]
+    return asdict(total_audit(audits)) if audits else None

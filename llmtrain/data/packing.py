@@ -1,20 +1,28 @@
-"""Rows of tokens on the disk, as memory-mapped Arrow files, which ``datasets`` reads too.
+"""Rows of tokens on disk, as memory-mapped Arrow files, which ``datasets`` can read, too.
 
-Documents of any length become packed rows of one length with as little padding as can be, and no document is split.
-A packed row holds whole documents one after the other. ``position_ids`` restart at each, which is how attention knows
-where one ends; the first label of each is -100, since nothing before it belongs to it.
+Documents of any length are packed into rows of one length, with as little padding as possible and
+without splitting a document. A packed row holds complete documents one after the other. Their
+``position_ids`` restart at each document, which tells attention where a document ends. The first
+label of each document is -100, because its first token has no context.
 
-Of answers that are judged a row holds whole pairs, and ``answers`` says which a place belongs to: 4 k for the first of
-the k-th pair, 4 k + 1 for the second, 2 more where the first is undesirable, -1 for padding. The second may go on from
-the first's prompt: its ``position_ids`` then begin where that ends, and its first token is the last of the prompt.
+A row of preference data holds complete pairs of answers. Its column ``answers`` says to which
+answer each position belongs:
+
+- ``4 * k`` for the first answer of pair ``k`` of the row,
+- ``4 * k + 1`` for its second answer,
+- 2 more if the first answer is undesirable,
+- -1 for padding.
+
+The second answer of a pair may share the prompt of the first. Then its ``position_ids`` continue
+those of the prompt, and its first token is a copy of the last token of the prompt.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,60 +32,88 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
+Split: TypeAlias = Literal["train", "eval"]
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
-COLUMNS = ["input_ids", "labels", "position_ids"]
-JUDGED = ["input_ids", "labels", "answers", "position_ids"]
-TOKENS_PER_BATCH = (
-    1 << 22
-)  # written at a time: 16 MiB a column. Readers hold some kilobytes for each batch
+RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
+
+# Unpacked rows have all columns except the last one.
+TOKEN_COLUMNS = ["input_ids", "labels", "position_ids"]
+PREFERENCE_COLUMNS = ["input_ids", "labels", "answers", "position_ids"]
+# The tokens that are written at a time: 16 MiB for each column. A reader needs some kilobytes for
+# each batch.
+TOKENS_PER_BATCH = 1 << 22
 
 
 @dataclass
 class Counts:
-    """Counts of what has become of one side's records, of whatever kind they are."""
+    """Counts of the records in one split of a source.
 
-    bad: int = 0  # records left out, with --on_bad_row skip
-    overlong: int = 0  # dropped, or truncated, as --overlong says
+    Attributes:
+        bad: records that ``--on_bad_row skip`` has left out.
+        overlong: records that were dropped or truncated, as ``--overlong`` says.
+        kept: documents or pairs that are in the rows.
+        tokens: tokens of the documents or pairs that are kept.
+        rows: rows that were written.
+        places: positions of these rows, with padding.
+    """
+
+    bad: int = 0
+    overlong: int = 0
     kept: int = 0
-    tokens: int = 0  # of what is kept
+    tokens: int = 0
     rows: int = 0
-    places: int = 0  # of all rows, filled or not
+    places: int = 0
 
 
-class Written(NamedTuple):
-    """One side of a source: the rows to train on, or those held out."""
+class SplitStats(NamedTuple):
+    """Counts and the hash of the rows that were written for one split of a source.
+
+    Attributes:
+        documents: documents or conversations.
+        rows: rows.
+        targets: target tokens.
+        bytes: UTF-8 bytes of the target tokens' text.
+        sha256: a hex digest of the tokens.
+        audit: counts of the conversations or pairs; ``None`` for text.
+        pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
+    """
 
     documents: int
     rows: int
-    targets: int  # tokens that are trained on, or counted in an evaluation
-    bytes: int  # of the targets' text in UTF-8
-    sha256: str  # of the tokens
-    audit: Counts | None = None  # of conversations, or of pairs
-    pairs: int = 0  # that a row has, at most
+    targets: int
+    bytes: int
+    sha256: str
+    audit: Counts | None = None
+    pairs: int = 0
 
 
 @contextlib.contextmanager
-def row_table(path: Path, columns: Sequence[str], width: int) -> Iterator[Callable[..., None]]:
-    """Open a new file, and yield a function that appends rows to it: of each column an int32 [rows, width]."""
+def create_row_file(path: Path, columns: Sequence[str], width: int) -> Iterator[RowWriter]:
+    """Create a file of rows, and yield a function that appends rows to it.
+
+    The function takes the values of each column, int32 [rows, width], by the column's name.
+    """
     import pyarrow
 
-    kind = pyarrow.list_(pyarrow.int32(), width)
-    schema = pyarrow.schema([(name, kind) for name in columns])
+    list_type = pyarrow.list_(pyarrow.int32(), width)
+    schema = pyarrow.schema([(name, list_type) for name in columns])
 
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
-        def write(*values: np.ndarray) -> None:
-            flat = [np.ascontiguousarray(value, np.int32).ravel() for value in values]
-            arrays = [pyarrow.FixedSizeListArray.from_arrays(value, type=kind) for value in flat]
+        def write(values: Mapping[str, np.ndarray]) -> None:
+            arrays = []
+            for name in columns:
+                flat = np.ascontiguousarray(values[name], np.int32).ravel()
+                arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=list_type))
             writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
 
         yield write
 
 
 class TokenRows:
-    """Rows of tokens: columns of integer lists of one length.
+    """Rows of tokens: columns of integer lists that all have one length.
 
-    A run reads them without ``datasets``, whose import would cost every start half a second.
+    A run reads them without ``datasets``, whose import would take half a second at every start.
     """
 
     def __init__(self, data: "pyarrow.Table") -> None:
@@ -86,7 +122,12 @@ class TokenRows:
 
     @classmethod
     def open(cls, paths: Sequence[Path]) -> "TokenRows":
-        """Map the rows of files, one after the other. Raises ``OSError`` or ``ValueError`` where one is damaged."""
+        """Map the rows of several files into memory, one file after the other.
+
+        Raises:
+            OSError: if a file is damaged or absent.
+            ValueError: if a file is damaged.
+        """
         import pyarrow
 
         streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
@@ -100,85 +141,123 @@ class TokenRows:
 
     @property
     def dataset(self) -> "datasets.Dataset":
-        """A ``datasets.Dataset`` of the rows."""
+        """The rows as a ``datasets.Dataset``."""
         import datasets
         from datasets.fingerprint import generate_random_fingerprint
 
-        return datasets.Dataset(
-            datasets.table.InMemoryTable(self.data), fingerprint=generate_random_fingerprint()
-        )
+        table = datasets.table.InMemoryTable(self.data)
+        return datasets.Dataset(table, fingerprint=generate_random_fingerprint())
 
 
 def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:
-    """Return the chunks of a column of lists of one length, each as [rows, length], without a copy."""
-    # not by to_numpy(), which imports pandas
-    return [
-        np.from_dlpack(chunk.flatten()).reshape(len(chunk), -1)
-        for chunk in column.chunks
-        if len(chunk)
-    ]
+    """Return the chunks of a column of lists, each as an array [rows, length], without a copy."""
+    matrices = []
+    for chunk in column.chunks:
+        if len(chunk):
+            values = np.from_dlpack(chunk.flatten())  # to_numpy() would import pandas
+            matrices.append(values.reshape(len(chunk), -1))
+    return matrices
 
 
-def hash_place(text: str) -> float:
-    """Return the place of a text in [0, 1), which its content alone decides."""
+def hash_fraction(text: str) -> float:
+    """Hash a text to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Return which documents share a row, by best-fit decreasing (Johnson 1973).
+    """Choose which documents share a row, by best-fit decreasing (Johnson 1973).
 
-    The longest document that waits goes where the least room is left that holds it. For language models: Ding et al.
-    2024, arXiv:2404.10830.
+    The documents are placed from the longest to the shortest. Each goes into the row with the least
+    room that holds it. For language models see Ding et al. 2024, arXiv:2404.10830.
 
     Args:
         lengths: int [documents], each from 1 to ``capacity``.
+        capacity: the number of tokens in a row.
+
     Returns:
-        A list of document numbers a row, in their own order.
+        The numbers of each row's documents, in ascending order.
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows with so many places left
-    rooms = 0  # bit r is set where by_room[r] is not empty
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set if there is a row with room for exactly r more tokens
+
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         fitting = rooms >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = by_room[room].pop()
-            rooms &= ~(int(not by_room[room]) << room)
+            lowest_bit = (fitting & -fitting).bit_length() - 1
+            room = length + lowest_bit
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms &= ~(1 << room)
             rows[row].append(document)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([document])
-        left = room - length
-        by_room[left].append(row)
-        rooms |= 1 << left
+
+        room_left = room - length
+        rows_by_room[room_left].append(row)
+        rooms |= 1 << room_left
     return [sorted(row) for row in rows]
 
 
 class Second(NamedTuple):
-    """The second answer of a pair, whose tokens stand behind the first's."""
+    """The second answer of a pair, whose tokens are stored behind those of the first.
 
-    at: int  # where they begin
-    position: int  # of the first of them
-    desirable: bool  # the first answer
+    Attributes:
+        start: the index of its first token.
+        position: the position id of its first token.
+        desirable: whether the *first* answer is desirable.
+    """
+
+    start: int
+    position: int
+    desirable: bool
+
+
+class _Part(NamedTuple):
+    """Stored tokens that are contiguous in a row and have ascending positions.
+
+    Attributes:
+        tokens: int32 [n], as they are stored.
+        first_position: the position id of the first token.
+        answer: the value in the column ``answers``.
+    """
+
+    tokens: np.ndarray
+    first_position: int
+    answer: int
 
 
 class TokenStore:
-    """Documents of tokens, or pairs of them, kept in a file while it is not known which of them share a row.
+    """Documents of tokens, or pairs, kept in a file until it is decided which of them share a row.
 
-    A token that is not trained is kept as its complement, which is below zero.
+    A token that is not a target is stored as its bitwise complement, which is negative.
+
+    Attributes:
+        lengths: the number of tokens of each document or pair.
+        seconds: the second answer of each pair; empty if the store holds documents.
+        pairs: the largest number of pairs in a row, once the rows are written.
+        digest: a hash of the content, and later also of how it became rows.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_suffix(".tokens")
         self._file = self._path.open("wb")
         self.lengths: list[int] = []
-        self.seconds: list[Second] = []  # where documents are pairs
-        self.pairs = 0  # of the row that has most
-        self.digest = hashlib.sha256()  # of what is stored, and then of how it became rows
+        self.seconds: list[Second] = []
+        self.pairs = 0
+        self.digest = hashlib.sha256()
 
     def add(self, ids: np.ndarray, trained: np.ndarray, second: Second | None = None) -> None:
-        """Add a document, or a pair: its tokens, and of each whether it is trained."""
+        """Add a document or a pair.
+
+        Args:
+            ids: int32 [n], the tokens.
+            trained: bool [n], whether each token is a target.
+            second: the second answer of a pair.
+        """
         self._file.write(np.where(trained, ids, ~ids).astype(np.int32).tobytes())
         self.digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
         self.lengths.append(len(ids))
@@ -187,56 +266,82 @@ class TokenStore:
             self.digest.update(" ".join(map(str, second)).encode())
 
     def write_rows(self, path: Path, width: int, packing: bool) -> int:
-        """Write all documents as rows of ``width`` tokens, drop the file, and return the number of rows.
+        """Write all documents as rows, and delete the file of the store.
 
-        Without ``packing`` a document has a row to itself, and each answer of a pair half of one.
+        Args:
+            path: the file to write.
+            width: the number of tokens in a row.
+            packing: pack several documents or pairs into a row. Otherwise each document gets a row
+                of its own, and each answer of a pair half a row.
+
+        Returns:
+            The number of rows.
         """
         self._file.close()
-        rows = (
-            best_fit(np.array(self.lengths, np.int64), width)
-            if packing
-            else [[i] for i in range(len(self.lengths))]
-        )
-        columns = JUDGED if self.seconds else COLUMNS
-        columns = (
-            columns if packing else columns[:-1]
-        )  # alone in its row a document needs no position_ids
-        self.pairs = max(map(len, rows), default=0) if self.seconds else 0
-        with row_table(path, columns, width) as write:
+        if packing:
+            rows = best_fit(np.array(self.lengths, np.int64), width)
+        else:
+            rows = [[i] for i in range(len(self.lengths))]
+
+        columns = PREFERENCE_COLUMNS if self.seconds else TOKEN_COLUMNS
+        if not packing:
+            columns = columns[:-1]  # a row with one document needs no position_ids
+        if self.seconds:
+            self.pairs = max(map(len, rows), default=0)
+
+        with create_row_file(path, columns, width) as write:
             count = max(TOKENS_PER_BATCH // width, 1)
             for start in range(0, len(rows), count):
-                filled = self._filled(rows[start : start + count], width, packing)
-                write(*(filled[name] for name in columns))
+                write(self._columns(rows[start : start + count], width, packing))
         self._path.unlink()
         self.digest.update(f"{width} {packing}".encode())
         return len(rows)
 
-    def _filled(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
+    def _columns(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
+        """Return the columns of some rows, each int32 [rows, width].
+
+        Args:
+            rows: the numbers of each row's documents.
+            width: the number of tokens in a row.
+            packing: whether rows are packed; see :meth:`write_rows`.
+        """
         stored = np.memmap(self._path, np.int32, "r")
         ends = np.cumsum(self.lengths)
-        shape, longest = (len(rows), width), width // 2 if self.seconds else width
-        ids, labels, positions, answers = (
-            np.full(shape, empty, np.int32) for empty in (0, IGNORED, 0, -1)
-        )
+        half = width // 2
+        longest = half if self.seconds else width  # of a document
+
+        shape = (len(rows), width)
+        ids = np.full(shape, 0, np.int32)
+        labels = np.full(shape, IGNORED, np.int32)
+        positions = np.full(shape, 0, np.int32)
+        answers = np.full(shape, -1, np.int32)
         for i, documents in enumerate(rows):
-            at = 0
+            end = 0  # of the tokens in the row so far
             for number, document in enumerate(documents):
                 tokens = stored[ends[document] - self.lengths[document] : ends[document]]
-                second = self.seconds[document] if self.seconds else Second(len(tokens), 0, True)
-                code = 4 * number + 2 * (not second.desirable)
-                for part, first, which in (
-                    (tokens[: second.at], 0, 0),
-                    (tokens[second.at :], second.position, 1),
-                ):
-                    at = width // 2 if which and not packing else at
-                    here = slice(at, at + len(part))
-                    ids[i, here] = np.maximum(part, ~part)
-                    labels[i, here] = np.where(part < 0, IGNORED, part)
-                    labels[i, at : at + bool(len(part))] = IGNORED
-                    positions[i, here] = np.arange(first, first + len(part))
-                    answers[i, here] = code + which
-                    at = here.stop
-            positions[i, at:] = (
-                np.arange(width - at) % longest
-            )  # padding is a document of its own, or two
+                for part_number, part in enumerate(self._parts(document, number, tokens)):
+                    is_second_half = part_number == 1 and not packing
+                    start = half if is_second_half else end
+                    end = start + len(part.tokens)
+
+                    ids[i, start:end] = np.maximum(part.tokens, ~part.tokens)
+                    labels[i, start:end] = np.where(part.tokens < 0, IGNORED, part.tokens)
+                    labels[i, start : min(start + 1, end)] = IGNORED
+                    end_position = part.first_position + len(part.tokens)
+                    positions[i, start:end] = np.arange(part.first_position, end_position)
+                    answers[i, start:end] = part.answer
+            # Padding is a document of its own, or several if it is longer than any document may be.
+            positions[i, end:] = np.arange(width - end) % longest
         return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}
+
+    def _parts(self, document: int, number_in_row: int, tokens: np.ndarray) -> list[_Part]:
+        """Divide the stored tokens of a pair into its two answers; a document has one part."""
+        if not self.seconds:
+            return [_Part(tokens, first_position=0, answer=0)]
+
+        second = self.seconds[document]
+        answer = 4 * number_in_row + (0 if second.desirable else 2)
+        return [
+            _Part(tokens[: second.start], first_position=0, answer=answer),
+            _Part(tokens[second.start :], first_position=second.position, answer=answer + 1),
+        ]

@@ -1,13 +1,13 @@
-"""Turn text, conversations or preference data into rows of tokens on disk, cached by their content."""
+"""Turn text, conversations or preference data into rows of tokens on disk, and cache them."""
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import filelock
 
@@ -17,72 +17,104 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.metadata import Facts, facts_of
-from llmtrain.data.packing import COLUMNS, Rows, TokenRows, Written, as_matrices
-from llmtrain.data.preference import PairAudit, Pairs, judged_format
+from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.packing import (
+    TOKEN_COLUMNS,
+    Rows,
+    Split,
+    SplitStats,
+    TokenRows,
+    as_matrices,
+)
+from llmtrain.data.preference import PairAudit, Pairs, preference_format_of
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
-from llmtrain.data.shuffle import Mixture, counts_of
-from llmtrain.data.sources import MakesRecords, Source, made, open_source
+from llmtrain.data.shuffle import Mixture, counts_per_period
+from llmtrain.data.sources import RecordFunction, Source, function_source, open_source
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 from llmtrain.types import IGNORED
 
+if TYPE_CHECKING:
+    import pyarrow
+
 Corpus: TypeAlias = Texts | Conversations | Pairs
-FORMAT = 5  # of cache entries; raise it when their content changes, and all of them are made again
+# The version of a cache entry's content. Raise it when the content changes: all entries are then
+# made again.
+FORMAT = 5
 
 
 @dataclass
 class Tokenized:
-    """Token rows, memory-mapped, with the tokenizer that made them."""
+    """Memory-mapped rows of tokens, and the tokenizer that made them.
+
+    Attributes:
+        train: the training rows.
+        eval: the eval rows, if there are any.
+        tokenizer: the tokenizer.
+        facts: counts and hashes of the rows.
+        mixture: assigns positions of the run to data sets; ``None`` if every row is drawn once per
+            epoch.
+        new_tokens: tokens that a chat template has added to a pretrained tokenizer.
+        in_order: draw the rows in the stored order instead of a permutation.
+        sources: the names of the data sets.
+    """
 
     train: TokenRows
     eval: TokenRows | None
     tokenizer: tok.FastTokenizer
-    facts: Facts
+    facts: DataMetadata
     mixture: Mixture | None = None
-    new_tokens: list[int] = field(
-        default_factory=list
-    )  # that a chat template has added to a pretrained tokenizer
-    in_order: bool = False  # drawn in the stored order, not in a permutation of it
-    sources: list[str] = field(default_factory=list)  # the names of the data sets
+    new_tokens: list[int] = field(default_factory=list)
+    in_order: bool = False
+    sources: list[str] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids, with gaps."""
+        """The largest token id, plus 1."""
         return self.facts.vocabulary
 
     @property
     def packed(self) -> bool:
-        """Return whether a row may hold several documents, which must not see each other."""
+        """Whether a row may hold several documents, which must not attend to each other."""
         return "position_ids" in self.train.column_names
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens at which an answer ends; none of a text."""
+        """The tokens at which an answer ends; empty for text."""
         return tuple(self.facts.ends)
 
     @property
     def held_out_sources(self) -> dict[str, int]:
-        """The rows held out of each source, by its name, where there are several."""
-        rows, names = self.facts.eval_source_rows, self.sources
-        short = [Path(name).stem or name for name in names]
-        names = short if len({*short}) == len(short) else names
-        found = {name: count for name, count in zip(names, rows, strict=False) if count}
-        return found if sum(found.values()) == sum(rows) and len(found) > 1 else {}
+        """The number of eval rows of each data set, by its name.
+
+        The dictionary is empty unless several data sets have eval rows, under different names.
+        """
+        counts = self.facts.eval_source_rows
+        names = self.sources
+        short_names = [Path(name).stem or name for name in names]
+        if len(set(short_names)) == len(short_names):
+            names = short_names
+
+        rows_by_name = {}
+        for name, count in zip(names, counts, strict=False):
+            if count:
+                rows_by_name[name] = count
+        has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
+        return rows_by_name if has_all_rows and len(rows_by_name) > 1 else {}
 
     @property
     def positions(self) -> int:
-        """The positions of a row that predict something."""
+        """The number of positions of a row that predict something."""
         return int(self.train.data.schema.field("input_ids").type.list_size) - 1
 
     def unseen_question(self) -> list[int] | None:
-        """Return the tokens before the first answer of a held-out conversation."""
+        """Return the tokens before the first answer of an eval conversation, if there is one."""
         if self.eval is None or self.facts.task == "text":
             return None
         row = self.eval[len(self.eval) - 1]
-        answered = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-        return row["input_ids"][:answered]
+        first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
+        return row["input_ids"][:first_target]
 
     @classmethod
     def of(
@@ -92,53 +124,109 @@ class Tokenized:
         eval: "Rows | None" = None,
         in_order: bool = False,
     ) -> "Tokenized":
-        """Take rows of one's own: ``input_ids`` and, where there are any, ``labels`` and ``position_ids``.
+        """Take rows that were tokenised elsewhere.
 
-        Each is a list of integers, as long as every other; labels are not shifted. Other columns are left out. With
-        ``in_order`` rows are drawn in the stored order. Raises :class:`UserError` for columns that are no such lists.
+        Args:
+            train: the training rows, with the column ``input_ids``, and optionally ``labels`` and
+                ``position_ids``. Each is a list of integers, and all lists have the same length.
+                Labels are not shifted. Other columns are ignored.
+            tokenizer: the tokenizer that made the rows.
+            eval: the eval rows.
+            in_order: draw the rows in the stored order instead of a permutation.
+
+        Raises:
+            UserError: if a column is not of this form.
         """
-        import pyarrow
-        from pyarrow.compute import list_value_length
+        train_rows = _as_token_rows(train)
+        eval_rows = None if eval is None else _as_token_rows(eval)
+        splits = [rows for rows in (train_rows, eval_rows) if rows is not None]
 
-        given = [rows for rows in (train, eval) if rows is not None]
-        tables = [
-            rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
-            for rows in given
-        ]
-        sides = [
-            TokenRows(table.select([name for name in COLUMNS if name in table.column_names]))
-            for table in tables
-        ]
-        columns = [column for rows in sides for column in rows.data.columns]
-        try:
-            (width,) = {
-                length
-                for column in columns
-                for length in list_value_length(column).unique().to_pylist()
-            }
-            kinds = {matrix.dtype.kind for column in columns for matrix in as_matrices(column)}
-        except (
-            pyarrow.ArrowException,
-            ValueError,
-        ):  # no lists, lists with gaps, or lists of several lengths
-            width, kinds = 0, set()
-        if (
-            kinds != {"i"}
-            or width < 2
-            or any("input_ids" not in rows.column_names for rows in sides)
-        ):
+        columns = [column for rows in splits for column in rows.data.columns]
+        width = _common_length(columns)
+        has_ids = all("input_ids" in rows.column_names for rows in splits)
+        if width is None or width < 2 or not has_ids:
             raise UserError(
-                f"Tokenized.of: {', '.join(COLUMNS)} must be lists of integers, all of one length; pad or pack them."
+                f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one "
+                "length; pad or pack them."
             )
-        written = [
-            _measured(rows, tokenizer, held_out)
-            for rows, held_out in zip(sides, (False, True), strict=False)
-        ]
-        name = tokenizer.name_or_path
-        facts = facts_of("rows of one's own", name, tokenizer, width - 1, written[:1], written[1:])
-        return cls(
-            sides[0], sides[1] if len(sides) > 1 else None, tokenizer, facts, in_order=in_order
+
+        train_stats = [_measure(train_rows, tokenizer, "train")]
+        eval_stats = [] if eval_rows is None else [_measure(eval_rows, tokenizer, "eval")]
+        facts = metadata_of(
+            "rows made by the recipe",
+            spec=tokenizer.name_or_path,
+            tokenizer=tokenizer,
+            block_size=width - 1,
+            train=train_stats,
+            eval=eval_stats,
         )
+        return cls(train_rows, eval_rows, tokenizer, facts, in_order=in_order)
+
+
+def _as_token_rows(rows: Rows) -> TokenRows:
+    """Return the columns of rows that a run reads."""
+    table = rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
+    return TokenRows(table.select([name for name in TOKEN_COLUMNS if name in table.column_names]))
+
+
+def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
+    """Return the length of all lists in some columns.
+
+    Returns:
+        The length; ``None`` if the columns hold no lists of integers, lists with gaps, or lists of
+        several lengths.
+    """
+    import pyarrow
+    from pyarrow.compute import list_value_length
+
+    lengths: set[int] = set()
+    kinds: set[str] = set()
+    try:
+        for column in columns:
+            lengths.update(list_value_length(column).unique().to_pylist())
+        if len(lengths) != 1:
+            return None
+        for column in columns:
+            kinds.update(matrix.dtype.kind for matrix in as_matrices(column))
+    except (pyarrow.ArrowException, ValueError):
+        return None
+    return lengths.pop() if kinds == {"i"} else None
+
+
+def _measure(rows: TokenRows, tokenizer: tok.FastTokenizer, split: Split) -> SplitStats:
+    """Hash the content of rows that were tokenised elsewhere, and count their targets.
+
+    Raises:
+        UserError: if the tokenizer does not have all their tokens.
+    """
+    digest = hashlib.sha256()
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    for name in rows.column_names:
+        digest.update(name.encode())
+        for matrix in as_matrices(rows.data.column(name)):
+            digest.update(matrix.astype("<i4").tobytes())
+            if name != "position_ids" and len(matrix) and matrix.max() >= vocabulary:
+                raise UserError(
+                    f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {vocabulary} "
+                    "tokens. Pass the tokenizer that made the rows."
+                )
+
+    targets = 0
+    target_bytes = 0
+    label_column = "labels" if "labels" in rows.column_names else "input_ids"
+    for matrix in as_matrices(rows.data.column(label_column)):
+        labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
+        targets += len(labels)
+        if split == "eval":
+            text = tokenizer.backend_tokenizer.decode(labels.tolist())
+            target_bytes += len(text.encode())
+    return SplitStats(
+        documents=len(rows),
+        rows=len(rows),
+        targets=targets,
+        bytes=target_bytes,
+        sha256=digest.hexdigest(),
+    )
 
 
 def tokenize(
@@ -146,26 +234,27 @@ def tokenize(
     block_size: int,
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
-    records: MakesRecords | None = None,
+    records: RecordFunction | None = None,
     judged_alone: bool = False,
 ) -> Tokenized:
-    """Return the rows of a data set: from the cache if they were made before, or made now.
+    """Return the rows of a data set, from the cache if they were made before.
 
-    Every process calls this before the process group exists. One of them makes the rows, while the others wait for its
-    lock. If anything fails, the cache stays as it was.
+    Every process calls this before the process group exists. One of them makes the rows, while the
+    others wait for its lock. If anything fails, the cache stays as it was.
 
     Args:
-        config: The data sets and the tokenizer.
-        block_size: The length of the rows; see :meth:`Texts.write`, :meth:`Conversations.write`, :meth:`Pairs.write`.
-        chat: How conversations become rows. With a :class:`PairConfig` the records are preference data. ``None``: the
-            records are plain text.
-        trust_remote_code: Run code that comes with the tokenizer.
-        records: Yields the records of a recipe that has its own data, always the same ones in the same order. No other
-            data are read then.
-        judged_alone: The loss takes single answers with a label, not only pairs.
+        config: the data sets and the tokenizer.
+        block_size: the length of the rows; see :meth:`Texts.write`, :meth:`Conversations.write` and
+            :meth:`Pairs.write`.
+        chat: how conversations become rows. With a :class:`PairConfig` the records are preference
+            data. ``None``: the records are plain text.
+        trust_remote_code: run code that comes with the tokenizer.
+        records: yields the records of a recipe that has its own data, always the same records in
+            the same order. Then ``config.dataset`` is not read.
+        judged_alone: the loss takes single answers with a label, not only pairs.
 
     Raises:
-        UserError: If the data, the tokenizer or the flags are wrong.
+        UserError: if the data, the tokenizer or the flags are wrong.
     """
     spec = config.tokenizer
     assert spec is not None, "the recipe sets a tokenizer if the user named none"
@@ -173,58 +262,65 @@ def tokenize(
     if tok.is_trained(spec):
         tok.vocabulary_size(spec)
     if config.mixture:
-        counts_of(config.mixture)
+        counts_per_period(config.mixture)
 
     sources = _sources_of(config, records)
-    if isinstance(chat, PairConfig):
-        formats = [judged_format(source, judged_alone) for source in sources]
-    else:
-        formats = _formats_of(sources, chat)
+    formats = _formats_of(sources, chat, unpaired=judged_alone)
     is_text = formats[0] == "text"
     if not is_text and config.given("text_field"):
         raise UserError(
             f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
         )
-    rendering = None if is_text else chat
+    row_config = None if is_text else chat
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
-    stops: list[int] = []
-    if rendering and pretrained is not None:
-        new_tokens = set_template(pretrained, rendering.chat_template)
-        stops = tok.stop_ids(spec)
-    if rendering and spec == "char":
+    stop_token_ids: list[int] = []
+    if row_config and pretrained is not None:
+        new_tokens = set_template(pretrained, row_config.chat_template)
+        stop_token_ids = tok.stop_ids(spec)
+    if row_config and spec == "char":
         raise UserError(
-            "--tokenizer char knows only the characters of the data, and a chat template has others; use byte."
+            "--tokenizer char knows only the characters of the data, and a chat template has "
+            "others; use byte."
         )
 
-    key = [
+    key: list[object] = [
         FORMAT,
         block_size,
         config.eval_fraction,
         [source.fingerprint() for source in sources],
         tok.digest(pretrained) if pretrained is not None else spec,
-        _rendering_key(formats, rendering, stops, judged_alone) if rendering else config.text_field,
     ]
+    if row_config:
+        key.append(_rendering_key(formats, row_config, stop_token_ids, judged_alone))
+    else:
+        key.append(config.text_field)
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    def make() -> None:
+        corpora = _corpora(
+            sources,
+            formats,
+            config=config,
+            chat=row_config,
+            stop_token_ids=stop_token_ids,
+            unpaired=judged_alone,
+        )
+        _make(
+            folder,
+            config,
+            block_size,
+            corpora=corpora,
+            tokenizer=pretrained,
+            chat=row_config,
+            stop_token_ids=stop_token_ids,
+        )
 
     rows = _open(folder, spec)
     is_cached = rows is not None
     if rows is None:
-        with _cache_lock(folder):
-            if _open(folder, spec) is None:
-                corpora = _corpora(sources, formats, config, rendering, stops, judged_alone)
-                _make(
-                    folder,
-                    config,
-                    block_size,
-                    corpora=corpora,
-                    tokenizer=pretrained,
-                    chat=rendering,
-                    stops=stops,
-                )
-        rows = _open(folder, spec)
-        assert rows is not None, f"{folder} cannot be read back"
+        rows = _make_once(folder, spec, make)
 
     # The same content may have been read from other files before.
     rows.facts.dataset = " ".join(config.dataset)
@@ -237,37 +333,54 @@ def tokenize(
     return rows
 
 
-def _sources_of(config: DataConfig, records: MakesRecords | None) -> list[Source]:
-    """Return the sources that ``--dataset`` names, or the recipe's own one."""
+def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Source]:
+    """Return the sources in ``--dataset``, or the recipe's own one."""
     if records is None:
         return [open_source(name) for name in config.dataset]
     if config.given("dataset"):
-        raise UserError("--dataset: this recipe has data of its own; leave the flag out.")
-    source = made(records)
+        raise UserError("--dataset: this recipe has its own data; leave the flag out.")
+    source = function_source(records)
     config.dataset = [source.name]
     return [source]
 
 
-@contextlib.contextmanager
-def _cache_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry; raises :class:`UserError` if the cache folder cannot be written."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{folder}.lock"):
-            yield
-    except OSError as error:
+def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
+    """Return the format of each source's records.
+
+    The records are all text, all conversations or all preference data.
+    """
+    if isinstance(chat, PairConfig):
+        return [preference_format_of(source, unpaired) for source in sources]
+    if isinstance(chat, ChatConfig):
+        formats = [format_of(source, chat) for source in sources]
+    else:
+        formats = ["text"] * len(sources)
+
+    if "text" in formats and len(set(formats)) > 1:
+        kinds = ", ".join(
+            f"{source.name} is {format}" for source, format in zip(sources, formats, strict=True)
+        )
         raise UserError(
-            f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to another."
-        ) from None
+            f"--dataset: text and conversations cannot be mixed ({kinds}); set the format with "
+            "--format."
+        )
+    if formats[0] == "text" and chat:
+        for name in flags_of(ChatConfig):
+            if chat.given(name) and name != "format":
+                raise UserError(
+                    f"--{name} is for conversations, but {sources[0].name} is text; leave it out, "
+                    "or see --format."
+                )
+    return formats
 
 
 def _rendering_key(
-    formats: list[str], chat: RowConfig, stops: list[int], judged_alone: bool
+    formats: list[str], chat: RowConfig, stop_token_ids: list[int], unpaired: bool
 ) -> list[object]:
     """Return the part of a cache key that says how conversations become rows."""
-    # The text of the template, because the file that --chat_template names may change.
+    # The text of the template, because the file in --chat_template may change.
     template = template_text(chat.chat_template) if chat.chat_template else None
-    return [formats, asdict(chat), template, stops, judged_alone]
+    return [formats, asdict(chat), template, stop_token_ids, unpaired]
 
 
 def _corpora(
@@ -275,100 +388,60 @@ def _corpora(
     formats: list[str],
     config: DataConfig,
     chat: RowConfig | None,
-    stops: Sequence[int],
-    judged_alone: bool,
+    stop_token_ids: Sequence[int],
+    unpaired: bool,
 ) -> list[Corpus]:
-    """Return what turns the records of each source into rows."""
+    """Return the objects that turn the records of each source into rows."""
     corpora: list[Corpus] = []
     for source, format in zip(sources, formats, strict=True):
         if isinstance(chat, PairConfig):
-            corpora.append(Pairs(source, config, chat, stops, judged_alone))
+            corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired=unpaired))
         elif isinstance(chat, ChatConfig):
-            corpora.append(Conversations(source, format, config, chat, stops))
+            corpora.append(Conversations(source, format, config, chat, stop_token_ids))
         else:
             corpora.append(Texts(source, config))
     return corpora
 
 
-def _measured(rows: TokenRows, tokenizer: tok.FastTokenizer, held_out: bool) -> Written:
-    """Hash the content of rows of one's own, and count their targets."""
-    digest = hashlib.sha256()
-    targets = 0
-    size = 0
-    known = max(tokenizer.get_vocab().values()) + 1
-    for name in rows.column_names:
-        digest.update(name.encode())
-        for matrix in as_matrices(rows.data.column(name)):
-            digest.update(matrix.astype("<i4").tobytes())
-            if name != "position_ids" and len(matrix) and matrix.max() >= known:
-                raise UserError(
-                    f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {known} tokens."
-                )
-    for matrix in as_matrices(
-        rows.data.column("labels" if "labels" in rows.column_names else "input_ids")
-    ):
-        labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
-        targets += len(labels)
-        size += len(tokenizer.backend_tokenizer.decode(labels.tolist()).encode()) if held_out else 0
-    return Written(len(rows), len(rows), targets, size, digest.hexdigest())
-
-
-def _formats_of(sources: list[Source], chat: RowConfig | None) -> list[str]:
-    """Return the format of each source's records, which are either all text or all conversations."""
-    if not isinstance(chat, ChatConfig):
-        formats = ["text"] * len(sources)
-    else:
-        formats = [format_of(source, chat) for source in sources]
-    if "text" in formats and len(set(formats)) > 1:
-        kinds = ", ".join(
-            f"{source.name} is {format}" for source, format in zip(sources, formats, strict=True)
-        )
-        raise UserError(
-            f"--dataset: text and conversations cannot be mixed ({kinds}); set the format with --format."
-        )
-    if formats[0] == "text" and chat:
-        for name in flags_of(ChatConfig):
-            if chat.given(name) and name != "format":
-                raise UserError(
-                    f"--{name} is for conversations, but {sources[0].name} is text; leave it out, or see --format."
-                )
-    return formats
-
-
-def _describe(facts: Facts, formats: list[str], chat: RowConfig | None, is_cached: bool) -> None:
+def _describe(
+    facts: DataMetadata, formats: list[str], chat: RowConfig | None, is_cached: bool
+) -> None:
     """Print the lines about the data in the start-up log."""
     kind = "documents" if facts.task == "text" else facts.task
-    outcome = "found in the cache" if is_cached else "tokenised"
+    outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
         f"{facts.dataset}: {facts.documents:,} {kind}, "
-        f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out, "
+        f"{facts.train_tokens:,} train tokens, {facts.eval_tokens:,} eval tokens, "
         f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {outcome}",
     )
     if chat is None:
         return
     if not facts.audit:
-        say("task", "going on with pretraining: the records are text, no conversations")
+        say("task", "continued pretraining: the records are text, not conversations")
         return
 
     if facts.task == "preferences":
         audit_type: type[Audit | PairAudit] = PairAudit
-        task = "comparing answers"
+        task = "preference training"
     else:
         audit_type = Audit
-        task = "fine-tuning on what assistants say"
+        task = "fine-tuning on the assistant's turns"
     say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
     for line in audit_type(**facts.audit).lines(chat.overlong):
         say("audit", line)
     left_out = ("overlong", "untrained", "same", "bad")
     if facts.eval_audit and any(facts.eval_audit.get(name) for name in left_out):
-        say("held out", audit_type(**facts.eval_audit).left(chat.overlong))
+        say("eval", audit_type(**facts.eval_audit).left_out(chat.overlong))
+
+
+# --- cache entries
 
 
 def _open(folder: Path, spec: str) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
     try:
-        facts = Facts(**json.loads((folder / "facts.json").read_text()))
+        facts = DataMetadata(**json.loads((folder / "facts.json").read_text()))
         numbers = range(len(facts.source_rows))
         train = TokenRows.open([folder / f"train-{i}.arrow" for i in numbers])
         eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in numbers])
@@ -378,6 +451,34 @@ def _open(folder: Path, spec: str) -> Tokenized | None:
     return Tokenized(train, eval if facts.eval_rows else None, tokenizer, facts)
 
 
+def _make_once(folder: Path, spec: str, make: Callable[[], None]) -> Tokenized:
+    """Make a cache entry, unless another process makes it first, and return its rows."""
+    with _cache_lock(folder):
+        if _open(folder, spec) is None:
+            make()
+    rows = _open(folder, spec)
+    assert rows is not None, f"{folder} cannot be read back"
+    return rows
+
+
+@contextlib.contextmanager
+def _cache_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache entry.
+
+    Raises:
+        UserError: if the cache folder cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{folder}.lock"):
+            yield
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
+            "another."
+        ) from None
+
+
 def _make(
     folder: Path,
     config: DataConfig,
@@ -385,49 +486,53 @@ def _make(
     corpora: Sequence[Corpus],
     tokenizer: "tok.FastTokenizer | None",
     chat: RowConfig | None,
-    stops: Sequence[int],
+    stop_token_ids: Sequence[int],
 ) -> None:
-    """Make a cache entry: the tokenizer, if it is made from the data, and the rows of each source.
+    """Make a cache entry: the tokenizer, if it is trained on the data, and the rows of each source.
 
     Args:
-        folder: The cache entry. It exists only once it is complete.
-        config: The data sets and the tokenizer.
-        block_size: The length of the rows.
-        corpora: Turn the records of each source into rows.
-        tokenizer: A tokenizer that was loaded; ``None`` if it is to be made.
-        chat: How conversations become rows; ``None`` for text.
-        stops: The tokens at which the model stops generating, as far as its folder says so.
+        folder: the cache entry. It exists only once it is complete.
+        config: the data sets and the tokenizer.
+        block_size: the length of the rows.
+        corpora: turn the records of each source into rows.
+        tokenizer: a pretrained tokenizer; ``None`` to train one on the data.
+        chat: how conversations become rows; ``None`` for text.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
     """
     name = " ".join(config.dataset)
     spec = config.tokenizer or ""
     with new_folder(folder) as working:
         if tokenizer is None:
-            train_texts = chain.from_iterable(corpus.texts(held_out=False) for corpus in corpora)
-            trained = tok.train_tokenizer(
-                spec,
-                train=train_texts,
-                everything=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
-            )
-            tokenizer = tok.as_pretrained(trained, block_size)
+            tokenizer = _trained_tokenizer(spec, corpora, block_size)
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
         tokenizer.save_pretrained(working / "tokenizer")
 
-        train: list[Written] = []
-        held_out: list[Written] = []
+        train: list[SplitStats] = []
+        eval: list[SplitStats] = []
         for i, corpus in enumerate(corpora):
-            train_path = working / f"train-{i}.arrow"
-            train.append(corpus.write(tokenizer, block_size, train_path, held_out=False))
-            eval_path = working / f"eval-{i}.arrow"
-            held_out.append(corpus.write(tokenizer, block_size, eval_path, held_out=True))
-        smallest = min(written.targets for written in train)
+            train.append(corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", "train"))
+            eval.append(corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", "eval"))
+        smallest = min(stats.targets for stats in train)
         if chat is None and smallest < block_size:
             raise UserError(
-                f"--block_size {block_size} is larger than the text to train on ({smallest + 1} tokens of {name}); "
-                f"use at most {max(smallest, 1)} or more text."
+                f"--block_size {block_size} is larger than the training text ({smallest + 1} "
+                f"tokens of {name}); use at most {max(smallest, 1)}, or more text."
             )
 
-        facts = facts_of(name, spec, tokenizer, block_size, train, held_out)
+        facts = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
         facts.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
-        facts.ends = sorted(ChatTemplate(tokenizer, stops).ends) if chat else []
+        if chat:
+            facts.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
+
+
+def _trained_tokenizer(spec: str, corpora: Sequence[Corpus], block_size: int) -> tok.FastTokenizer:
+    """Train the tokenizer ``char``, ``byte`` or ``bpe:N`` on the data."""
+    trained = tok.train_tokenizer(
+        spec,
+        train=chain.from_iterable(corpus.texts("train") for corpus in corpora),
+        all_texts=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
+    )
+    return tok.as_pretrained(trained, block_size)

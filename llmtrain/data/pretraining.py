@@ -1,8 +1,9 @@
-"""Plain text -> a stream of tokens -> rows.
+"""Tokenise plain text, as one stream of tokens that is cut into rows.
 
-A text is a stream: end-of-text, document, end-of-text, document, ..., end-of-text. Row ``i`` of block size B holds
-tokens ``i*B`` to ``i*B + B`` of it, B + 1 tokens that overlap the next row by one, so that every token but the first is
-a target exactly once. Places of the last row past the end of the stream hold -100.
+The stream is: end-of-text, document, end-of-text, document, ..., end-of-text. Row ``i`` holds the
+tokens ``i * B`` to ``i * B + B`` of it if the block size is B. That is B + 1 tokens, of which the
+last one is also the first of the next row. So every token except the first is a target exactly
+once. Positions of the last row behind the end of the stream hold -100.
 """
 
 import hashlib
@@ -10,128 +11,175 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.packing import TOKENS_PER_BATCH, Written, hash_place, row_table
+from llmtrain.data.packing import (
+    TOKENS_PER_BATCH,
+    Split,
+    SplitStats,
+    create_row_file,
+    hash_fraction,
+)
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.tokenizer import FastTokenizer, is_trained
 from llmtrain.errors import UserError, first_line
 from llmtrain.types import IGNORED
 
-_ENCODE_CHARACTERS = 1 << 20  # per call of the tokenizer, which spreads it over the cores
+# Characters in a call of the tokenizer, which divides the texts of a call among the CPU cores.
+_ENCODE_CHARACTERS = 1 << 20
 _SEGMENT_CHARACTERS = 1 << 16
-# White space behind something else; \x1c to \x1f are white space to Python, not to Unicode.
+# Where white space follows something else. Python counts \x1c to \x1f as white space, Unicode does
+# not.
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
 _T = TypeVar("_T", bound=Sized)
 
 
-class Texts:
-    """The documents of a source, divided into training and evaluation data.
+class _Cut(NamedTuple):
+    """A document whose end is the eval data.
 
-    A document whose hash is below ``--eval_fraction`` is evaluation data, so it never changes sides. If that leaves one
-    side almost empty, as with a handful of documents, the evaluation data is the end of the longest document instead.
+    Attributes:
+        document: its number in the source.
+        start: the character at which the eval data begin.
+    """
+
+    document: int
+    start: int
+
+
+class Texts:
+    """The documents of a source, divided into training and eval data.
+
+    A document is eval data if its hash is below ``--eval_fraction``. So adding other documents does
+    not move it to the other split. If a split is then almost empty, as with a handful of documents,
+    the eval data are the end of the longest document instead.
+
+    Attributes:
+        documents: the number of documents in each split.
+        bytes: UTF-8 bytes of each split.
     """
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.source = source
         self.config = config
         self.fraction = config.eval_fraction
-        # Number and UTF-8 size of the documents: [training data, evaluation data].
-        self.documents = [0, 0]
-        self.bytes = [0, 0]
-        # The number of the document that is divided, if one is, and the character at which its end begins.
-        self.divided: tuple[int, int] | None = None
+        self.documents: dict[Split, int] = {"train": 0, "eval": 0}
+        self.bytes: dict[Split, int] = {"train": 0, "eval": 0}
+        self._cut: _Cut | None = None
 
-        longest_number = 0
+        longest = 0
         longest_length = 0
         for number, text in enumerate(self.texts()):
-            held_out = hash_place(text) < self.fraction
-            self.documents[held_out] += 1
-            self.bytes[held_out] += len(text.encode())
+            split = self._split_of(text)
+            self.documents[split] += 1
+            self.bytes[split] += len(text.encode())
             if len(text) > longest_length:
-                longest_number = number
+                longest = number
                 longest_length = len(text)
 
-        total_bytes = sum(self.bytes)
+        total_bytes = sum(self.bytes.values())
         if not total_bytes:
             raise UserError(f"--dataset {source.name} holds no text.")
+
         largest_share = max(0.5, 2 * self.fraction)
-        if self.fraction and not 0 < self.bytes[True] <= total_bytes * largest_share:
-            self.divided = (longest_number, int(longest_length * (1 - self.fraction)))
-            eval_bytes = sum(len(text.encode()) for text in self.texts(held_out=True))
-            self.documents = [sum(self.documents) - 1, 1]
-            self.bytes = [total_bytes - eval_bytes, eval_bytes]
-        if not self.bytes[False]:
+        is_balanced = 0 < self.bytes["eval"] <= total_bytes * largest_share
+        if self.fraction and not is_balanced:
+            self._cut = _Cut(document=longest, start=int(longest_length * (1 - self.fraction)))
+            eval_bytes = sum(len(text.encode()) for text in self.texts("eval"))
+            self.documents = {"train": sum(self.documents.values()) - 1, "eval": 1}
+            self.bytes = {"train": total_bytes - eval_bytes, "eval": eval_bytes}
+        if not self.bytes["train"]:
             raise UserError(
-                f"--eval_fraction {self.fraction} leaves no text to train on; lower it, or set it to 0."
+                f"--eval_fraction {self.fraction} leaves no text to train on; lower it, or set it "
+                "to 0."
             )
 
-    def texts(self, held_out: bool | None = None) -> Iterator[str]:
-        """Yield the texts of one side or of both.
+    def _split_of(self, text: str) -> Split:
+        """Return the split that the hash of a document chooses."""
+        return "eval" if hash_fraction(text) < self.fraction else "train"
 
-        Args:
-            held_out: True for the evaluation data, False for the training data, ``None`` for both.
-        """
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the texts of one split, or of both."""
         for number, text in enumerate(documents(self.source, self.config.text_field)):
-            if held_out is None:
+            if split is None:
                 yield text
-            elif self.divided is None:
-                if held_out == (hash_place(text) < self.fraction):
+            elif self._cut is None:
+                if split == self._split_of(text):
                     yield text
-            elif number == self.divided[0]:
-                yield text[self.divided[1] :] if held_out else text[: self.divided[1]]
-            elif not held_out:
+            elif number == self._cut.document:
+                yield text[self._cut.start :] if split == "eval" else text[: self._cut.start]
+            elif split == "train":
                 yield text
 
     def write(
-        self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
-    ) -> Written:
-        """Tokenize the training or the evaluation data and write its rows of ``block_size + 1`` tokens."""
-        texts = self.texts(held_out) if self.bytes[held_out] else ()
-        splits = is_trained(self.config.tokenizer or "")
+        self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
+    ) -> SplitStats:
+        """Tokenise a split and write its rows, which hold ``block_size + 1`` tokens."""
+        texts = self.texts(split) if self.bytes[split] else ()
+        splits_texts = is_trained(self.config.tokenizer or "")
         with tqdm(
-            total=self.bytes[held_out], unit="B", unit_scale=True, desc="tokenising", leave=False
+            total=self.bytes[split],
+            unit="B",
+            unit_scale=True,
+            desc="tokenising",
+            leave=False,
         ) as bar:
-            written = _write_rows(path, _encoded(tokenizer, texts, splits, bar), block_size)
-        return written._replace(documents=self.documents[held_out], bytes=self.bytes[held_out])
+            token_arrays = _encoded(tokenizer, texts, splits_texts, bar)
+            stats = _write_rows(path, token_arrays, block_size)
+        return stats._replace(documents=self.documents[split], bytes=self.bytes[split])
 
 
 def _encoded(
-    tokenizer: FastTokenizer, texts: Iterable[str], splits: bool, bar: "tqdm[NoReturn]"
+    tokenizer: FastTokenizer,
+    texts: Iterable[str],
+    splits_texts: bool,
+    bar: "tqdm[NoReturn]",
 ) -> Iterator[np.ndarray]:
-    """Yield documents as arrays of token ids, each document followed by end-of-text.
+    """Yield documents as int32 arrays of token ids, each document followed by end-of-text.
 
-    The first is also preceded by it. Where the tokenizer puts a BOS before every text, each document begins with that
-    instead: its model knows no other way.
+    The first document is also preceded by end-of-text. If the tokenizer puts a BOS before every
+    text, each document is preceded by that instead, because its model was trained that way.
 
-    A long document is split into segments for the tokenizer's threads where that changes no token: the tokenizers
-    trained here begin a new word wherever white space follows something else.
+    Args:
+        tokenizer: the tokenizer.
+        texts: the documents.
+        splits_texts: split long documents into segments for the threads of the tokenizer. With a
+            tokenizer of :func:`llmtrain.data.tokenizer.train_tokenizer` this changes no token,
+            because it begins a new word wherever white space follows something else.
+        bar: shows how many bytes of text were tokenised.
     """
     end = [tokenizer.eos_token_id]
     bos = tokenizer.bos_token_id
-    begin = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
-    backend = tokenizer.backend_tokenizer  # after the call above, which has settings of its own
+    puts_bos = bos is not None and tokenizer.encode("")[:1] == [bos]
+    begin = [bos] if puts_bos else []
+
+    # The call of encode() above has its own settings, so these are made after it.
+    backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+
     before = begin or end
     for batch in _batches(texts, _ENCODE_CHARACTERS):
-        segments = [[*_segments(text)] if splits else [text] for text in batch]
+        if splits_texts:
+            documents_of_batch = [list(_segments(text)) for text in batch]
+        else:
+            documents_of_batch = [[text] for text in batch]
+        segments = list(itertools.chain.from_iterable(documents_of_batch))
         try:
-            encoded = iter(
-                backend.encode_batch_fast([*itertools.chain(*segments)], add_special_tokens=False)
-            )
+            encodings = iter(backend.encode_batch_fast(segments, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise UserError(
                 f"the tokenizer cannot encode this text: {first_line(error)}."
             ) from None
-        for document in segments:
+
+        for document in documents_of_batch:
             yield np.array(before, np.int32)
-            yield from (np.array(next(encoded).ids, np.int32) for _ in document)
+            for _ in document:
+                yield np.array(next(encodings).ids, np.int32)
             yield np.array(end, np.int32)
             before = begin
         bar.update(sum(len(text.encode()) for text in batch))
@@ -139,19 +187,21 @@ def _encoded(
 
 def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
     """Group items until their lengths add up to ``size`` or more."""
-    batch, held = list[_T](), 0
+    batch: list[_T] = []
+    length = 0
     for item in items:
         batch.append(item)
-        held += len(item)
-        if held >= size:
+        length += len(item)
+        if length >= size:
             yield batch
-            batch, held = [], 0
+            batch = []
+            length = 0
     if batch:
         yield batch
 
 
 def _segments(text: str) -> Iterator[str]:
-    """Split a text where white space follows something else, about every ``_SEGMENT_CHARACTERS``."""
+    """Split a text about every ``_SEGMENT_CHARACTERS``, before white space."""
     start = 0
     while gap := _GAP.search(text, start + _SEGMENT_CHARACTERS):
         yield text[start : gap.start()]
@@ -159,28 +209,45 @@ def _segments(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _write_rows(path: Path, arrays: Iterable[np.ndarray], block_size: int) -> Written:
-    """Write the stream as rows that overlap by one token."""
-    tokens = rows = 0
+def _write_rows(path: Path, token_arrays: Iterable[np.ndarray], block_size: int) -> SplitStats:
+    """Write the stream as rows that overlap by one token.
+
+    Args:
+        path: the file to write.
+        token_arrays: the stream, in pieces of any length.
+        block_size: a row holds one token more.
+
+    Returns:
+        The counts of rows and targets, and the hash. Documents and bytes are not counted here.
+    """
+    tokens = 0
+    rows = 0
     digest = hashlib.sha256()
 
-    def padded() -> Iterator[np.ndarray]:
+    def padded_stream() -> Iterator[np.ndarray]:
         nonlocal tokens
-        for array in arrays:
+        for array in token_arrays:
             digest.update(array.astype("<i4").tobytes())
             tokens += len(array)
             yield array
         yield np.full((1 - tokens) % block_size, IGNORED, np.int32)
 
     rest = np.empty(0, np.int32)
-    with row_table(path, ["input_ids"], block_size + 1) as write:
-        for batch in _batches(padded(), max(TOKENS_PER_BATCH, block_size)):
+    with create_row_file(path, ["input_ids"], block_size + 1) as write:
+        for batch in _batches(padded_stream(), max(TOKENS_PER_BATCH, block_size)):
             stream = np.concatenate([rest, *batch])
-            if len(stream) > block_size:
-                write(
-                    np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size]
-                )
-                count = (len(stream) - 1) // block_size
-                rows, stream = rows + count, stream[count * block_size :]
+            count = (len(stream) - 1) // block_size
+            if count > 0:
+                windows = np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)
+                write({"input_ids": windows[::block_size]})
+                rows += count
+                stream = stream[count * block_size :]
             rest = stream
-    return Written(0, rows, max(tokens - 1, 0), 0, digest.hexdigest())
+
+    return SplitStats(
+        documents=0,
+        rows=rows,
+        targets=max(tokens - 1, 0),
+        bytes=0,
+        sha256=digest.hexdigest(),
+    )

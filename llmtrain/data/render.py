@@ -1,4 +1,7 @@
-"""Conversations -> documents of tokens, of which the assistant's turns are trained as they would be generated."""
+"""Render conversations as documents of tokens.
+
+The assistant's turns are the targets, exactly as the model would have to generate them.
+"""
 
 import copy
 import itertools
@@ -18,7 +21,7 @@ from llmtrain.data.chat_template import (
     any_of,
     render,
 )
-from llmtrain.data.formats import Conversation, Judged
+from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 
@@ -31,9 +34,9 @@ class Document(NamedTuple):
     Attributes:
         ids: int32 [n].
         trained: bool [n], whether a token is a target.
-        trained_bytes: UTF-8 bytes of the trained text; control tokens count none.
-        turns: of the assistant that are targets.
-        ended: turns whose last trained token is one that ends a turn.
+        trained_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        turns: the number of assistant turns that are targets.
+        ended: the number of these whose last target token ends a turn.
     """
 
     ids: np.ndarray
@@ -44,12 +47,16 @@ class Document(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """One conversation as documents, each turn of the assistant's a target in one of them.
+    """A conversation as documents. Each assistant turn is a target in one of them.
 
     Attributes:
-        left_answers, left_calls: turns in none, since the template shows them otherwise than it prompts for them.
-        unshown: turns whose reasoning, or whose words beside a call, the template does not show.
-        remade: turns that ``{% generation %}`` marks elsewhere than they would be generated.
+        documents: the documents.
+        left_answers: answers that are in no document, because the template shows them differently
+            from the way it prompts for them.
+        left_calls: the same for turns that end with a call.
+        unshown: turns whose reasoning, or whose text next to a call, the template does not show.
+        remade: turns that are trained in full, because ``{% generation %}`` marks text that their
+            prompt does not lead to.
     """
 
     documents: list[Document]
@@ -60,58 +67,114 @@ class Rendered(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    before: list[Message]
-    said: list[Message]
+    """An assistant turn.
+
+    Attributes:
+        history: the messages before it.
+        messages: its own messages.
+        tools: the tools of the conversation.
+        thoughts: the reasoning of its messages.
+    """
+
+    history: list[Message]
+    messages: list[Message]
     tools: list[Fields] | None
     thoughts: list[str]
 
 
-class Renderer:
-    """Conversations -> documents, by the chat template that the tokenizer has.
+class _PromptedTurn(NamedTuple):
+    """An assistant turn as text.
 
-    A turn's prompt is what a chat would send at that point; its target is what should come back, to the token that ends
-    it. Turns share a document where the tokens of the next prompt begin with it. Else each has one of its own, since
-    the template changes what came before: it drops earlier reasoning, say. Where the template has ``{% generation %}``
-    blocks, they say what of such a turn is trained; a token is where all its characters are. ``last`` trains the turns
-    since the last question alone.
+    Attributes:
+        prompt: the text before it.
+        target: its own text.
+        end: the token that ends it if the target does not end with one; otherwise empty.
+    """
+
+    prompt: str
+    target: str
+    end: str
+
+
+class _TargetTokens(NamedTuple):
+    """The tokens of a target.
+
+    Attributes:
+        ids: int32 [n].
+        start: int [n], the character of the target at which each token begins.
+        stop: int [n], the character at which it ends.
+        controls: the indices of control tokens.
+    """
+
+    ids: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    controls: np.ndarray
+
+
+class Renderer:
+    """Renders conversations as documents, with the chat template of the tokenizer.
+
+    The prompt of a turn is the text that a chat would send at that point. Its target is the text
+    that should come back, with the token that ends it. Turns share a document if the tokens of each
+    next prompt begin with those of the document so far. If they do not, because the template
+    changes what came before (it may drop earlier reasoning), a turn gets its own document. If the
+    template has ``{% generation %}`` blocks, only their text is trained. A token is trained if all
+    its characters are in a block.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
+        only_last_turns: train only the turns after the last user message.
     """
 
     def __init__(
-        self, tokenizer: FastTokenizer, stops: Collection[int] = (), last: bool = False
+        self,
+        tokenizer: FastTokenizer,
+        stop_token_ids: Collection[int] = (),
+        only_last_turns: bool = False,
     ) -> None:
-        self.tokenizer, self.template, self.last = tokenizer, ChatTemplate(tokenizer, stops), last
-        self.control_ids = np.array(list(self.template.controls))
-        self._controls = any_of(self.template.controls.values())
-        # A copy, because others have the tokenizer read "<|im_end|>" as text. A post-processor would add nothing here,
-        # but may take white space out of the offsets.
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, stop_token_ids)
+        self.only_last_turns = only_last_turns
+        self.control_ids = np.array(list(self.template.control_tokens))
+        self._controls = any_of(self.template.control_tokens.values())
+
+        # A copy, because other code sets up the tokenizer so that "<|im_end|>" is text. Without a
+        # post-processor, which would add nothing here, but may remove white space from the offsets.
         self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = False
         self.backend.post_processor = None
 
-    def judged(self, record: Judged, answer: list[Message]) -> Document:
-        """Render the prompt and an answer to it, of which the turns of the assistant's are judged."""
-        rendered = self(Conversation(record.prompt + answer, record.tools), len(record.prompt))
+    def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> Document:
+        """Render the prompt of a record and an answer to it. Only the answer is trained."""
+        conversation = Conversation(record.prompt + answer, record.tools)
+        rendered = self(conversation, after=len(record.prompt))
         if rendered.left_answers or rendered.left_calls or len(rendered.documents) != 1:
-            raise BadRow("the chat template shows the answer otherwise than it prompts for it")
+            raise BadRow(
+                "the chat template shows the answer differently from the way it prompts for it"
+            )
         return rendered.documents[0]
 
     def __call__(self, conversation: Conversation, after: int | None = None) -> Rendered:
         """Render a conversation.
 
         Args:
-            conversation: The messages and the tools.
-            after: Train only turns that end after this many messages. By default all turns are trained, or with
-                ``last`` those after the last user message.
+            conversation: the messages and the tools.
+            after: train only turns that end after this many messages. By default all turns are
+                trained, or with ``only_last_turns`` those after the last user message.
 
         Raises:
-            BadRow: If the chat template refuses the conversation or does not show it, or if its text cannot be used.
+            BadRow: if the chat template refuses the conversation or does not show it, or if its
+                text cannot be used.
         """
         tools = conversation.tools
-        messages, thoughts = self.template.fitted(conversation.messages)
+        messages, thoughts = self.template.adapt(conversation.messages)
         self._check_text(messages, tools)
-        whole, marks = render(self.tokenizer, messages, tools)
+        full_text, marks = render(self.tokenizer, messages, tools)
         if marks is not None and all(start == end for start, end in marks):
             raise BadRow("the chat template's {% generation %} marks nothing in it")
 
@@ -125,36 +188,43 @@ class Renderer:
             if stop <= first_trained:
                 continue
             turn = _Turn(
-                before=messages[:start],
-                said=messages[start:stop],
+                history=messages[:start],
+                messages=messages[start:stop],
                 tools=tools,
                 thoughts=[thought for thought in thoughts[start:stop] if thought],
             )
             prompted = self._prompted(turn)
             if prompted is None:
-                if "tool_calls" in turn.said[-1]:
+                if "tool_calls" in turn.messages[-1]:
                     left_calls += 1
                 else:
                     left_answers += 1
                 continue
-            prompt, target, stop_token = prompted
+            prompt, target, end = prompted
 
-            contents = [message["content"].strip() for message in turn.said]
+            contents = [message["content"].strip() for message in turn.messages]
             unshown += any(text not in target for text in [*turn.thoughts, *contents])
 
             spans = [(0, len(target))]
             if marks is not None:
-                if whole.startswith(prompt + target):
+                if full_text.startswith(prompt + target):
                     spans = _clipped(marks, start=len(prompt), length=len(target))
                 else:
                     remade += 1
             if spans:
-                spans.append((len(target), len(target + stop_token)))
-                self._add(documents, prompt, target + stop_token, spans)
-        return Rendered(documents, left_answers, left_calls, unshown, remade)
+                spans.append((len(target), len(target + end)))
+                self._add(documents, prompt, target + end, spans)
+
+        return Rendered(
+            documents,
+            left_answers=left_answers,
+            left_calls=left_calls,
+            unshown=unshown,
+            remade=remade,
+        )
 
     def _check_text(self, messages: list[Message], tools: list[Fields] | None) -> None:
-        """Raise :class:`BadRow` if a message or a tool holds a control token or is not valid text."""
+        """Raise :class:`BadRow` if a message or tool holds a control token or is not valid text."""
         places: list[tuple[str, object]] = [
             (f"message {number} ({message['role']})", message)
             for number, message in enumerate(messages, start=1)
@@ -170,70 +240,115 @@ class Renderer:
 
     def _first_trained(self, messages: list[Message]) -> int:
         """Return the number of messages that come before the first turn to train."""
-        if not self.last:
+        if not self.only_last_turns:
             return 0
         questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
         return max(questions, default=0)
 
     def cut(self, document: Document, width: int) -> Document:
-        """Return its first ``width`` tokens. Where their turns end is lost."""
-        ids, trained = document.ids[:width], document.trained[:width]
-        said = ids[trained & ~np.isin(ids, self.control_ids)].tolist()
-        return Document(
-            ids, trained, len(self.backend.decode(said, skip_special_tokens=False).encode()), 0, 0
+        """Return the first ``width`` tokens of a document. Its turns are not counted."""
+        ids = document.ids[:width]
+        trained = document.trained[:width]
+        target_ids = ids[trained & ~np.isin(ids, self.control_ids)].tolist()
+        text = self.backend.decode(target_ids, skip_special_tokens=False)
+        return Document(ids, trained, trained_bytes=len(text.encode()), turns=0, ended=0)
+
+    # --- from a turn to its prompt and its target
+
+    def _render(
+        self,
+        messages: list[Message],
+        tools: list[Fields] | None,
+        switch: Switch,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        text, _ = render(
+            self.tokenizer,
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            switch=switch,
         )
+        return text
 
-    def _prompted(self, turn: _Turn) -> tuple[str, str, str] | None:
-        """Return the prompt for a turn, what should come back, and the token to end that with where it has none.
+    def _prompted(self, turn: _Turn) -> _PromptedTurn | None:
+        """Return the prompt of a turn and its target.
 
-        ``None`` where the template does not show what should come back.
-        """
-        for reasons in [True, False] if turn.thoughts else [False]:
-            for switch in self.template.switches(reasons):
-                prompt, _ = render(self.tokenizer, turn.before, turn.tools, True, switch)
-                text, _ = render(self.tokenizer, turn.before + turn.said, turn.tools, False, switch)
-                target = (
-                    text[len(prompt) :]
-                    if text.startswith(prompt)
-                    else _reasoned(turn, prompt, text)
-                )
-                if target is None:
-                    target = self._behind_another_history(turn, prompt, text, switch)
-                if target is not None and (
-                    not reasons or any(thought in target for thought in turn.thoughts)
-                ):
-                    return prompt, *self._to_its_end(turn, prompt, target, switch)
-        return None
-
-    def _behind_another_history(
-        self, turn: _Turn, prompt: str, text: str, switch: Switch
-    ) -> str | None:
-        """Return what follows the words that ask for a turn, where those before them are not the prompt's."""
-        asks, altered = self._asks(turn, prompt, switch), [*map(_altered, turn.said)]
-        try:
-            other, _ = render(self.tokenizer, turn.before + altered, turn.tools, False, switch)
-        except BadRow:
-            return None
-        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-        at = text.rfind(asks, 0, sum(1 for _ in pairs))
-        return text[at + len(asks) :] if asks and at >= 0 else None
-
-    def _asks(self, turn: _Turn, prompt: str, switch: Switch) -> str:
-        """Return what a prompt has behind the messages before it; nothing where it has these otherwise."""
-        history, _ = render(self.tokenizer, turn.before, turn.tools, False, switch)
-        return prompt[len(history) :] if prompt.startswith(history) else ""
-
-    def _to_its_end(self, turn: _Turn, prompt: str, target: str, switch: Switch) -> tuple[str, str]:
-        """Cut a target behind the token that ends the turn.
+        Several ways to prompt are tried. If the turn has reasoning, a prompt that asks for
+        reasoning comes first, and is taken only if the target shows some of the reasoning.
 
         Returns:
-            The target, and the token that ends it if the template shows none (else an empty string).
+            The turn; ``None`` if the template does not show it behind any prompt.
+        """
+        choices = [True, False] if turn.thoughts else [False]
+        for with_reasoning in choices:
+            for switch in self.template.switches(with_reasoning):
+                prompt = self._render(turn.history, turn.tools, switch, add_generation_prompt=True)
+                target = self._target(turn, prompt, switch)
+                if target is None:
+                    continue
+                shows_reasoning = any(thought in target for thought in turn.thoughts)
+                if shows_reasoning or not with_reasoning:
+                    return self._with_end(turn, prompt, target, switch)
+        return None
+
+    def _target(self, turn: _Turn, prompt: str, switch: Switch) -> str | None:
+        """Return the text that should come back for a prompt, or ``None`` if it is not shown."""
+        text = self._render(turn.history + turn.messages, turn.tools, switch)
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        target = _target_of_opened_reasoning(turn, prompt, text)
+        if target is not None:
+            return target
+        return self._target_after_other_history(turn, prompt, text, switch)
+
+    def _target_after_other_history(
+        self, turn: _Turn, prompt: str, text: str, switch: Switch
+    ) -> str | None:
+        """Return the target if the template shows the history differently from the prompt.
+
+        The target then follows the words that ask for a turn. Of several such places, it is the
+        last one before the text depends on the messages of the turn.
+
+        Args:
+            turn: the turn.
+            prompt: the prompt.
+            text: the history and the turn.
+            switch: the option of the template.
+        """
+        request = self._request(turn, prompt, switch)
+        altered_messages = [_altered(message) for message in turn.messages]
+        try:
+            altered = self._render(turn.history + altered_messages, turn.tools, switch)
+        except BadRow:
+            return None
+
+        common = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(text, altered, strict=False)
+        )
+        common_length = sum(1 for _ in common)
+        place = text.rfind(request, 0, common_length)
+        if not request or place < 0:
+            return None
+        return text[place + len(request) :]
+
+    def _request(self, turn: _Turn, prompt: str, switch: Switch) -> str:
+        """Return the words at the end of a prompt that ask for a turn.
+
+        The text is empty if the prompt shows the history differently.
+        """
+        history = self._render(turn.history, turn.tools, switch)
+        return prompt[len(history) :] if prompt.startswith(history) else ""
+
+    def _with_end(self, turn: _Turn, prompt: str, target: str, switch: Switch) -> _PromptedTurn:
+        """Cut a target after the token that ends the turn.
 
         Raises:
-            BadRow: If the template shows nothing of the turn, or if one of its messages follows an ended turn.
+            BadRow: if the template shows nothing of the turn, or if one of its messages follows a
+                turn that has ended.
         """
-        number = len(turn.before) + len(turn.said)
-        end = self.template.end.search(target)
+        number = len(turn.history) + len(turn.messages)
+        end = self.template.end_pattern.search(target)
         if end:
             text = target[: end.start()]
             rest = target[end.end() :]
@@ -243,64 +358,97 @@ class Renderer:
         if not text.strip():
             raise BadRow(f"the chat template shows nothing of message {number} (assistant)")
 
-        if len(turn.said) > 1:
-            asks = self._asks(turn, prompt, switch).strip()
-            if self._controls.sub("", rest).strip() or (asks and asks in text):
+        if len(turn.messages) > 1:
+            request = self._request(turn, prompt, switch).strip()
+            if self._controls.sub("", rest).strip() or (request and request in text):
                 raise BadRow(
-                    f"message {number} (assistant) follows a turn of the assistant's that has ended"
+                    f"message {number} (assistant) follows an assistant turn that has ended"
                 )
+
         if end:
-            return target[: end.end()], ""
-        return target.rstrip(), self.template.stop_of(turn.said[-1])
+            return _PromptedTurn(prompt, target[: end.end()], end="")
+        end_token = self.template.end_token_of(turn.messages[-1])
+        return _PromptedTurn(prompt, target.rstrip(), end_token)
+
+    # --- from text to tokens
 
     def _add(self, documents: list[Document], prompt: str, target: str, spans: list[Span]) -> None:
-        """Add a turn to the last document, if the tokens of its prompt begin with that, or else as one of its own."""
-        before = self.backend.encode(prompt, add_special_tokens=False).ids
-        encoding, shift = (
-            self.backend.encode(prompt + target, add_special_tokens=False),
-            len(prompt),
-        )
-        if (
-            encoding.ids[: len(before)] != before
-        ):  # they would grow together, which a model that answers cannot do
-            encoding, shift = self.backend.encode(target, add_special_tokens=False), 0
-        skipped = len(before) if shift else 0
-        ids, prompt_ids = np.array(encoding.ids[skipped:], np.int32), np.array(before, np.int32)
-        offsets = np.array(encoding.offsets[skipped:], int).reshape(-1, 2)
-        first, last = offsets.T - shift  # a token is target[first:last]
-        controls = np.flatnonzero(np.isin(ids, self.control_ids))
-        for i in controls:  # some take in the white space beside them
-            token = target[first[i] : last[i]]
-            first[i], last[i] = last[i] - len(token.lstrip()), first[i] + len(token.rstrip())
+        """Add a turn to the last document if its prompt continues it, and as a new one otherwise.
+
+        Args:
+            documents: the documents of the conversation so far.
+            prompt: the prompt of the turn.
+            target: its text, with the token that ends it.
+            spans: the parts of the target that are trained.
+        """
+        prompt_ids = np.array(self.backend.encode(prompt, add_special_tokens=False).ids, np.int32)
+        tokens = self._tokens_of_target(prompt, prompt_ids, target)
 
         earlier = _NOTHING
         if documents and np.array_equal(prompt_ids[: len(documents[-1].ids)], documents[-1].ids):
             earlier = documents.pop()
-        trained, size = np.zeros(len(ids), bool), 0
-        for start, end in spans:
-            inside = np.flatnonzero((start <= first) & (last <= end))
+
+        trained = np.zeros(len(tokens.ids), bool)
+        trained_bytes = 0
+        for start, stop in spans:
+            inside = np.flatnonzero((start <= tokens.start) & (tokens.stop <= stop))
             if len(inside):
                 trained[inside] = True
-                size += len(target[first[inside[0]] : last[inside[-1]]].encode())
-        size -= sum(len(target[first[i] : last[i]].encode()) for i in controls if trained[i])
-        ended = trained.any() and int(ids[trained][-1]) in self.template.ends
-        between = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
-        every, targets = (
-            np.concatenate([prompt_ids, ids]),
-            np.concatenate([earlier.trained, between, trained]),
-        )
-        targets[:1] = False  # nothing comes before it
-        size += earlier.trained_bytes
+                text = target[tokens.start[inside[0]] : tokens.stop[inside[-1]]]
+                trained_bytes += len(text.encode())
+        for i in tokens.controls:
+            if trained[i]:
+                trained_bytes -= len(target[tokens.start[i] : tokens.stop[i]].encode())
+        has_end = trained.any() and int(tokens.ids[trained][-1]) in self.template.stop_token_ids
+
+        rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
+        all_trained = np.concatenate([earlier.trained, rest_of_prompt, trained])
+        all_trained[:1] = False  # the first token has no context
         documents.append(
-            Document(every, targets, size, earlier.turns + 1, earlier.ended + int(ended))
+            Document(
+                ids=np.concatenate([prompt_ids, tokens.ids]),
+                trained=all_trained,
+                trained_bytes=earlier.trained_bytes + trained_bytes,
+                turns=earlier.turns + 1,
+                ended=earlier.ended + int(has_end),
+            )
         )
 
+    def _tokens_of_target(self, prompt: str, prompt_ids: np.ndarray, target: str) -> _TargetTokens:
+        """Tokenise a target after its prompt.
 
-_NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0, 0)
+        If the last characters of the prompt and the first of the target became one token, the
+        target is tokenised without the prompt: a model that answers begins with a new token.
+        """
+        encoding = self.backend.encode(prompt + target, add_special_tokens=False)
+        skipped = len(prompt_ids)
+        shift = len(prompt)
+        if encoding.ids[:skipped] != prompt_ids.tolist():
+            encoding = self.backend.encode(target, add_special_tokens=False)
+            skipped = 0
+            shift = 0
+
+        ids = np.array(encoding.ids[skipped:], np.int32)
+        offsets = np.array(encoding.offsets[skipped:], int).reshape(-1, 2) - shift
+        start = offsets[:, 0]
+        stop = offsets[:, 1]
+        controls = np.flatnonzero(np.isin(ids, self.control_ids))
+        for i in controls:  # some include the white space around them
+            token = target[start[i] : stop[i]]
+            inner_start = stop[i] - len(token.lstrip())
+            inner_stop = start[i] + len(token.rstrip())
+            start[i] = inner_start
+            stop[i] = inner_stop
+        return _TargetTokens(ids, start, stop, controls)
+
+
+_NOTHING = Document(
+    ids=np.zeros(0, np.int32), trained=np.zeros(0, bool), trained_bytes=0, turns=0, ended=0
+)
 
 
 def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
-    """Return the parts of spans that lie in a stretch of text, counted from its ``start``."""
+    """Return the parts of spans that lie in a section of the text, counted from its ``start``."""
     clipped = []
     for first, last in spans:
         first_inside = max(first - start, 0)
@@ -311,41 +459,51 @@ def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
 
 
 def _turns_of(messages: list[Message]) -> Iterator[tuple[int, int]]:
-    """Yield where each turn of the assistant's begins and ends; not of one that nothing comes before."""
-    at = 0
-    for speaks, run in itertools.groupby(message["role"] == "assistant" for message in messages):
-        start, at = at, at + len(list(run))
-        if speaks and start:
-            yield start, at
+    """Yield the first message of each assistant turn, and the message after it.
+
+    A turn at the very beginning of a conversation has no prompt, and is left out.
+    """
+    stop = 0
+    are_assistants = (message["role"] == "assistant" for message in messages)
+    for is_assistant, run in itertools.groupby(are_assistants):
+        start = stop
+        stop += len(list(run))
+        if is_assistant and start:
+            yield start, stop
 
 
-def _reasoned(turn: _Turn, prompt: str, text: str) -> str | None:
-    """Return a turn whose prompt has begun its reasoning, which the template does not show behind it."""
+def _target_of_opened_reasoning(turn: _Turn, prompt: str, text: str) -> str | None:
+    """Return the target of a prompt that has already begun the reasoning.
+
+    Returns:
+        The reasoning and the answer; ``None`` if the prompt has begun no reasoning, or if the text
+        does not begin with the prompt before that.
+    """
     opened = OPENED.search(prompt)
     if opened is None or not text.startswith(prompt[: opened.start()]):
         return None
-    said = text[opened.start() :].rpartition("</think>")[2].lstrip("\n")
-    return "\n".join(turn.thoughts) + f"\n</think>\n\n{said}"
+    answer = text[opened.start() :].rpartition("</think>")[2].lstrip("\n")
+    return "\n".join(turn.thoughts) + f"\n</think>\n\n{answer}"
 
 
 def _altered(value: Any) -> Any:
-    """Return a message that says something else from its first letter on."""
+    """Return a message whose texts differ from the first letter on."""
     if isinstance(value, dict):
-        return {
-            key: one if key in ("role", "type", "id") else _altered(one)
-            for key, one in value.items()
-        }
+        kept = ("role", "type", "id")
+        return {key: field if key in kept else _altered(field) for key, field in value.items()}
     if isinstance(value, list):
-        return [*map(_altered, value)]
-    return f"~{value}" if isinstance(value, str) and value else value
+        return [_altered(item) for item in value]
+    if isinstance(value, str) and value:
+        return f"~{value}"
+    return value
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield the texts in what JSON can hold."""
+    """Yield all texts in a JSON value, with the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         yield from _strings([*value, *value.values()])
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
+        for item in value:
+            yield from _strings(item)

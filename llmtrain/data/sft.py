@@ -1,4 +1,4 @@
-"""Render conversations as packed rows, and count how much of them is trained."""
+"""Render conversations as packed rows, and count their target tokens."""
 
 import json
 import math
@@ -11,35 +11,38 @@ from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
-from llmtrain.data.formats import Conversation, Judged, conversation_of, recognise
-from llmtrain.data.packing import Counts, TokenStore, Written, hash_place
+from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
+from llmtrain.data.packing import Counts, Split, SplitStats, TokenStore, hash_fraction
 from llmtrain.data.render import Document, Rendered, Renderer
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
 
 # How the log describes overlong conversations, for each value of --overlong.
-LEFT = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
+OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
 
 
 @dataclass
 class Audit(Counts):
-    """Counts of conversations, turns and tokens that are trained in one side (train or eval) of a source.
+    """Counts of the conversations, turns and target tokens in one split of a source.
 
     Attributes:
-        conversations: Conversations that were read.
-        documents: Training examples that the readable conversations make. That is one each, unless the chat template
-            changes earlier turns; then a conversation makes several.
-        untrained: Conversations without a single target token, and documents truncated to none. They are left out.
-        trained: Target tokens.
-        repeated: Tokens that a longer document of the same conversation holds, too.
-        turns: Assistant turns that are trained, in documents that are not truncated.
-        ended: Those of ``turns`` whose end-of-turn token is a target.
-        left_answers: Assistant answers that are not trained, because the chat template shows them differently from
-            the way it prompts for them.
-        left_calls: The same for turns that call a tool.
-        unshown: Turns whose reasoning, or whose text next to a tool call, the chat template does not show.
-        remade: Turns that are trained in full, because ``{% generation %}`` marks text that no prompt leads to.
+        conversations: conversations that were read.
+        documents: training examples that the readable conversations make. That is one each, unless
+            the chat template changes earlier turns; then a conversation makes several.
+        untrained: conversations without a single target token, and documents truncated to none.
+            They are left out.
+        trained: target tokens.
+        repeated: tokens that a longer document of the same conversation holds, too.
+        turns: assistant turns that are trained, in documents that are not truncated.
+        ended: the turns among these whose end-of-turn token is a target.
+        left_answers: assistant answers that are not trained, because the chat template shows them
+            differently from the way it prompts for them.
+        left_calls: the same for turns that call a tool.
+        unshown: turns whose reasoning, or whose text next to a tool call, the chat template does
+            not show.
+        remade: turns that are trained in full, because ``{% generation %}`` marks text that no
+            prompt leads to.
     """
 
     conversations: int = 0
@@ -54,25 +57,29 @@ class Audit(Counts):
     unshown: int = 0
     remade: int = 0
 
-    def left(self, overlong: str) -> str:
-        """Return one line that says how many conversations are kept, and why the others are not."""
+    def left_out(self, overlong: str) -> str:
+        """Return one line that says how many conversations are kept, and why the rest is not.
+
+        Args:
+            overlong: the value of ``--overlong``.
+        """
         readable = self.conversations - self.bad
         if self.documents > readable:
             total = f"{self.documents:,} documents"
         else:
             total = f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {total}: {self.overlong:,} overlong {LEFT[overlong]}, "
-            f"{self.untrained:,} without a trained token and {self.bad:,} bad ones left out"
+            f"{self.kept:,} of {total}: {self.overlong:,} overlong {OVERLONG_OUTCOMES[overlong]}, "
+            f"{self.untrained:,} without a target token and {self.bad:,} bad ones left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
         """Return the lines of the start-up log."""
-        trained_share = self.trained / max(self.tokens, 1)
+        target_share = self.trained / max(self.tokens, 1)
         fill = self.tokens / max(self.places, 1)
         lines = [
-            self.left(overlong),
-            f"{self.trained:,} of {self.tokens:,} tokens are trained ({trained_share:.1%}), "
+            self.left_out(overlong),
+            f"{self.trained:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
             f"{self.rows:,} rows are {fill:.1%} full, "
             f"{self.ended:,} of {self.turns:,} turns train their end",
         ]
@@ -80,61 +87,73 @@ class Audit(Counts):
             factor = self.tokens / (self.tokens - self.repeated)
             advice = "; --turns last trains only the last one" if factor > 3 else ""
             lines.append(
-                f"{self.conversations - self.bad:,} conversations make {self.documents:,} documents, which repeat "
-                f"{self.repeated:,} tokens (x {factor:.2f}), because the template changes earlier turns{advice}"
+                f"{self.conversations - self.bad:,} conversations make {self.documents:,} "
+                f"documents, which repeat {self.repeated:,} tokens (x {factor:.2f}), because the "
+                f"template changes earlier turns{advice}"
             )
         if self.left_answers or self.left_calls:
             lines.append(
-                f"{self.left_answers:,} answers and {self.left_calls:,} calls are not trained: the chat template "
-                "shows them differently from the way it prompts for them"
+                f"{self.left_answers:,} answers and {self.left_calls:,} calls are not trained: the "
+                "chat template shows them differently from the way it prompts for them"
             )
         if self.unshown:
             lines.append(
-                f"{self.unshown:,} turns lose their reasoning, or the text next to a tool call: the chat template "
-                "does not show it"
+                f"{self.unshown:,} turns lose their reasoning, or the text next to a tool call: "
+                "the chat template does not show it"
             )
         if self.remade:
             lines.append(
-                f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no prompt leads to"
+                f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no "
+                "prompt leads to"
             )
         return lines
 
     def check(self, name: str) -> None:
-        """Raise :class:`UserError` if nothing is trained, or if no turn trains the token that ends it.
+        """Check that there are target tokens, and that turns train the token that ends them.
 
         Args:
-            name: The data set as ``--dataset`` has it.
+            name: the data set, as it is named in ``--dataset``.
+
+        Raises:
+            UserError: they do not.
         """
         if not self.trained:
-            left_out = self.left_answers + self.left_calls
             reasons = f"{self.overlong:,} are overlong, {self.bad:,} bad"
+            left_out = self.left_answers + self.left_calls
             if left_out:
                 reasons += (
                     f"; {left_out:,} turns are shown differently from the way they are prompted for"
                 )
             raise UserError(
-                f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} conversations would be "
-                f"trained ({reasons}); check --format, --block_size and the chat template."
+                f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} "
+                f"conversations would be trained ({reasons}); check --format, --block_size and the "
+                "chat template."
             )
         if self.turns and not self.ended:
             raise UserError(
-                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, so the model would "
-                "never stop. Put that token inside {% generation %} in the chat template, or remove those marks."
+                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, so "
+                "the model would never stop. Put that token inside {% generation %} in the chat "
+                "template, or remove those marks."
             )
 
 
-R = TypeVar("R", Conversation, Judged)
+R = TypeVar("R", Conversation, PreferenceRecord)
 
 
 class Records(Generic[R]):
-    """The records of a source, divided into training and evaluation data by a hash of their content.
+    """The records of a source, divided into training and eval data by a hash of their content.
 
     Args:
-        source: The records, as fields.
-        read: Turns the fields of a record into a conversation or into judged answers; raises :class:`BadRow`.
-        config: Holds the share of the evaluation data.
-        chat: Says what to do with records that are bad or overlong.
-        stops: The tokens at which the model stops generating, as far as its folder says so.
+        source: the records, as fields.
+        read: turns the fields of a record into a conversation or a preference record, or raises
+            :class:`BadRow`.
+        config: holds the share of the eval data.
+        chat: says what to do with bad and overlong records.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
+
+    Attributes:
+        documents: the number of records in each split.
     """
 
     def __init__(
@@ -143,11 +162,11 @@ class Records(Generic[R]):
         read: Callable[[Fields], R],
         config: DataConfig,
         chat: RowConfig,
-        stops: Collection[int],
+        stop_token_ids: Collection[int],
     ) -> None:
         self.source = source
         self.chat = chat
-        self.stops = stops
+        self.stop_token_ids = stop_token_ids
         self.read: Callable[[Fields], R] = read
         self._bad = 0  # records that the last pass over the source could not read
 
@@ -156,23 +175,29 @@ class Records(Generic[R]):
             raise UserError(f"--dataset {source.name} holds no conversation.")
         self.limit = _eval_limit(hashes, config.eval_fraction)
         eval_count = sum(number < self.limit for number in hashes)
-        self.documents = (len(hashes) - eval_count, eval_count)
+        self.documents: dict[Split, int] = {
+            "train": len(hashes) - eval_count,
+            "eval": eval_count,
+        }
 
-    def texts(self, held_out: bool | None = None) -> Iterator[str]:
-        """Yield the text of every message.
-
-        Args:
-            held_out: True for the evaluation data, False for the training data, ``None`` for both.
-        """
-        for _, record in self._read(held_out):
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the text of every message in one split, or in both."""
+        for _, record in self._read(split):
             for message in record.messages:
-                # Tokenizers cannot take half of a surrogate pair. Rendering reports it with its line.
+                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
                 text = message["content"].encode(errors="ignore").decode()
                 if text:
                     yield text
 
-    def _read(self, held_out: bool | None = None) -> Iterator[tuple[str, R]]:
-        """Yield the records that can be read, each with its place: the file and line, or row."""
+    def _split_of(self, record: R) -> Split:
+        """Return the split that the hash of a record chooses."""
+        return "eval" if _hash_of(record) < self.limit else "train"
+
+    def _read(self, split: Split | None = None) -> Iterator[tuple[str, R]]:
+        """Yield the readable records of one split, or of both, each with its place.
+
+        The place is the file and the line or row.
+        """
         self._bad = 0
         for place, fields in self.source.records(None):
             try:
@@ -181,7 +206,7 @@ class Records(Generic[R]):
                 self._refuse(place, error)
                 self._bad += 1
                 continue
-            if held_out is None or held_out == (_hash_of(record) < self.limit):
+            if split is None or split == self._split_of(record):
                 yield place, record
 
     def _refuse(self, place: str, error: BadRow) -> None:
@@ -195,11 +220,11 @@ class Records(Generic[R]):
         """Count an overlong document, and return whether to keep its beginning.
 
         Args:
-            audit: Counts what is overlong.
-            complaint: The place of the document and what is wrong, for the error.
+            audit: the counts.
+            complaint: the place of the document and what is wrong, for the error.
 
         Raises:
-            UserError: If ``--overlong`` is ``error``.
+            UserError: if ``--overlong`` is ``error``.
         """
         if self.chat.overlong == "error":
             raise UserError(f"{complaint}; raise --block_size, or set --overlong drop or truncate.")
@@ -208,7 +233,7 @@ class Records(Generic[R]):
 
 
 class Conversations(Records[Conversation]):
-    """The conversations of a source; the assistant's turns are trained."""
+    """The conversations of a source. The assistant's turns are trained."""
 
     def __init__(
         self,
@@ -216,40 +241,40 @@ class Conversations(Records[Conversation]):
         format: str,
         config: DataConfig,
         chat: ChatConfig,
-        stops: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         super().__init__(
             source,
             read=lambda fields: conversation_of(fields, format),
             config=config,
             chat=chat,
-            stops=stops,
+            stop_token_ids=stop_token_ids,
         )
-        self.last = chat.turns == "last"
+        self.only_last_turns = chat.turns == "last"
 
     def write(
-        self, tokenizer: FastTokenizer, block_size: int, path: Path, held_out: bool
-    ) -> Written:
-        """Render the training or the evaluation data and write its rows.
+        self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
+    ) -> SplitStats:
+        """Render a split and write its rows.
 
         Args:
-            tokenizer: Has a chat template.
-            block_size: A row holds ``block_size + 1`` tokens.
-            path: The file to write.
-            held_out: Write the evaluation data instead of the training data.
+            tokenizer: a tokenizer with a chat template.
+            block_size: a row holds ``block_size + 1`` tokens.
+            path: the file to write.
+            split: the split.
 
         Raises:
-            UserError: With the place of a conversation that cannot be rendered or is too long, if the flags do not
-                say to go on without it; or if nothing is left to train on.
+            UserError: with the place of a conversation that cannot be rendered or is too long, if
+                the flags do not say to go on without it; or if no training data are left.
         """
-        renderer = Renderer(tokenizer, self.stops, self.last)
+        renderer = Renderer(tokenizer, self.stop_token_ids, self.only_last_turns)
         store = TokenStore(path)
         audit = Audit()
         width = block_size + 1
-        trained_bytes = 0
-        total = self.documents[held_out]
+        target_bytes = 0
+        total = self.documents[split]
 
-        records = self._read(held_out)
+        records = self._read(split)
         for place, conversation in tqdm(records, total=total, desc="rendering", leave=False):
             audit.conversations += 1
             try:
@@ -261,13 +286,13 @@ class Conversations(Records[Conversation]):
             _count(rendered, audit)
 
             lengths = []
-            for whole_document in rendered.documents:
-                document = self._fitted(renderer, whole_document, block_size, place, audit)
+            for full_document in rendered.documents:
+                document = self._fitted(renderer, full_document, block_size, place, audit)
                 if document is None:
                     continue
                 store.add(document.ids, document.trained)
                 lengths.append(len(document.ids))
-                trained_bytes += document.trained_bytes
+                target_bytes += document.trained_bytes
                 audit.kept += 1
                 audit.trained += int(document.trained.sum())
                 audit.turns += document.turns
@@ -277,16 +302,16 @@ class Conversations(Records[Conversation]):
 
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
-        if not held_out:
+        if split == "train":
             # Unreadable records have no hash, so they are all counted as training data.
             audit.bad += self._bad
             audit.conversations += self._bad
             audit.check(self.source.name)
-        return Written(
+        return SplitStats(
             documents=total,
             rows=audit.rows,
             targets=audit.trained,
-            bytes=trained_bytes,
+            bytes=target_bytes,
             sha256=store.digest.hexdigest(),
             audit=audit,
         )
@@ -299,7 +324,7 @@ class Conversations(Records[Conversation]):
         if len(document.ids) > width:
             complaint = (
                 f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} "
-                "has room for"
+                "allows"
             )
             if not self._truncates(audit, complaint):
                 return None
@@ -330,18 +355,19 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     first = next(source.records(None), None)
     if first is None:
         return "text"
-    return recognise(first.fields) or "text"
+    return detect_format(first.fields) or "text"
 
 
 def _eval_limit(hashes: list[float], fraction: float) -> float:
-    """Return the limit below which the hash of a conversation makes it evaluation data.
+    """Return the limit below which the hash of a conversation makes it eval data.
 
-    The limit is ``fraction``, unless that would choose no conversation or far too many; then it is a limit that chooses
-    about ``fraction`` of them. Copies of a conversation have the same hash and stay on one side.
+    The limit is ``fraction``, unless that would choose no conversation or far too many. Then it is
+    a limit that chooses about ``fraction`` of them. Copies of a conversation have the same hash and
+    stay in the same split.
 
     Args:
-        hashes: The hash of each conversation, in [0, 1).
-        fraction: The share of evaluation data, in [0, 1).
+        hashes: the hash of each conversation, in [0, 1).
+        fraction: the share of eval data, in [0, 1).
     """
     chosen = sum(number < fraction for number in hashes)
     largest = min(len(hashes) * max(0.5, 2 * fraction), len(hashes) - 1)
@@ -356,14 +382,14 @@ def _eval_limit(hashes: list[float], fraction: float) -> float:
     return 0.0  # all conversations are the same
 
 
-def _hash_of(record: Conversation | Judged) -> float:
-    """Hash a record to a number in [0, 1), which decides whether it is training or evaluation data."""
-    # All answers to one prompt stay on one side.
-    content = record.prompt if isinstance(record, Judged) else record
-    return hash_place(json.dumps(content, sort_keys=True, default=str))
+def _hash_of(record: Conversation | PreferenceRecord) -> float:
+    """Hash a record to a number in [0, 1), which decides whether it is training or eval data."""
+    # All answers to a prompt stay in the same split.
+    content = record.prompt if isinstance(record, PreferenceRecord) else record
+    return hash_fraction(json.dumps(content, sort_keys=True, default=str))
 
 
-def audit_of(audits: Sequence[Counts]) -> Counts:
+def total_audit(audits: Sequence[Counts]) -> Counts:
     """Return the sums of the counts of several sources."""
     totals = [sum(values) for values in zip(*map(astuple, audits), strict=True)]
     return type(audits[0])(*totals)

@@ -1,7 +1,8 @@
-"""The order of the rows of an epoch, and of several sources: permutations that can be entered anywhere.
+"""The order of the rows in an epoch, and the mixture of several data sets.
 
-The order is a keyed bijection of ``range(n)`` rather than a shuffled list, so that position ``p`` of epoch ``e`` costs
-the same at any ``p``, needs no memory and is the same on every machine.
+The order is a keyed bijection of ``range(n)`` instead of a shuffled list. So looking up the row at
+position ``p`` of epoch ``e`` takes the same time for any ``p``, needs no memory, and gives the same
+row on every machine.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,20 @@ import numpy as np
 
 from llmtrain.errors import UserError
 
-# Half of a block: 2**3 values at least, so that the smallest permutations too are drawn from a rich enough family.
+# Half of the bits that the smallest permutation works on: 2**3 values for each half, because with
+# fewer the key would choose among too few permutations.
 _MIN_HALF_BITS = 3
 _ROUNDS = 8
 _U64 = np.uint64
-_FINEST = 1000  # the longest deal before it repeats: proportions are exact to a thousandth
+# The largest number of positions after which a mixture repeats. Weights are exact to a thousandth.
+_MAX_PERIOD = 1000
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finaliser (Steele, Lea & Flood 2014, OOPSLA): every input bit reaches every output bit."""
+    """Apply SplitMix64's finaliser (Steele, Lea & Flood 2014, OOPSLA) to uint64 values.
+
+    Every input bit affects every output bit.
+    """
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     x = x ^ (x >> _U64(31))
@@ -28,7 +34,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key_of(*numbers: int) -> int:
-    """Return one 64-bit key from several integers, such as (seed, epoch)."""
+    """Return a 64-bit key made from several integers, such as (seed, epoch)."""
     state = np.zeros(1, _U64)
     for number in numbers:
         state = mix(state + _U64(0x9E3779B97F4A7C15) + np.array([number & (2**64 - 1)], _U64))
@@ -36,93 +42,128 @@ def key_of(*numbers: int) -> int:
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Return the rows at ``positions`` of the permutation of ``range(n)`` that ``key`` chooses.
+    """Return the rows at some positions of a permutation of ``range(n)``.
 
-    A balanced Feistel network (Luby & Rackoff 1988) permutes the next power of four; positions that land outside
-    ``range(n)`` are sent through again until they fall inside (cycle walking: Black & Rogaway 2002, CT-RSA), which
-    keeps it a bijection.
+    A balanced Feistel network (Luby & Rackoff 1988) permutes the integers below the next power of
+    four. A result outside ``range(n)`` goes through the network again until it is inside (cycle
+    walking: Black & Rogaway 2002, CT-RSA), so the function stays a bijection.
 
     Args:
         positions: integers in ``range(n)``, any shape.
+        n: the number of rows.
+        key: chooses the permutation.
+
     Returns:
         int64, the same shape.
     """
-    half = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
-    mask, shift = _U64((1 << half) - 1), _U64(half)
+    half_bits = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
+    shift = _U64(half_bits)
+    mask = _U64((1 << half_bits) - 1)
     round_keys = [_U64(key_of(key, i)) for i in range(_ROUNDS)]
 
     def feistel(x: np.ndarray) -> np.ndarray:
-        left, right = x >> shift, x & mask
+        left = x >> shift
+        right = x & mask
         for round_key in round_keys:
-            left, right = right, left ^ (mix(right ^ round_key) & mask)
+            mixed = mix(right ^ round_key) & mask
+            left, right = right, left ^ mixed
         x = (left << shift) | right
         return x
 
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
         rows = feistel(np.atleast_1d(positions).astype(_U64))
-        while (outside := rows >= n).any():
+        outside = rows >= n
+        while outside.any():
             rows[outside] = feistel(rows[outside])
+            outside = rows >= n
     return rows.astype(np.int64).reshape(np.shape(positions))
 
 
 class Mixture:
-    """The places of a run dealt to its sources by error diffusion.
+    """Assigns each position of a run to one of several sources, in proportion to their weights.
 
-    Each place goes to the source that is furthest behind its share, so that any stretch of the run holds the
-    proportions to a row or two.
+    Each position goes to the source that is furthest behind its share (error diffusion). So every
+    stretch of the run has the right proportions, to a row or two.
 
-    The deal repeats after as many places as the shares have for a common denominator, so any place is found without
-    dealing the ones before it: by its position in the run alone, on any layout.
+    The assignment repeats. Its period is the common denominator of the shares, or ``_MAX_PERIOD``
+    if that is smaller. So the source and the row of a position follow from the position alone, on
+    any parallel layout, and nothing before it has to be computed.
+
+    Args:
+        sizes: the number of rows of each source. The rows of all sources are numbered through.
+        weights: the weight of each source. Their sum does not matter.
+
+    Attributes:
+        first_row: the number of each source's first row.
+        counts: how many positions of a period each source has.
+        source_at: int64 [period], the source of each position.
+        rows_before: int64 [period], how many earlier positions of the period have the same source.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
-        """Deal the places of a run to sources.
-
-        Args:
-            sizes: the rows of each source, which are numbered through.
-            weights: the proportions of the sources, of any sum.
-        """
         self.sizes = sizes
         self.first_row = np.cumsum([0, *sizes])
-        self.counts = counts_of(weights)
-        period, given = sum(self.counts), np.zeros(len(self.counts), np.int64)
-        self.deal = np.zeros(period, np.int64)  # the source of each place
-        self.earlier = np.zeros(period, np.int64)  # how many of its rows come before
-        for place in range(period):
-            source = self.deal[place] = np.argmax(
-                np.array(self.counts) * (place + 1) - given * period
-            )
-            self.earlier[place] = given[source]
-            given[source] += 1
+        self.counts = counts_per_period(weights)
+        period = sum(self.counts)
+        self.source_at = np.zeros(period, np.int64)
+        self.rows_before = np.zeros(period, np.int64)
+
+        counts = np.array(self.counts)
+        rows_so_far = np.zeros(len(counts), np.int64)
+        for position in range(period):
+            # How far each source is behind its share, times the period.
+            deficits = counts * (position + 1) - rows_so_far * period
+            source = np.argmax(deficits)
+            self.source_at[position] = source
+            self.rows_before[position] = rows_so_far[source]
+            rows_so_far[source] += 1
 
     def rows_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the row numbers (int64) at ``positions`` (int64) of the run.
+        """Return the numbers of the rows at some positions of the run.
 
-        Each source has epochs and an order of its own.
+        Each source has its own epochs and its own order.
+
+        Args:
+            positions: int64 [n].
+            seed: chooses the orders.
+
+        Returns:
+            int64 [n].
         """
-        rounds, places = np.divmod(positions, len(self.deal))
+        periods, places = np.divmod(positions, len(self.source_at))
         rows = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            here = self.deal[places] == source
-            epochs, order = np.divmod(rounds[here] * count + self.earlier[places[here]], size)
-            found = np.empty(len(order), np.int64)
+            is_source = self.source_at[places] == source
+            # How many rows of this source come before each position of the run.
+            rows_before = periods[is_source] * count + self.rows_before[places[is_source]]
+            epochs, positions_in_epoch = np.divmod(rows_before, size)
+
+            rows_of_source = np.empty(len(rows_before), np.int64)
             for epoch in np.unique(epochs).tolist():
-                now = epochs == epoch
-                found[now] = permute(order[now], size, key_of(seed, epoch, source + 1))
-            rows[here] = self.first_row[source] + found
+                is_epoch = epochs == epoch
+                key = key_of(seed, epoch, source + 1)
+                rows_of_source[is_epoch] = permute(positions_in_epoch[is_epoch], size, key)
+            rows[is_source] = self.first_row[source] + rows_of_source
         return rows
 
 
-def counts_of(weights: Sequence[float]) -> list[int]:
-    """Return how many places of one deal each source has. Raises :class:`UserError` where one would have none."""
+def counts_per_period(weights: Sequence[float]) -> list[int]:
+    """Return how many positions of one period of a mixture each source has.
+
+    Raises:
+        UserError: if a source would have none.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    if min(shares) < Fraction(1, _FINEST):
+    if min(shares) < Fraction(1, _MAX_PERIOD):
         raise UserError(
-            f"--mixture {' '.join(map(str, weights))}: a share below one in {_FINEST} cannot be drawn."
+            f"--mixture {' '.join(map(str, weights))}: a data set has a share below one in "
+            f"{_MAX_PERIOD}, which is too small; give it a larger number, or leave it out."
         )
-    period = min(lcm(*(share.denominator for share in shares)), _FINEST)
+
+    period = min(lcm(*(share.denominator for share in shares)), _MAX_PERIOD)
     counts = [int(share * period) for share in shares]
+    # The positions that rounding down has left over go to the sources that lost most by it.
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - shares[i] * period)
     for i in by_remainder[: period - sum(counts)]:
         counts[i] += 1

@@ -1,6 +1,7 @@
 """Sources of records: files, the running Python, a data set on the Hugging Face hub, or a function.
 
-A source has a fingerprint, so that rows that were made from it are found again without reading its records.
+A source has a fingerprint, by which rows that were made from it are found in the cache without
+reading its records.
 """
 
 import codecs
@@ -22,12 +23,19 @@ from llmtrain.errors import UserError, first_line, refused_as
 if TYPE_CHECKING:
     import datasets
 
-Fields: TypeAlias = dict[str, Any]  # the fields of a record, as its source has them
-MakesRecords: TypeAlias = Callable[[], Iterable[str | Fields]]
+Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
+RecordFunction: TypeAlias = Callable[[], Iterable[str | Fields]]
+
+_SHOWN_CHARACTERS = 40  # of a value that an error message quotes
 
 
 class Record(NamedTuple):
-    """The fields of a record, and its place: the file and line, or row."""
+    """A record and its place.
+
+    Attributes:
+        place: the file and the line or row, for error messages.
+        fields: the fields.
+    """
 
     place: str
     fields: Fields
@@ -38,9 +46,10 @@ class Source:
     """Records in a fixed order.
 
     Attributes:
-        name: The name of the source in ``--dataset``.
-        fingerprint: Returns a hex digest that changes whenever the records may have changed.
-        records: Yields the records. Given the name of a field, it may leave out all other fields.
+        name: the name of the source in ``--dataset``.
+        fingerprint: returns a hex digest that changes whenever the records may have changed.
+        records: yields the records. If it is called with the name of a field, it may leave out all
+            other fields.
     """
 
     name: str
@@ -49,17 +58,26 @@ class Source:
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
-    """Yield the text in a field of each record; raises :class:`UserError` with the place of a record without one."""
+    """Yield the text of each record.
+
+    Args:
+        source: the records.
+        field: the name of the field that holds the text.
+
+    Raises:
+        UserError: with the place of a record that has no such field, or no valid text in it.
+    """
     for place, fields in source.records(field):
         if field not in fields:
-            known = ", ".join(map(str, fields))
+            names = ", ".join(map(str, fields))
             raise UserError(
-                f"{place}: no field '{field}'; the record has {known}. Name its text with --text_field."
+                f"{place}: no field '{field}'; the record has {names}. Name the field that holds "
+                "the text with --text_field."
             )
+
         text = fields[field]
         if not isinstance(text, str):
-            shown = json.dumps(text, default=repr)[:40]
-            raise UserError(f"{place}: field '{field}' is {shown}, not text.")
+            raise UserError(f"{place}: field '{field}' is {_shown(text)}, not text.")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -69,35 +87,47 @@ def documents(source: Source, field: str) -> Iterator[str]:
         yield text
 
 
+def _shown(value: object) -> str:
+    """Return the beginning of a value as JSON, for an error message."""
+    return json.dumps(value, default=repr)[:_SHOWN_CHARACTERS]
+
+
 def open_source(name: str) -> Source:
-    """Return the source that a name in ``--dataset`` refers to.
+    """Return the source with a name in ``--dataset``.
+
+    A name that is neither a path nor builtin is taken for a data set on the Hugging Face hub. The
+    hub is asked only when its records are read.
 
     Raises:
-        UserError: If the name is clearly a path or a builtin one, and there is nothing. Any other name is taken for a
-            data set on the Hugging Face hub, which is looked for when its records are read.
+        UserError: if there is no such path or builtin data set.
     """
     if name.startswith("builtin:"):
         return _builtin(name)
+
     try:
         paths = _find_files(name)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a name that is too long, or ~user that does not exist
+    except (OSError, RuntimeError) as error:
+        # The name is too long, or it begins with a ~user that does not exist.
         raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
+
     if paths:
-        return Source(name, partial(_fingerprint_of_files, paths), partial(_read_files, paths))
+        return Source(
+            name,
+            fingerprint=partial(_fingerprint_of_files, paths),
+            records=partial(_read_files, paths),
+        )
     if _looks_local(name):
         raise UserError(
-            f"--dataset {name}: found no file ending in {' '.join(SUFFIXES)}; check the path from {Path.cwd()}."
+            f"--dataset {name}: no file ending in {' '.join(SUFFIXES)} was found; check the path "
+            f"from {Path.cwd()}."
         )
     return _hub(name)
 
 
 def _builtin(name: str) -> Source:
     if name not in builtin.CORPORA:
-        known = " and ".join(builtin.CORPORA)
-        raise UserError(f"--dataset {name} does not exist; there are {known}.")
+        names = ", ".join(builtin.CORPORA)
+        raise UserError(f"--dataset {name} does not exist; use one of {names}.")
     make = builtin.CORPORA[name]
     return Source(
         name,
@@ -107,7 +137,7 @@ def _builtin(name: str) -> Source:
 
 
 def _looks_local(name: str) -> bool:
-    """Return whether a name can only be meant as a path."""
+    """Return whether a name can only be a path."""
     return (
         _suffix(Path(name)) in SUFFIXES
         or name.startswith((".", "/", "~"))
@@ -121,19 +151,22 @@ def _suffix(path: Path) -> str:
 
 
 def _find_files(name: str) -> list[Path]:
-    """Return the readable files that a file, folder or glob stands for, sorted."""
+    """Return the readable files of a file, folder or glob, sorted."""
     path = Path(name).expanduser()
     if path.is_file():
         if _suffix(path) not in SUFFIXES:
             raise UserError(
-                f"--dataset {name}: cannot read '{path.suffix}' files; it takes {' '.join(SUFFIXES)}."
+                f"--dataset {name}: cannot read '{path.suffix}' files; convert it to one of "
+                f"{' '.join(SUFFIXES)}."
             )
         return [path]
+
     if path.is_dir():
         matches = set(path.rglob("*"))
     else:
-        pattern = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute patterns
-        matches = set(map(Path, pattern))
+        # Path.glob takes no absolute patterns.
+        names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
+        matches = set(map(Path, names))
     return sorted(path for path in matches if _suffix(path) in SUFFIXES and path.is_file())
 
 
@@ -144,9 +177,7 @@ def _hub(name: str) -> Source:
         import datasets  # slow to import, and needed only here
 
         path, _, configuration = name.partition(":")
-        with refused_as(
-            f"--dataset {name}: no file or folder of that name here, and the hub answered"
-        ):
+        with refused_as(f"--dataset {name} is not a file or folder, and the hub answered"):
             return cast(
                 "datasets.Dataset",
                 datasets.load_dataset(path, configuration or None, split="train"),
@@ -164,19 +195,19 @@ def _hub(name: str) -> Source:
     return Source(name, fingerprint, records)
 
 
-def made(make: MakesRecords) -> Source:
+def function_source(function: RecordFunction) -> Source:
     """Return the records that a function yields: texts, or dictionaries of fields."""
-    name = getattr(make, "__name__", "records")  # not every callable has a name
+    name = getattr(function, "__name__", "records")  # some callables have no name
 
     def fingerprint() -> str:
-        # Of the records themselves, so that a change of the function is noticed.
+        # A hash of the records, because a function whose name stays the same may have changed.
         digest = hashlib.sha256()
-        for record in make():
+        for record in function():
             digest.update(json.dumps(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
     def records(field: str | None) -> Iterator[Record]:
-        return _numbered(make(), f"{name}(), record", field)
+        return _numbered(function(), f"{name}(), record", field)
 
     return Source(name, fingerprint, records)
 
@@ -184,19 +215,24 @@ def made(make: MakesRecords) -> Source:
 def _numbered(
     records: Iterable[str | Fields], place: str, field: str | None = None
 ) -> Iterator[Record]:
-    """Yield records with their places, ``place`` and a number; a text becomes the field ``field``."""
+    """Yield records with their places.
+
+    Args:
+        records: texts, or dictionaries of fields.
+        place: followed by the number of a record, this is the record's place.
+        field: the name of the field that a text becomes; by default ``text``.
+    """
     for number, record in enumerate(records):
         fields = {field or "text": record} if isinstance(record, str) else record
         if not isinstance(fields, dict):
-            shown = json.dumps(record, default=repr)[:40]
             raise UserError(
-                f"{place} {number} is {shown}, neither text nor a dictionary of fields."
+                f"{place} {number} is {_shown(record)}, neither text nor a dictionary of fields."
             )
         yield Record(f"{place} {number}", fields)
 
 
 def _fingerprint_of_files(paths: list[Path]) -> str:
-    """Hash the content of files, but not their names: a data set that was moved is the same one."""
+    """Hash the content of files, but not their names. So a data set may be moved."""
     digest = hashlib.sha256()
     for path in paths:
         try:
@@ -216,7 +252,7 @@ def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
 
 
 def _read_text(path: Path, field: str | None) -> Iterator[Record]:
-    """Yield a whole file as one text, whatever the field is called."""
+    """Yield the file as one record, whose only field has the requested name."""
     yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
 
 
@@ -224,12 +260,12 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
     """Decode UTF-8.
 
     Args:
-        raw: A whole file or one line of it.
-        path: The file.
-        line: The number of the first line in ``raw``.
+        raw: the content of a file, or one line of it.
+        path: the file.
+        line: the number of the first line in ``raw``, from 1.
 
     Raises:
-        UserError: With the line of a byte that is not UTF-8.
+        UserError: with the number of the line that is not UTF-8.
     """
     if line == 1:
         raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -253,11 +289,12 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
-                # json appends the line within what it was given, which is always 1.
+                # json adds the number of the line within its input, which is always 1.
                 reason = first_line(error).partition(": line ")[0]
                 raise UserError(f"{place}: not JSON ({reason}).") from None
             if not isinstance(fields, dict):
-                raise UserError(f"{place}: {line.strip()[:40]!r} is not a JSON object.")
+                shown = line.strip()[:_SHOWN_CHARACTERS]
+                raise UserError(f"{place}: {shown!r} is not a JSON object.")
             yield Record(place, fields)
 
 
@@ -270,7 +307,8 @@ def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
                 place = f"{path}, line {reader.line_num}"
                 if None in fields:
                     raise UserError(
-                        f"{place}: the line has more fields than the header; put text with commas in quotes."
+                        f"{place}: the line has more fields than the header; put text with commas "
+                        "in quotes."
                     )
                 yield Record(place, fields)
     except csv.Error as error:

@@ -1,4 +1,4 @@
-"""Tokenizers: three that are made from the data, or any fast tokenizer of Hugging Face."""
+"""Tokenizers: trained on the data (char, byte, bpe), or any fast tokenizer of Hugging Face."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
-TRAINED = ("char", "byte", "bpe")  # the kinds that are made from the data
+TRAINED = ("char", "byte", "bpe")  # the kinds that are trained on the data
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def is_trained(spec: str) -> bool:
-    """Return whether ``--tokenizer spec`` is made from the data; otherwise it is a folder or hub name."""
+    """Return whether ``--tokenizer spec`` is trained on the data, not a folder or a hub name."""
     return spec.partition(":")[0] in TRAINED and not Path(spec).exists()
 
 
@@ -29,7 +29,8 @@ def vocabulary_size(spec: str) -> int:
     """Return N of ``bpe:N``, or 0 for ``char`` and ``byte``.
 
     Raises:
-        UserError: If N is not a size that a byte-level BPE can have, or if ``char`` or ``byte`` has a size.
+        UserError: if a byte-level BPE cannot have N tokens, or if ``char`` or ``byte`` comes with a
+            size.
     """
     kind, _, size = spec.partition(":")
     if kind != "bpe":
@@ -42,26 +43,28 @@ def vocabulary_size(spec: str) -> int:
     is_number = size.isascii() and size.isdecimal() and len(size) < 10
     if not is_number or not smallest <= int(size) <= largest:
         raise UserError(
-            f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as bpe:4096."
+            f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as "
+            "bpe:4096."
         )
     return int(size)
 
 
 def train_tokenizer(
-    spec: str, train: Iterable[str], everything: Callable[[], Iterator[str]]
+    spec: str, train: Iterable[str], all_texts: Callable[[], Iterator[str]]
 ) -> tokenizers.Tokenizer:
-    """Make a tokenizer from the data.
+    """Train a tokenizer on the data.
 
     Args:
         spec: ``char``, ``byte`` or ``bpe:N``.
-        train: The training documents, from which ``bpe`` learns its merges.
-        everything: Returns all documents, from which ``char`` takes its alphabet. A character that only the evaluation
-            data has must not become an unknown token, which would lower the eval loss.
+        train: the training documents, from which ``bpe`` learns its merges.
+        all_texts: returns all documents, from which ``char`` takes its characters. If a character
+            occurs only in the eval data, it must not become an unknown token, because that would
+            lower the eval loss.
     """
     size = vocabulary_size(spec)
     kind = spec.partition(":")[0]
     if kind == "char":
-        return _char_tokenizer(everything())
+        return _char_tokenizer(all_texts())
 
     vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
@@ -96,10 +99,13 @@ def _char_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastTokenizer:
-    """Wrap a trained tokenizer in the Hugging Face class; as in GPT-2, end-of-text is also BOS and unknown."""
+    """Wrap a trained tokenizer in the class of Hugging Face.
+
+    As in GPT-2, end-of-text is also the BOS and the unknown token.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
@@ -115,12 +121,14 @@ def load_tokenizer(
     """Load a tokenizer from a folder or the Hugging Face hub.
 
     Args:
-        name: The folder or hub name.
-        trust_remote_code: Run code that comes with the tokenizer.
-        trained: The tokenizer was made here, so its class is known. Looking for it takes a quarter of a second.
+        name: the folder or hub name.
+        trust_remote_code: run code that comes with the tokenizer.
+        trained: the tokenizer was trained by :func:`train_tokenizer`, so its class is known.
+            Looking up the class takes a quarter of a second.
 
     Raises:
-        UserError: If there is none, if it is not a fast one, or if it has no end-of-text token.
+        UserError: if there is no tokenizer, if it is not a fast one, or if it has no end-of-text
+            token.
     """
     import transformers
 
@@ -137,18 +145,23 @@ def load_tokenizer(
         raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {advice}.")
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{name}: its tokenizer has no end-of-text token (eos_token) to separate documents; {advice}."
+            f"{name}: its tokenizer has no end-of-text token (eos_token) to separate documents; "
+            f"{advice}."
         )
     return tokenizer
 
 
 def stop_ids(name: str) -> list[int]:
-    """Return the tokens at which a model stops generating, if its folder or hub repository lists them."""
+    """Return the tokens at which a model stops generating, from its ``generation_config.json``.
+
+    Args:
+        name: the model's folder or hub name. A tokenizer without a model has no such tokens.
+    """
     from transformers import GenerationConfig
 
     try:
         token_ids = GenerationConfig.from_pretrained(name).eos_token_id
-    except (OSError, ValueError):  # a tokenizer without a model
+    except (OSError, ValueError):  # there is no generation_config.json
         return []
     if token_ids is None:
         return []
@@ -158,7 +171,7 @@ def stop_ids(name: str) -> list[int]:
 
 
 def digest(tokenizer: FastTokenizer) -> str:
-    """Return a sha256 of a tokenizer's content, which does not depend on the folder it was loaded from."""
+    """Return a hex sha256 of a tokenizer's content, which does not depend on its folder."""
     content = tokenizer.backend_tokenizer.to_str() + json.dumps(
         [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template],
         sort_keys=True,

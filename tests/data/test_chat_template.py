@@ -38,7 +38,7 @@ def test_chatml_adds_its_tokens_once():
     assert set_template(tokenizer, "chatml") == set_template(tokenizer, None) == []
     assert (tokenizer.bos_token, tokenizer.eos_token) == (tok.END_OF_TEXT,) * 2
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ChatTemplate(tokenizer).ends == {end, tokenizer.eos_token_id}
+    assert ChatTemplate(tokenizer).stop_token_ids == {end, tokenizer.eos_token_id}
     assert tokenizer.encode("<|im_end|>") == [end]
 
 
@@ -48,7 +48,7 @@ def test_the_template_and_its_tokens_outlive_saving_and_loading(tmp_path):
     made.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert set_template(loaded, None) == []
-    assert ChatTemplate(loaded).ends == ChatTemplate(made).ends
+    assert ChatTemplate(loaded).stop_token_ids == ChatTemplate(made).stop_token_ids
     np.testing.assert_array_equal(one(loaded, chat("a", "b")).ids, one(made, chat("a", "b")).ids)
     assert said(loaded, chat("a", "b")) == ["b<|im_end|>"]
 
@@ -100,13 +100,13 @@ def test_a_template_can_be_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "not chatml, and no file to read .*No such file"),
-        ("\udcff", "not chatml, and no file to read .*utf-8"),
+        (None, "neither chatml nor a readable file .*No such file"),
+        ("\udcff", "neither chatml nor a readable file .*utf-8"),
         ("{% for m in messages %}", "cannot show .*Unexpected end of template"),
         ("{{ raise_exception('only\nin German') }}", "cannot show .*refuses it: only"),
         ("{{ messages.x.y }}", "cannot show .*has no attribute 'x'"),
-        ("Dear assistant,\n", "does not show what is said"),
-        ("", "does not show what is said"),
+        ("Dear assistant,\n", "does not show the content of messages"),
+        ("", "does not show the content of messages"),
     ],
 )
 def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, reason):
@@ -129,7 +129,10 @@ def test_a_tokenizer_without_a_template_asks_for_one():
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_ends_a_turn_is_learnt_from_the_template(name):
     tokenizer = make(unmarked(TEMPLATES[name]))
-    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).ends)) == {"</s>", END[name]}
+    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)) == {
+        "</s>",
+        END[name],
+    }
 
 
 @pytest.mark.parametrize(
@@ -139,9 +142,9 @@ def test_the_end_of_a_turn_is_the_special_token_behind_the_words_or_the_last_of_
     tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", end.replace("\n", "\\n")))
     tokenizer.add_tokens(["\n", " "])
     wanted = {"</s>", end.strip(" \n.").removeprefix("<|im_end|></s>")} - {""}
-    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).ends)) == wanted
+    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)) == wanted
 
 
 def test_a_template_that_ends_no_turn_leaves_eos():
     tokenizer = make("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert ChatTemplate(tokenizer).ends == {tokenizer.eos_token_id}
+    assert ChatTemplate(tokenizer).stop_token_ids == {tokenizer.eos_token_id}

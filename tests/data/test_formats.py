@@ -11,7 +11,7 @@ import pytest
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig
-from llmtrain.data.formats import FORMATS, conversation_of, recognise
+from llmtrain.data.formats import FORMATS, conversation_of, detect_format
 from llmtrain.data.render import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked
 
@@ -37,7 +37,7 @@ def test_the_same_conversation_is_the_same_tokens_in_every_format():
     )
     renderer = Renderer(make(unmarked(TEMPLATES["llama"])))
     rendered = [
-        renderer(conversation_of(record, recognise(record))).documents[0]
+        renderer(conversation_of(record, detect_format(record))).documents[0]
         for record in SAME.values()
     ]
     for other in rendered:
@@ -61,7 +61,7 @@ def test_the_same_conversation_is_the_same_tokens_in_every_format():
     ],
 )
 def test_a_format_is_recognised_by_its_fields(fields, format):
-    assert recognise(fields) == recognise(dict.fromkeys(fields)) == format
+    assert detect_format(fields) == detect_format(dict.fromkeys(fields)) == format
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,10 @@ def test_a_format_is_recognised_by_its_fields(fields, format):
 )
 def test_other_spellings_of_a_format_are_read_too(record, system):
     before = [{"role": "system", "content": system}] if system else []
-    assert conversation_of(record, recognise(record)) == (before + chat("a", "b").messages, None)
+    assert conversation_of(record, detect_format(record)) == (
+        before + chat("a", "b").messages,
+        None,
+    )
 
 
 @pytest.mark.parametrize("name", ["tool", "function", "observation"])
@@ -199,7 +202,7 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
         (
             {"messages": [USER, {"role": "bot", "content": "b"}]},
             "messages",
-            "message 2 has the role 'bot'; known are",
+            "message 2 has the role 'bot'; the known roles are",
         ),
         (
             {"messages": [USER, {"role": ["user"], "content": "b"}]},
@@ -270,7 +273,7 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
                 ]
             },
             "messages",
-            r"message 2 \(assistant\): it calls a tool without a name",
+            r"message 2 \(assistant\) calls a tool without a name",
         ),
         (
             {"messages": [USER, {**ASSISTANT, "reasoning": {"a": 1}}]},

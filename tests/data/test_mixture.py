@@ -44,7 +44,7 @@ def mixed(weights: list[float]) -> Mixture:
 @pytest.mark.parametrize("start", [0, 1, 17, 10**9])
 def test_a_whole_deal_holds_the_proportions_exactly(weights, start):
     mixture = mixed(weights)
-    period = len(mixture.deal)
+    period = len(mixture.source_at)
     counts = np.bincount(dealt(mixture, start, period), minlength=len(weights))
     exact = [Fraction(str(weight)) for weight in weights]
     assert counts.tolist() == [share / sum(exact) * period for share in exact]
@@ -52,7 +52,7 @@ def test_a_whole_deal_holds_the_proportions_exactly(weights, start):
 
 def surplus(mixture: Mixture) -> np.ndarray:
     """Of each source after each place of two deals: rows that it has had beyond its share. [places + 1, sources]"""
-    period = len(mixture.deal)
+    period = len(mixture.source_at)
     had = np.cumsum(np.eye(len(mixture.sizes), dtype=int)[dealt(mixture, 0, 2 * period)], axis=0)
     share = had[period - 1]  # of a deal
     places = np.arange(1, 2 * period + 1)[:, None]
@@ -84,8 +84,8 @@ def test_no_proportions_are_off_by_more(n, data):
 
 def test_the_check_of_proportions_catches_sources_that_take_turns_in_blocks():
     mixture = mixed([5, 3, 2])
-    mixture.deal = np.sort(mixture.deal)
-    mixture.earlier = np.concatenate([np.arange(count) for count in mixture.counts])
+    mixture.source_at = np.sort(mixture.source_at)
+    mixture.rows_before = np.concatenate([np.arange(count) for count in mixture.counts])
     with pytest.raises(AssertionError):
         check_bounds(mixture)
 
@@ -191,7 +191,7 @@ def test_a_place_far_into_a_huge_run_costs_nothing_and_overflows_nothing():
 
 def test_the_rows_of_a_mixture_are_known_forever():
     mixture = Mixture([5, 3, 20], [5, 3, 2])
-    assert mixture.deal.tolist() == [0, 1, 2, 0, 0, 1, 0, 2, 1, 0]
+    assert mixture.source_at.tolist() == [0, 1, 2, 0, 0, 1, 0, 2, 1, 0]
     assert mixture.rows_at(np.arange(12), 0).tolist() == [4, 5, 15, 1, 2, 6, 3, 10, 7, 0, 2, 6]
 
 

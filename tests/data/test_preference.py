@@ -238,7 +238,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "a message without a role": (
         pair("q", "a", "b") | {"chosen": [{"content": "a"}]},
-        "chosen: message 1 has the role None; known are system",
+        "chosen: message 1 has the role None; the known roles are system",
     ),
     "an unknown role": (
         pair("q", "a", "b") | {"prompt": [said("narrator", "q")]},
@@ -289,7 +289,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "two turns in a row": (
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
-        "message 3 (assistant) follows a turn of the assistant's that has ended",
+        "message 3 (assistant) follows an assistant turn that has ended",
     ),
     "a control token in the prompt": (
         pair(f"q{END}", "a", "b"),
@@ -491,7 +491,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         GOOD,
         {"chat_template": "absent"},
-        "--chat_template absent: not chatml",
+        "--chat_template absent is neither chatml nor a readable file",
     ),
 }
 
@@ -519,7 +519,7 @@ def test_an_answer_that_the_template_shows_otherwise_than_it_prompts_for_is_a_ba
     )
     said = complain(tmp_path, pairs(2), chat_template=str(template))
     assert (
-        "judged.jsonl, line 1: the chat template shows the answer otherwise than it prompts for it; fix"
+        "judged.jsonl, line 1: the chat template shows the answer differently from the way it prompts for it; fix"
         in said
     )
     assert left_behind(cache) == []
@@ -590,7 +590,7 @@ def test_every_format_of_pairs_gives_the_same_rows(
     assert all_of(made.train) == all_of(reference.train)
     assert made.facts.data_sha256 == reference.facts.data_sha256
     assert (made.facts.task, made.facts.documents) == ("preferences", 3)
-    assert "comparing answers: the records are pairs\n" in capsys.readouterr().out
+    assert "preference training: the records are pairs\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def test_every_format_of_examples_gives_the_same_rows(
     made = tokenize(config(path), BLOCK, PairConfig(), judged_alone=True)
     assert all_of(made.train) == all_of(reference.train)
     assert made.facts.data_sha256 == reference.facts.data_sha256
-    assert "comparing answers: the records are examples\n" in capsys.readouterr().out
+    assert "preference training: the records are examples\n" in capsys.readouterr().out
 
 
 # --- what rows hold ---
@@ -987,12 +987,12 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     out = capsys.readouterr().out
     held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
     for line in (
-        f"audit     {kept} of {of}: {train['overlong']} overlong {word}, 0 without a difference and 1 bad ones "
+        f"audit     {kept} of {of} kept: {train['overlong']} overlong {word}, 0 without a difference and 1 bad ones "
         "left out",
-        f"audit     {train['judged']} of {train['tokens']:,} tokens are judged "
+        f"audit     {train['judged']} of {train['tokens']:,} tokens are targets "
         f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "
         f"({train['shared'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['places']:.1%} full",
-        f"held out  {held_out['kept']} of {held_out['pairs']}: {held_out['overlong']} overlong {word}, 0 without a "
+        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {word}, 0 without a "
         "difference and 0 bad ones left out",
     ):
         assert f"{line}\n" in out
@@ -1026,7 +1026,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_pairs(
 
     monkeypatch.setattr(tokenizing, "Pairs", unread)
     second = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.2)
-    assert capsys.readouterr().out == before.replace("; tokenised\n", "; found in the cache\n")
+    assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
     assert second.facts == first.facts
     assert all_of(second.train) == all_of(first.train)
 
@@ -1048,14 +1048,14 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones_and_of_nothing
         {"chat_template": "chatml"},
         {"alone": True},
     ]
-    for outcome in ("tokenised", "found in the cache"):
+    for outcome in ("tokenised", "from the cache"):
         for variant in variants:
             tokenize_pairs(tmp_path, **{"records": pairs(8)} | variant)
             assert f"; {outcome}\n" in capsys.readouterr().out, variant
     tokenize_pairs(tmp_path, pairs(8), global_batch_size=7, per_device_train_batch_size=3)
     moved = (tmp_path / "judged.jsonl").rename(tmp_path / "elsewhere.jsonl")
     tokenize(config(moved), BLOCK, PairConfig())
-    assert capsys.readouterr().out.count("; found in the cache\n") == 2
+    assert capsys.readouterr().out.count("; from the cache\n") == 2
 
 
 def test_the_data_hash_is_of_the_tokens_and_what_is_judged_and_the_rows(tmp_path: Path) -> None:

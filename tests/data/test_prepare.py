@@ -389,7 +389,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, mo
 
     monkeypatch.setattr(sources, "_read_files", unread)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
-    assert capsys.readouterr().out.endswith("; found in the cache\n")
+    assert capsys.readouterr().out.endswith("; from the cache\n")
     assert second.facts == first.facts
     assert stream(second.train) == stream(first.train)
     assert stream(second.eval) == stream(first.eval)
@@ -412,7 +412,7 @@ def test_rows_that_are_found_are_read_without_what_imports_slowly(tmp_path):
     tokenize_texts(tmp_path, TEXTS)
     found = run([*PYTHON, "-c", FOUND, str(tmp_path / "corpus.jsonl"), str(BLOCK)]).assert_ok()
     assert found.out.splitlines()[-1] == "set()"
-    assert "found in the cache" in found.out
+    assert "from the cache" in found.out
 
 
 def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
@@ -442,20 +442,20 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
         {"text_field": "body"},
     ]
     assert [said(**variant) for variant in variants] == ["tokenised"] * len(variants)
-    assert [said(**variant) for variant in variants] == ["found in the cache"] * len(variants)
+    assert [said(**variant) for variant in variants] == ["from the cache"] * len(variants)
 
 
 def test_settings_that_do_not_shape_the_rows_find_the_same_ones(tmp_path, capsys):
     tokenize_texts(tmp_path, TEXTS)
     tokenize_texts(tmp_path, TEXTS, global_batch_size=7, per_device_train_batch_size=3)
-    assert "found in the cache" in capsys.readouterr().out
+    assert "from the cache" in capsys.readouterr().out
 
 
 def test_a_moved_data_set_is_the_same_data_set(tmp_path, capsys):
     tokenize_texts(tmp_path, TEXTS)
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
     tokenize(config(moved), BLOCK)
-    assert capsys.readouterr().out.endswith("found in the cache\n")
+    assert capsys.readouterr().out.endswith("from the cache\n")
 
 
 def test_a_moved_data_set_is_called_by_its_new_name(tmp_path, capsys):
@@ -476,7 +476,7 @@ def test_another_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
     tokenize_texts(
         tmp_path, ["aaaa bbbb cccc dddd"], tokenizer=str(folder.rename(tmp_path / "moved"))
     )
-    assert capsys.readouterr().out.endswith("found in the cache\n")
+    assert capsys.readouterr().out.endswith("from the cache\n")
 
 
 def test_two_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
@@ -594,7 +594,7 @@ def test_a_hub_dataset_is_tokenised_and_found_again(tmp_path, monkeypatch, capsy
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
     monkeypatch.setattr(tokenizing, "open_source", sources._hub)
-    for done in ("tokenised", "found in the cache"):
+    for done in ("tokenised", "from the cache"):
         made = tokenize(config(tmp_path / "corpus"), BLOCK)
         assert documents_of(made.train, made) == TEXTS
         assert capsys.readouterr().out.endswith(f"; {done}\n")

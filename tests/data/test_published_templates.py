@@ -184,7 +184,7 @@ def cell_of(name: str, kind: str) -> str:
         rendered = renderer(Conversation(messages, tools))
     except BadRow as refused:
         return next(letter for letter, words in REFUSALS.items() if words in str(refused))
-    shown, thoughts = renderer.template.fitted(messages)
+    shown, thoughts = renderer.template.adapt(messages)
 
     def prompt(turn: int, **switch: bool) -> str:
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **switch}

@@ -215,7 +215,7 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
     assert said(tokenizer, conversation) == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
     (document,) = Renderer(tokenizer)(conversation).documents
     assert (document.turns, document.ended) == (3, 3)
-    names = tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).ends)
+    names = tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)
     assert set(names) == {"</s>", "<|user|>", "<|tool|>"}
 
 
@@ -313,7 +313,7 @@ def test_answers_in_a_row_are_one_turn_where_the_template_shows_them_so():
     for template in (marked(TEMPLATES["chatml"]), unmarked(TEMPLATES["chatml"]), unended):
         with pytest.raises(
             BadRow,
-            match=r"message 3 \(assistant\) follows a turn of the assistant's that has ended",
+            match=r"message 3 \(assistant\) follows an assistant turn that has ended",
         ):
             Renderer(make(template))(conversation)
 
@@ -594,7 +594,7 @@ def test_the_last_turns_alone_are_those_since_the_last_question(template):
     calling = template.replace(
         "m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)"
     )
-    renderer = Renderer(make(calling), last=True)
+    renderer = Renderer(make(calling), only_last_turns=True)
     again = [{**CALLING[0], "content": "And 4 + 3?"}, *CALLING[1:]]
     documents = renderer(Conversation([*CALLING, *again], [TOOL])).documents
     assert sum(document.turns for document in documents) == 2

@@ -18,7 +18,7 @@ from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.sft import Audit, Conversations, _eval_limit, _hash_of, audit_of
+from llmtrain.data.sft import Audit, Conversations, _eval_limit, _hash_of, total_audit
 from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
 from tests.data.test_prepare import complaint, left_behind
@@ -252,7 +252,7 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
     assert (made.facts.task, made.facts.audit, made.ends) == ("text", None, ())
     assert not made.packed
     out = capsys.readouterr().out
-    assert "; found in the cache\n" in out
+    assert "; from the cache\n" in out
     assert "fine-tuning" not in out
     assert "audit" not in out
 
@@ -319,8 +319,8 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     }
     assert printed(capsys, "audit") == [
         f"{11 + cut} of 16 conversations: 2 overlong {'truncated' if cut else 'dropped'}, "
-        f"{int(cut)} without a trained token and 3 bad ones left out",
-        f"{trained} of {tokens} tokens are trained ({trained / tokens:.1%}), "
+        f"{int(cut)} without a target token and 3 bad ones left out",
+        f"{trained} of {tokens} tokens are targets ({trained / tokens:.1%}), "
         f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
     ]
 
@@ -351,7 +351,7 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
-    assert audit_of(parts) == Audit(*range(101, 123, 2))
+    assert total_audit(parts) == Audit(*range(101, 123, 2))
     paths = [
         write(tmp_path / name, records)
         for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
@@ -362,7 +362,7 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 has")]
+    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 allows")]
 )
 def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
     tmp_path, cache, room, said
@@ -374,7 +374,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert tokenize(*given).facts.audit["kept"] == 5
     else:
         assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said} room for; raise --block_size, or set --overlong"
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise --block_size, or set --overlong"
             in complaint(*given)
         )
         assert left_behind(cache) == []
@@ -566,7 +566,7 @@ def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
     expected = [
         m["content"] for record in records if shown(record) in train for m in record["messages"]
     ]
-    assert list(found.texts(held_out=False)) == expected
+    assert list(found.texts("train")) == expected
     assert list(found.texts()) == [m["content"] for record in records for m in record["messages"]]
 
 
@@ -598,7 +598,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_conversations(
 
     monkeypatch.setattr(tokenizing, "Conversations", unread)
     second = tokenize(*given)
-    assert capsys.readouterr().out == before.replace("; tokenised\n", "; found in the cache\n")
+    assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
     assert second.facts == first.facts
     for side in ("train", "eval"):
         assert [*getattr(second, side)] == [*getattr(first, side)]
@@ -617,7 +617,7 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
         {"chat_template": "chatml"},
         {"format": "messages"},
     ]
-    for said in ("tokenised", "found in the cache"):
+    for said in ("tokenised", "from the cache"):
         for variant in variants:
             tokenize_chats(tmp_path, **{"records": chats(8)} | variant)
             assert f"; {said}\n" in capsys.readouterr().out, variant
@@ -628,7 +628,7 @@ def test_a_template_whose_file_has_changed_makes_new_rows(tmp_path, capsys):
     for text, shown, said in [
         (ENDED, "user:0?", "tokenised"),
         (ENDED.replace("m.role +", "m.role | upper +"), "USER:0?", "tokenised"),
-        (ENDED, "user:0?", "found in the cache"),
+        (ENDED, "user:0?", "from the cache"),
     ]:
         template.write_text(text)
         made = tokenize_chats(tmp_path, chats(1), chat_template=str(template))
@@ -722,4 +722,4 @@ def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     )
     made = tokenize_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
     assert made.eval is None
-    assert "held out  0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out
+    assert "eval      0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out
