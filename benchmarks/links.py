@@ -20,8 +20,8 @@ from benchmarks.runs import (
     metrics,
     scratch,
 )
-from llmtrain.launching.children import kill
-from llmtrain.observe.phases import OWN
+from llmtrain.launching.children import kill_tree
+from llmtrain.observe.phases import OWN_PHASES
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 
 MBIT, UPDATES = 100, 32
@@ -72,7 +72,7 @@ def train(
                 raise SystemExit(said.decode(errors="replace"))
     finally:
         for process in started:
-            kill(process)
+            kill_tree(process)
     return [line for line in metrics(folder) if "phases" in line]
 
 
@@ -91,7 +91,9 @@ def main() -> None:
             readings = train(names, folder / name.replace(" ", "-"), [*MODEL, *words])
             figures = {
                 "update": statistics.median(seconds(reading) for reading in readings[4:]),
-                "compute": statistics.median(seconds(reading, OWN) for reading in readings[4:]),
+                "compute": statistics.median(
+                    seconds(reading, OWN_PHASES) for reading in readings[4:]
+                ),
                 "loss": readings[-1]["train/loss"],
             }
             found[name] = figures

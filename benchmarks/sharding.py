@@ -23,7 +23,7 @@ from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engines import engine_for
-from llmtrain.parallel.placement import held_bytes, place
+from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
@@ -52,7 +52,7 @@ def main() -> None:
 
     with torch.device("meta"):
         model = GPT(CONFIG, VOCABULARY)
-    bundle = ModelBundle(model, WeightsOnly(), model.first_weights(0))
+    bundle = ModelBundle(model, WeightsOnly(), model.initial_weights(0))
     measure("making and filling the model", lambda: place(accelerator, bundle))
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -66,7 +66,7 @@ def main() -> None:
         accumulation=1,
     )
     train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], max_grad_norm=1.0)
-    here, everywhere = held_bytes(model)
+    here, everywhere = parameter_bytes(model)
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     say(
         "weights",

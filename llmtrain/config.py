@@ -30,21 +30,21 @@ class Config:
     """The base class of every dataclass of settings. Each of its fields is a flag.
 
     Attributes:
-        acts: the parts of a run that its flags change, unless a flag names others. The command
+        affects: the parts of a run that its flags change, unless a flag names others. The command
             ``llmtrain diff`` groups settings by it.
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
     """
 
     _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
-    acts: ClassVar[str] = "nowhere"
+    affects: ClassVar[str] = "nowhere"
     origins: Mapping[str, str] = {}
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, on the command line or in a file."""
         return name in self.origins
 
-    def default(self, name: str, value: Any, why: str) -> None:
+    def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless the user set the flag.
 
         Args:
@@ -52,22 +52,22 @@ class Config:
             value: a number.
             why: the remark behind the value in the log.
         """
-        if not self.given(name):
+        if not self.is_set(name):
             setattr(self, name, value)
             say("default", f"--{name} {value:g} ({why})")
 
 
-def flag(default: Any, help: str, *, acts: str | None = None, hidden: bool = False) -> Any:
+def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = False) -> Any:
     """Return a dataclass field that is a command-line flag.
 
     Args:
         default: the default value.
         help: the text in ``--help``.
-        acts: the parts of a run that the flag changes, separated by spaces. By default, those of
+        affects: the parts of a run that the flag changes, separated by spaces. By default, those of
             the dataclass.
         hidden: show the flag only in ``--help_all``.
     """
-    metadata = {"help": help.replace("%", "%%"), "acts": acts, "hidden": hidden}
+    metadata = {"help": help.replace("%", "%%"), "affects": affects, "hidden": hidden}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

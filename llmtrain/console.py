@@ -37,7 +37,7 @@ def note(message: str) -> None:
     print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error on stderr, below a progress bar. Ranks other than 0 name themselves."""
     source = f"rank {rank()}: " if rank() else ""
     tqdm.write(f"error: {source}{redacted(message)}", file=sys.stderr)

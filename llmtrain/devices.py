@@ -63,7 +63,7 @@ _BYTES_PER_UNIT = {
 }
 
 
-def device_called(name: str) -> Device:
+def get_device(name: str) -> Device:
     """Return the device with a name that ``--device`` takes.
 
     Raises:

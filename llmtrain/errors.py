@@ -50,7 +50,7 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
-class ToldElsewhereError(UserError):
+class ReportedElsewhereError(UserError):
     """This process ends because another one has failed, which prints the reason itself."""
 
 
@@ -84,7 +84,7 @@ def _class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def explained(error: BaseException) -> str | None:
+def explain(error: BaseException) -> str | None:
     """Return one line for an error whose cause is outside the program.
 
     Such causes are the disk, missing permissions, memory, and other machines. The errors that
@@ -140,7 +140,7 @@ def _explain_network_error(message: str) -> str:
     )
 
 
-def hub_said(error: BaseException) -> str:
+def hub_error(error: BaseException) -> str:
     """Return why a download or an upload failed, and what to do about it.
 
     Args:
@@ -157,7 +157,9 @@ def hub_said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def refused_as(failure: str, describe: Callable[[BaseException], str] = hub_said) -> Iterator[None]:
+def as_user_error(
+    failure: str, describe: Callable[[BaseException], str] = hub_error
+) -> Iterator[None]:
     """Turn every exception of the block into a :class:`UserError`.
 
     Libraries have many types of errors for a folder, a name or a template that they cannot use.

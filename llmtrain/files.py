@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.types import Facts
+    from llmtrain.types import JsonObject
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
 
@@ -104,7 +104,7 @@ def json_text(content: object, indent: int | None = None) -> str:
     return json.dumps(finite(content), indent=indent)
 
 
-def append_json_line(path: Path, content: "Facts") -> None:
+def append_json_line(path: Path, content: "JsonObject") -> None:
     """Append one line of JSON to a file; see :func:`json_text`.
 
     Raises:
@@ -117,7 +117,7 @@ def append_json_line(path: Path, content: "Facts") -> None:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
 
-def read_object(path: Path) -> "Facts":
+def read_object(path: Path) -> "JsonObject":
     """Return the JSON object in a file, or an empty one if the file cannot be read."""
     try:
         content = json.loads(path.read_text())

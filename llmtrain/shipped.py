@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def shipped(folder: str) -> Path:
+def shipped_folder(folder: str) -> Path:
     """Return the path of ``recipes`` or ``accelerate_configs``.
 
     An installed package contains them. In a checkout, they are next to the package.
@@ -19,4 +19,4 @@ def shipped_config(name: str) -> Path:
     It is relative if the current folder is a checkout.
     """
     relative = Path("accelerate_configs") / f"{name}.yaml"
-    return relative if relative.is_file() else shipped("accelerate_configs") / relative.name
+    return relative if relative.is_file() else shipped_folder("accelerate_configs") / relative.name

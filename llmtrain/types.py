@@ -18,7 +18,7 @@ IGNORED = -100
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 # A JSON object, such as an entry of run.json. Its reader knows the keys.
-Facts: TypeAlias = dict[str, Any]
+JsonObject: TypeAlias = dict[str, Any]
 # The columns of a micro-batch: tensors, and what the model's `prepare_batch` has returned.
 Batch: TypeAlias = dict[str, Any]
 # Names and full tensors, one at a time.
@@ -29,7 +29,7 @@ Weights: TypeAlias = Iterable[tuple[str, "torch.Tensor"]]
 Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torch.Tensor"]]]
 # Takes the name and the value of a tensor in a checkpoint. Returns the tensors, by name, that the
 # folder of the finished model has instead.
-Published: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
+TensorConverter: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class ModelWriter(Protocol):
         """The name of the file with the weights, if they are in a single file."""
 
     @property
-    def divisible(self) -> bool:
+    def may_split_weights(self) -> bool:
         """Whether the weights may be split over several files."""
 
     def write(self, folder: Path, parameters: int) -> None:
@@ -234,10 +234,10 @@ class ModelWriter(Protocol):
         They are the model's own tensors, not copies. Loading a checkpoint fills them.
         """
 
-    def exported(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def export_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors in the folder of the finished model, by name."""
 
-    def publishing(self, model: nn.Module) -> Published:
+    def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return the function that converts a checkpoint's tensors to those of a finished model."""
 
 

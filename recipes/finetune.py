@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> object:
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
     if settings.model.model_name_or_path:
         has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-        settings.optim.default(
+        settings.optim.set_default(
             "learning_rate",
             2e-4 if has_adapter else 2e-5,
             "default for a pretrained model",

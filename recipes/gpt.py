@@ -35,7 +35,7 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
         model = lt.build_gpt(settings.model, rows.vocabulary)
     return model.bundle(
         rows.tokenizer,
-        trained_on=rows.facts.dataset,
+        trained_on=rows.metadata.dataset,
         seed=settings.loop.seed,
     )
 

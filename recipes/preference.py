@@ -43,7 +43,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
         model.block_size,
         chat=settings.chat,
         trust_remote_code=model.trust_remote_code,
-        judged_alone=settings.preference is not None and settings.preference.alone,
+        unpaired=settings.preference is not None and settings.preference.is_unpaired,
     )
 
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
     has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-    settings.optim.default(
+    settings.optim.set_default(
         "learning_rate",
         1e-5 if has_adapter else 1e-6,
         "default for preferences",

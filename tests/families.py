@@ -25,5 +25,9 @@ def rows_of(tokenizer: Any, packed: bool = False, new_tokens: list[int] | None =
     """What `load_model` asks of rows, without any."""
     facts = SimpleNamespace(dataset="nothing")
     return SimpleNamespace(
-        tokenizer=tokenizer, packed=packed, ends=(), new_tokens=new_tokens or [], facts=facts
+        tokenizer=tokenizer,
+        is_packed=packed,
+        stop_token_ids=(),
+        new_tokens=new_tokens or [],
+        metadata=facts,
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.errors import UserError, explained
+from llmtrain.errors import UserError, explain
 from llmtrain.shipped import shipped_config
 from tests.launching import ROOT, long_form
 
@@ -43,7 +43,7 @@ def taken_port() -> Iterator[int]:
     ],
 )
 def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
-    line = explained(OSError(number, os.strerror(number), "/data/run"))
+    line = explain(OSError(number, os.strerror(number), "/data/run"))
     assert line is not None
     assert says in line
 
@@ -56,14 +56,14 @@ def test_a_config_that_a_line_names_is_there_also_outside_of_a_checkout(
         (tmp_path, shipped_config("fsdp2").resolve()),
     ):
         monkeypatch.chdir(folder)
-        assert f" or shard it with {named};" in str(explained(MemoryError()))
+        assert f" or shard it with {named};" in str(explain(MemoryError()))
         assert named.is_file()
     for module in (ROOT / "llmtrain").rglob("*.py"):
         assert "accelerate_configs/" not in module.read_text(), module
 
 
 def test_a_write_to_a_full_disk_names_no_file_and_is_explained() -> None:
-    line = explained(OSError(errno.ENOSPC, "No space left on device"))  # as file.write() raises it
+    line = explain(OSError(errno.ENOSPC, "No space left on device"))  # as file.write() raises it
     assert str(line).startswith("No space left on device; free some space")
 
 
@@ -77,7 +77,7 @@ def _wrapped() -> None:
 def test_what_a_library_wraps_is_found() -> None:
     with pytest.raises(RuntimeError) as caught:
         _wrapped()
-    assert "rows.arrow: No space left on device; free some space" in str(explained(caught.value))
+    assert "rows.arrow: No space left on device; free some space" in str(explain(caught.value))
 
 
 def test_memory_that_is_not_there_is_explained() -> None:
@@ -88,20 +88,20 @@ def test_memory_that_is_not_there_is_explained() -> None:
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     ):
-        assert "out of memory" in str(explained(error))
-        assert "llmtrain plan" in str(explained(error))
+        assert "out of memory" in str(explain(error))
+        assert "llmtrain plan" in str(explain(error))
 
 
 def test_processes_that_do_not_meet_are_explained(taken_port: int) -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         dist.TCPStore("127.0.0.1", taken_port, 1, is_master=True)
-    assert f"port {taken_port} is in use; choose another" in str(explained(caught.value))
+    assert f"port {taken_port} is in use; choose another" in str(explain(caught.value))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     with pytest.raises(dist.DistError) as gone:
         dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))
-    assert "the processes lost contact with each other" in str(explained(gone.value))
+    assert "the processes lost contact with each other" in str(explain(gone.value))
 
 
 def _mistake_while_memory_is_short() -> None:
@@ -120,11 +120,11 @@ def test_what_is_of_the_program_is_not_explained_away() -> None:
         OSError(),
         OSError(errno.EACCES, "no port"),
     ):
-        assert explained(error) is None
+        assert explain(error) is None
     with pytest.raises(KeyError) as caught:
         _mistake_while_memory_is_short()
-    assert explained(caught.value) is None
-    assert explained(UserError("two\nlines")) == "two lines"
+    assert explain(caught.value) is None
+    assert explain(UserError("two\nlines")) == "two lines"
 
 
 def test_a_notebook_shows_the_line_alone() -> None:

@@ -13,7 +13,7 @@ from llmtrain.commands import runs
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, write_checkpoint
-from llmtrain.record.resume import lock
+from llmtrain.record.resume import lock_of
 from llmtrain.record.tensors import Share
 from tests.record.test_checkpoint import DAMAGE, Files, flip
 from tests.test_cli import ended
@@ -142,7 +142,7 @@ def test_folders_set_aside_and_leftovers_are_named(run: Path, capsys) -> None:
     assert status == 0, "the newest is whole"
     for name in ("damaged-step-00000010", ".tmp-step-00000040-123", ".tmp-abc"):
         assert name in out
-    with lock(run):
+    with lock_of(run):
         assert ".tmp-step-00000040-123 is being written" in check(capsys, run)[1]
     for path in folder.glob("step-*"):
         shutil.rmtree(path)
@@ -178,12 +178,12 @@ def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not
         tmp_path / "run", {"state": "running", "step": 10, "host": os.uname().nodename}, {10: 1.0}
     )
     assert "was killed" in check(capsys, run)[1]
-    with lock(run):
+    with lock_of(run):
         out = check(capsys, run)[1]
         assert "in progress" in out
         assert "killed" not in out
     assert "was killed" in check(capsys, run)[1]
-    with lock(run).acquire(blocking=False):  # the check keeps no lock
+    with lock_of(run).acquire(blocking=False):  # the check keeps no lock
         pass
 
 
@@ -218,7 +218,7 @@ def test_nothing_is_changed(held: bool, run: Path, capsys) -> None:
     (folder / "damaged-step-00000005").mkdir()
     (folder / ".tmp-step-00000040-123").mkdir()
     if held:
-        with lock(run):
+        with lock_of(run):
             pass
         os.utime(run / ".lock", (1, 1))
     before = tree(run)
@@ -309,7 +309,7 @@ def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Pa
     assert first[:5] == [str(new), "killed", "40/60", "2.5000", "3.2500"]
     assert second[:3] == [str(old), "preempted", "30"]
     assert second[-1] == "d"
-    with lock(new).acquire():
+    with lock_of(new).acquire():
         assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
     status, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--json")
     found = json.loads(out)

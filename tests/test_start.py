@@ -45,7 +45,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch):
 def test_what_was_said_to_the_launcher_is_told_from_its_defaults(
     words, config, environment, expected
 ) -> None:
-    said = Launcher(words, config, environment).said(
+    said = Launcher(words, config, environment).option(
         "mixed_precision", "ACCELERATE_MIXED_PRECISION"
     )
     assert said == expected
@@ -53,13 +53,17 @@ def test_what_was_said_to_the_launcher_is_told_from_its_defaults(
 
 def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
     launcher = Launcher(["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--debug"])
-    assert (launcher.said("multi_gpu"), launcher.said("num_processes"), launcher.said("debug")) == (
+    assert (
+        launcher.option("multi_gpu"),
+        launcher.option("num_processes"),
+        launcher.option("debug"),
+    ) == (
         True,
         "2",
         True,
     )
     assert (
-        Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).said(
+        Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).option(
             "num_processes"
         )
         == "3"

@@ -6,18 +6,18 @@ from pathlib import Path
 from llmtrain.errors import UserError
 
 
-def take_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for a recipe and its flags to a command.
 
     The command's own options may come before the recipe or among its flags.
-    :func:`own_and_recipes` tells them apart.
+    :func:`separate_recipe_flags` tells them apart.
     """
     parser.add_argument("recipe", help="path of the recipe; it gets all flags not listed here")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(parser=parser)
 
 
-def own_and_recipes(arguments: argparse.Namespace) -> None:
+def separate_recipe_flags(arguments: argparse.Namespace) -> None:
     """Leave only the recipe's flags in ``arguments.flags``.
 
     The command's own options among them are parsed into ``arguments``.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.launching.children import (
-    command_of,
-    gpus,
-    read_config,
-    run_to_end,
-    started,
-    why_it_failed,
+    failure_message,
+    gpu_count,
+    read_accelerate_config,
+    recipe_command,
+    run_command,
+    start_command,
 )
 from llmtrain.record.history import History, read_lines
 from llmtrain.report.comparison import (
@@ -25,7 +25,7 @@ from llmtrain.report.comparison import (
     weight_difference,
 )
 from llmtrain.shipped import shipped_config
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -113,9 +113,9 @@ class Trial:
     def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
         self.arguments = arguments
         self.steps = steps
-        config = read_config(arguments.config_file) if arguments.config_file else {}
+        config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
 
-        layouts = arguments.layouts or str(max(2, config.get("num_processes", gpus())))
+        layouts = arguments.layouts or str(max(2, config.get("num_processes", gpu_count())))
         self.layouts = [RequestedLayout.parse(layout) for layout in layouts.split(",")]
         if len({layout.global_batch for layout in self.layouts}) > 1:
             raise UserError(
@@ -133,8 +133,8 @@ class Trial:
             )
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
-        self.on_cpu = not arguments.config_file and most_processes > gpus()
-        self._forced_flags: Facts = {
+        self.on_cpu = not arguments.config_file and most_processes > gpu_count()
+        self._forced_flags: JsonObject = {
             "max_steps": steps,
             "save_steps": save_steps,
             "logging_steps": 1,
@@ -155,7 +155,7 @@ class Trial:
             UserError: the recipe failed, with its own message.
         """
         try:
-            run_to_end(self._command(layout, folder), self.on_cpu)
+            run_command(self._command(layout, folder), self.on_cpu)
         except UserError as error:
             raise UserError(f"{layout}: {error}") from None
         return Outcome(name or str(layout), folder, is_float64=self.arguments.float64)
@@ -178,10 +178,10 @@ class Trial:
 
         command = self._command(layout, folder)
         stderr = folder.parent / "killed.err"
-        with stderr.open("wb") as file, started(command, self.on_cpu, file) as process:
+        with stderr.open("wb") as file, start_command(command, self.on_cpu, file) as process:
             while last_step(folder) < step:
                 if process.poll() is not None:
-                    raise UserError(why_it_failed(stderr))
+                    raise UserError(failure_message(stderr))
                 time.sleep(_POLL_SECONDS)
 
         reached = last_step(folder)
@@ -199,14 +199,14 @@ class Trial:
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
 
-        flags: Facts = {}
+        flags: JsonObject = {}
         if layout.global_batch is not None:
             flags["global_batch_size"] = layout.global_batch
         if layout.micro_batch is not None:
             flags["per_device_train_batch_size"] = layout.micro_batch
         flags |= self._forced_flags
         flags["output_dir"] = folder
-        return command_of(recipe, flags, layout.processes, self.arguments.config_file)
+        return recipe_command(recipe, flags, layout.processes, self.arguments.config_file)
 
 
 def last_step(folder: Path) -> int:
@@ -230,7 +230,7 @@ class Outcome:
 
     def __init__(self, name: str, folder: Path, *, is_float64: bool) -> None:
         self.name = name
-        self.history = History.of(folder)
+        self.history = History.of_run(folder)
         self.record = self.history.record
         self.precision = "float64" if is_float64 else self.record["starts"][0]["mixed_precision"]
         self.target_tokens = _target_tokens(folder)
@@ -289,7 +289,7 @@ class Outcome:
 
     def most_gradient_syncs(self) -> int:
         """Return how often gradients were reduced in a step, at most."""
-        entries = self.history.readings
+        entries = self.history.entries
         return max((entry.get("train/gradient_syncs") or 0 for entry in entries), default=0)
 
 
@@ -343,9 +343,9 @@ def _read_weights(folder: Path) -> dict[str, "torch.Tensor"]:
 
 def _digest(folder: Path) -> str:
     """Return a hash of the weights and the optimizer in a run's last checkpoint."""
-    from llmtrain.record.checkpoint import checkpoints, digest_of
+    from llmtrain.record.checkpoint import checkpoints, tensors_digest
 
-    return digest_of(checkpoints(folder / "checkpoints")[-1])
+    return tensors_digest(checkpoints(folder / "checkpoints")[-1])
 
 
 def _faults(deviations: dict[str, Deviation], weights: float, precision: str) -> list[str]:

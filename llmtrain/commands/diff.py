@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.report.difference import compare, comparison_lines
 
-    run_a = History.of(Path(arguments.run_a))
-    run_b = History.of(Path(arguments.run_b))
+    run_a = History.of_run(Path(arguments.run_a))
+    run_b = History.of_run(Path(arguments.run_b))
     comparison = compare(run_a, run_b)
     if arguments.json:
         print(json_text(_as_json(comparison), indent=1))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
-from llmtrain.launching.children import read_config
-from llmtrain.types import Facts
+from llmtrain.launching.children import read_accelerate_config
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.doctor.group_checks import Process
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     launcher = Launcher.find()
     if not launcher.words:
         flags = _launcher_flags(arguments, "config_file")
-        launcher = Launcher.to_come([f"--{name}={value}" for name, value in flags.items()])
+        launcher = Launcher.from_flags([f"--{name}={value}" for name, value in flags.items()])
 
     findings = local_checks.findings(Path(arguments.output_dir), launcher)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -132,7 +132,7 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     Nothing is set for a single machine. A real launcher waits for a machine that does not come for
     a quarter of an hour, without a message.
     """
-    config = read_config(arguments.config_file) if arguments.config_file else {}
+    config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
     config |= _launcher_flags(arguments)
     machines = config.get("num_machines")
     rank = config.get("machine_rank")
@@ -160,7 +160,7 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     }
 
 
-def _launcher_flags(arguments: argparse.Namespace, *further: str) -> Facts:
+def _launcher_flags(arguments: argparse.Namespace, *further: str) -> JsonObject:
     """Return the flags that the user passed and that accelerate launch also takes.
 
     Args:
@@ -214,7 +214,7 @@ def _report(findings: "list[Finding]", as_json: bool) -> int:
     return 1 if is_bad else 0
 
 
-def _as_json(finding: "Finding") -> Facts:
+def _as_json(finding: "Finding") -> JsonObject:
     return {
         "level": finding.level,
         "subject": finding.subject,

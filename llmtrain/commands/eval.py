@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from llmtrain.types import Facts
+    from llmtrain.types import JsonObject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     _check(arguments)
     try:
-        from llmtrain.models.harness import forget, scores
+        from llmtrain.models.harness import evaluate_tasks, remove_answers
     except ImportError:
         raise UserError(
             "llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'."
@@ -99,7 +99,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         [source] = broadcast_object_list([model_folder(arguments.model)])
         step = _step_of(source, arguments.model)
         answers = _answers_path(source, arguments, options, accelerator)
-        results = scores(
+        results = evaluate_tasks(
             accelerator,
             source,
             arguments.tasks,
@@ -115,7 +115,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if is_run(run_folder):
         for entry in entries:
             append_json_line(run_folder / "scores.jsonl", entry)
-    forget(accelerator, answers)
+    remove_answers(accelerator, answers)
     if entries:  # only rank 0 has any
         _print(entries, as_json=arguments.json)
 
@@ -145,11 +145,11 @@ def _step_of(source: str, model: str) -> int:
     checkpoint_step = Path(source).parent.name.partition("step-")[2]
     if checkpoint_step.isdecimal():
         return int(checkpoint_step)
-    return History.found(Path(model)).step
+    return History.read(Path(model)).step
 
 
 def _answers_path(
-    source: str, arguments: argparse.Namespace, options: "Facts", accelerator: "Accelerator"
+    source: str, arguments: argparse.Namespace, options: "JsonObject", accelerator: "Accelerator"
 ) -> Path:
     """Return where ranks keep their answers, so that an interrupted evaluation can go on.
 
@@ -172,7 +172,7 @@ def _answers_path(
     return cache_folder() / "answers" / digest
 
 
-def _print(entries: "list[Facts]", as_json: bool) -> None:
+def _print(entries: "list[JsonObject]", as_json: bool) -> None:
     from llmtrain.files import json_text
 
     if as_json:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
-    from llmtrain.models.generation import logits_apart, model_folder
+    from llmtrain.models.generation import largest_logit_difference, model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
     model = Path(arguments.model)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             shutil.copytree(source, working, dirs_exist_ok=True)
 
         if arguments.check:
-            difference, largest = logits_apart(str(source), str(working))
+            difference, largest = largest_logit_difference(str(source), str(working))
             is_same = difference <= _TOLERANCE * largest  # False for NaN
             if not is_same:
                 raise UserError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmtrain.errors import UserError
-from llmtrain.shipped import shipped
+from llmtrain.shipped import shipped_folder
 
 # Configs that start one process for each GPU of this machine.
 _PER_GPU_CONFIGS = ("multi_gpu.yaml", "fsdp2.yaml")
@@ -115,7 +115,9 @@ def _shipped_file(kind: Literal["recipe", "config"], name: str) -> Path:
     else:
         folder = "accelerate_configs"
         suffix = ".yaml"
-    paths = {path.name.removesuffix(suffix): path for path in shipped(folder).glob("[!_.]*.*")}
+    paths = {
+        path.name.removesuffix(suffix): path for path in shipped_folder(folder).glob("[!_.]*.*")
+    }
     stem = name.removesuffix(suffix)
     if stem not in paths:
         raise UserError(f"--{kind} {name} does not exist; use one of {', '.join(sorted(paths))}.")

@@ -76,12 +76,12 @@ def teach(name: str, stdout: IO[str] | None = None) -> bool:
         name: the name of the lesson.
         stdout: where its output goes; by default, to the output of this process.
     """
-    from llmtrain.launching.children import launcher_command, started
+    from llmtrain.launching.children import launcher_command, start_command
 
     processes = int(_search_source(name, r"^PROCESSES = (\d+)"))
     command = [*launcher_command(processes, None), "-m", "llmtrain.lessons", name]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    with started(
+    with start_command(
         command,
         True,  # on the CPU
         None,  # stderr of this process

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan, Way
@@ -21,7 +21,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser)
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--processes",
         type=int,
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    own_and_recipes(arguments)
+    separate_recipe_flags(arguments)
     from llmtrain.plan.ways import PlanRequest, make_plan
 
     options = {
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"left out: {reason}", file=sys.stderr)
 
 
-def as_json(plan: "Plan") -> Facts:
+def as_json(plan: "Plan") -> JsonObject:
     """Return the ways of a plan as a JSON object."""
     ways = []
     for way in plan.ways:

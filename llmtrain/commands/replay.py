@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.launching.children import command_of, run_to_end
+from llmtrain.launching.children import recipe_command, run_command
 from llmtrain.record.history import History, read_lines
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _TEXT_WIDTH = 80  # characters of a row's text
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    history = History.of(Path(arguments.run_folder))
+    history = History.of_run(Path(arguments.run_folder))
     step = arguments.step
     # A run that has failed may have failed in the step after its last one, so that one is allowed.
     last = history.step if history.state == "finished" else history.step + 1
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     rows = repeated.rows
     rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
     _replace_tokens_by_text(rows, history.folder)
-    logged = _find_entry(history.readings, step)
+    logged = _find_entry(history.entries, step)
 
     if arguments.json:
         is_same = None if logged is None else not _differing_keys(logged, repeated.entry)
@@ -107,7 +107,7 @@ class _Origin(NamedTuple):
     step: int
 
 
-def _start_that_made(history: History, step: int) -> Facts:
+def _start_that_made(history: History, step: int) -> JsonObject:
     """Return the entry in ``run.json`` about the start of the run that made a step."""
     starts = [start for start in history.starts if start["step"] < step]
     # A run that was started in a notebook has no command.
@@ -150,13 +150,13 @@ class _RepeatedStep(NamedTuple):
         seconds: how long the recipe took.
     """
 
-    rows: list[Facts]
-    entry: Facts
+    rows: list[JsonObject]
+    entry: JsonObject
     seconds: float
 
 
 def _repeat(
-    step: int, *, run_folder: Path, start: Facts, origin: _Origin, config_file: str | None
+    step: int, *, run_folder: Path, start: JsonObject, origin: _Origin, config_file: str | None
 ) -> _RepeatedStep:
     """Repeat a step in a temporary folder.
 
@@ -192,7 +192,9 @@ def _repeat(
     return _RepeatedStep(rows=rows, entry=entry, seconds=seconds)
 
 
-def _launch(start: Facts, flags: Facts, *, run_folder: Path, config_file: str | None) -> None:
+def _launch(
+    start: JsonObject, flags: JsonObject, *, run_folder: Path, config_file: str | None
+) -> None:
     """Execute a recipe as it was started before, with flags that override the earlier ones."""
     recipe, *recipe_flags = start["command"]
     if not Path(recipe).is_file():
@@ -211,13 +213,13 @@ def _launch(start: Facts, flags: Facts, *, run_folder: Path, config_file: str | 
             "--config_file."
         )
 
-    command = command_of([recipe, *recipe_flags], flags, start["processes"], config_file)
+    command = recipe_command([recipe, *recipe_flags], flags, start["processes"], config_file)
     on_cpu = start["device"] == "cpu" and config_file is None
     variables = {
         "ACCELERATE_MIXED_PRECISION": start["mixed_precision"],
         "OMP_NUM_THREADS": str(start["threads"]),
     }
-    run_to_end(command, on_cpu, **variables)
+    run_command(command, on_cpu, **variables)
 
 
 def _splits_the_model(sharded: str | None) -> bool:
@@ -233,7 +235,7 @@ def _splits_the_model(sharded: str | None) -> bool:
 # --- comparing and showing the step
 
 
-def _find_entry(entries: list[Facts], step: int) -> Facts | None:
+def _find_entry(entries: list[JsonObject], step: int) -> JsonObject | None:
     """Return the log entry with the train metrics of a step, if there is one."""
     for entry in entries:
         if entry["step"] == step and "train/loss" in entry:
@@ -241,12 +243,12 @@ def _find_entry(entries: list[Facts], step: int) -> Facts | None:
     return None
 
 
-def _differing_keys(logged: Facts, repeated: Facts) -> list[str]:
+def _differing_keys(logged: JsonObject, repeated: JsonObject) -> list[str]:
     """Return the compared keys whose values differ, among those that the run has logged."""
     return [key for key in _COMPARED if key in logged and logged[key] != repeated[key]]
 
 
-def _comparison_line(logged: Facts | None, repeated: Facts) -> str:
+def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
     """Return the line that says whether the repeated step is the same.
 
     Args:
@@ -267,7 +269,7 @@ def _comparison_line(logged: Facts | None, repeated: Facts) -> str:
     return f"same      {names}: to the last bit"
 
 
-def _replace_tokens_by_text(rows: list[Facts], run_folder: Path) -> None:
+def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
     from llmtrain.models.generation import model_folder, tokenizer_of
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.report.page import html, summary
 
-    runs = [History.of(Path(folder)) for folder in arguments.runs]
+    runs = [History.of_run(Path(folder)) for folder in arguments.runs]
     if arguments.json:
         print(json_text(summary(runs), indent=1))
         return

@@ -16,7 +16,7 @@ from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _STATES_AFTER_A_SAVE = ("finished", "preempted")  # a run saves a checkpoint before it enters them
 
@@ -67,7 +67,7 @@ def _list(path: Path, as_json: bool) -> None:
     refusals = []
     for folder in runs_in(path):
         try:
-            histories.append(History.of(folder))
+            histories.append(History.of_run(folder))
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
 
@@ -83,9 +83,9 @@ def _list(path: Path, as_json: bool) -> None:
         _print_table(runs)
 
 
-def _listed(history: History) -> Facts:
+def _listed(history: History) -> JsonObject:
     """Return what the list shows about a run."""
-    losses = {name: history.last(key) for name, key in _LOSSES.items()}
+    losses = {name: history.latest(key) for name, key in _LOSSES.items()}
     return {
         "run": str(history.folder),
         "state": history.state,
@@ -96,7 +96,7 @@ def _listed(history: History) -> Facts:
     }
 
 
-def _print_table(runs: list[Facts]) -> None:
+def _print_table(runs: list[JsonObject]) -> None:
     width = max(3, *(len(run["run"]) for run in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'eval loss':>10}{'age':>10}")
     for run in runs:
@@ -153,14 +153,14 @@ def _check(path: Path, as_json: bool) -> bool:
     """Print the state of a run and of its checkpoints, and return whether all is well."""
     target = _find_target(path)
     run_folder = target.folder.parent
-    history = History.found(run_folder)
+    history = History.read(run_folder)
     set_aside: list[str] = []
     leftovers: list[str] = []
     if not target.is_single:
         set_aside = _names(target.folder.glob("damaged-*"))
         leftovers = _names([*run_folder.glob(".tmp-*"), *target.folder.glob(".tmp-*")])
     is_lost = not target.checkpoints and _has_saved(history, set_aside)
-    standing = history.standing()
+    standing = history.summary()
 
     if not as_json:
         say("run", f"{run_folder}: {standing}")
@@ -188,7 +188,7 @@ def _check(path: Path, as_json: bool) -> bool:
     for name in set_aside:
         say("set aside", f"{name}: a resume found it damaged and renamed it")
     for name in leftovers:
-        if history.in_progress:
+        if history.is_in_progress:
             say("leftover", f"{name} is being written or deleted")
         else:
             say("leftover", f"{name} is incomplete; the next start deletes it")
@@ -244,9 +244,9 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
         target: the checkpoints to read.
         fingerprint: the fingerprint of the run that the checkpoints must belong to.
     """
-    from llmtrain.record.checkpoint import find_fault, held_out_losses
+    from llmtrain.record.checkpoint import eval_losses, find_fault
 
-    losses = held_out_losses(target.checkpoints)
+    losses = eval_losses(target.checkpoints)
     best: Path | None = None
     if not target.is_single:
         best = min(losses, key=losses.__getitem__, default=None)
@@ -287,7 +287,7 @@ def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:
     return f"{numbers}  {'; '.join(remarks)}"
 
 
-def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> Facts:
+def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> JsonObject:
     return {
         "step": checkpoint.step,
         "bytes": checkpoint.size,

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.commands._trial import (
     Comparison,
     Outcome,
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout: compare one process with other layouts; "
         "resume: compare a run that is killed and resumed with one that is not",
     )
-    take_recipe(parser)
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--layouts",
         metavar="P[xAxM],...",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    own_and_recipes(arguments)
+    separate_recipe_flags(arguments)
     verify = _verify_layouts if arguments.check == "layout" else _verify_resume
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
         result = verify(arguments, Path(scratch))

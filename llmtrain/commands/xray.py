@@ -6,16 +6,21 @@ time is hidden behind the backward pass, and which process keeps the others wait
 
 import argparse
 
-from llmtrain.commands._recipe import own_and_recipes, take_recipe
+from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.errors import UserError
-from llmtrain.launching.children import command_of, gpus, read_config, run_to_end
-from llmtrain.types import Facts
+from llmtrain.launching.children import (
+    gpu_count,
+    read_accelerate_config,
+    recipe_command,
+    run_command,
+)
+from llmtrain.types import JsonObject
 
 _OUTPUT_DIR = "runs/xray"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    take_recipe(parser)
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--processes",
         type=int,
@@ -34,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.record.resume import is_free, names
+    from llmtrain.record.resume import candidate_folders, is_free
 
-    own_and_recipes(arguments)
+    separate_recipe_flags(arguments)
     processes = _processes(arguments)
     first_step, _, last_step = arguments.updates.partition(":")
     if not (first_step.isdecimal() and last_step.isdecimal()):
@@ -45,8 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
-    folder = next(folder for folder in names(output_dir) if is_free(folder))
-    forced: Facts = {
+    folder = next(folder for folder in candidate_folders(output_dir) if is_free(folder))
+    forced: JsonObject = {
         "xray_steps": arguments.updates,
         "max_steps": last_step,
         "report_to": "none",
@@ -54,9 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
         "output_dir": str(folder),
     }
     recipe = [arguments.recipe, *arguments.flags]
-    command = command_of(recipe, forced, processes, arguments.config_file)
-    has_too_few_gpus = not arguments.config_file and processes > gpus()
-    run_to_end(command, on_cpu=has_too_few_gpus)
+    command = recipe_command(recipe, forced, processes, arguments.config_file)
+    has_too_few_gpus = not arguments.config_file and processes > gpu_count()
+    run_command(command, on_cpu=has_too_few_gpus)
 
     result = folder / "xray"
     if arguments.json:
@@ -78,9 +83,9 @@ def _processes(arguments: argparse.Namespace) -> int:
     if arguments.processes is not None:
         processes: int = arguments.processes
     elif arguments.config_file:
-        processes = read_config(arguments.config_file)["num_processes"]
+        processes = read_accelerate_config(arguments.config_file)["num_processes"]
     else:
-        processes = max(2, gpus())
+        processes = max(2, gpu_count())
 
     if processes < 1:
         raise UserError(f"--processes {processes}: start at least one process.")

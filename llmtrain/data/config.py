@@ -12,7 +12,7 @@ class BatchConfig(Config):
     """Batch sizes. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "data"
-    acts: ClassVar[str] = "data"
+    affects: ClassVar[str] = "data"
 
     global_batch_size: int = flag(
         32,
@@ -22,7 +22,7 @@ class BatchConfig(Config):
         16,
         "largest number of rows in one forward and backward pass (the micro-batch) of each "
         "process; lower it if memory runs out",
-        acts="layout",
+        affects="layout",
     )
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DataConfig(BatchConfig):
         "bpe:4096",
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
         "folder or hub name of a tokenizer; the fine-tuning recipes default to the model's own",
-        acts="model data",
+        affects="model data",
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class RowConfig(Config):
     """How conversations or pairs of answers become rows. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "conversations"
-    acts: ClassVar[str] = "data"
+    affects: ClassVar[str] = "data"
 
     chat_template: str | None = flag(
         None,

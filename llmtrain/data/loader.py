@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     row: int | None
 
 
-class Read(NamedTuple):
+class ReadRows(NamedTuple):
     """The rows of some slots.
 
     Attributes:
@@ -151,7 +151,7 @@ class EvalSampler(Sampler[list[Slot]]):
             first = end
 
 
-class SlotRows(Dataset[Read]):
+class SlotRows(Dataset[ReadRows]):
     """Token rows, read by slot.
 
     They are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
@@ -166,7 +166,7 @@ class SlotRows(Dataset[Read]):
         self.ends = np.cumsum(lengths)
         self.starts = self.ends - lengths
 
-    def __getitems__(self, slots: list[Slot]) -> Read:
+    def __getitems__(self, slots: list[Slot]) -> ReadRows:
         """Return the rows of slots, with ``labels``; an empty slot has no label."""
         rows = np.array([slot.row or 0 for slot in slots])
         chunks = np.searchsorted(self.ends, rows, side="right")
@@ -179,7 +179,7 @@ class SlotRows(Dataset[Read]):
         # The tokens of a text are its labels, too. They are -100 after its end.
         labels = columns.setdefault("labels", columns["input_ids"])
         labels[[slot.row is None for slot in slots]] = IGNORED
-        return Read(slots, columns)
+        return ReadRows(slots, columns)
 
 
 class Collate:
@@ -205,7 +205,7 @@ class Collate:
         self.dropout_seed = dropout_seed
         self.prepare = prepare
 
-    def __call__(self, read: Read) -> LocalBatch:
+    def __call__(self, read: ReadRows) -> LocalBatch:
         arrays = {name: _with_wide_integers(column) for name, column in read.columns.items()}
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -258,7 +258,7 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-) -> DataLoader[Read]:
+) -> DataLoader[ReadRows]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
     Starting at a late step costs nothing.
@@ -286,7 +286,7 @@ def eval_loader(
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
     parts: Sequence[int] = (),
-) -> DataLoader[Read]:
+) -> DataLoader[ReadRows]:
     """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
     The last batch of each source is filled up with rows of weight zero. Micro-batches have up to a

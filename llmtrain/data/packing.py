@@ -202,7 +202,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-class Second(NamedTuple):
+class SecondAnswer(NamedTuple):
     """The second answer of a pair, whose tokens are stored behind those of the first.
 
     Attributes:
@@ -246,11 +246,11 @@ class TokenStore:
         self._path = path.with_suffix(".tokens")
         self._file = self._path.open("wb")
         self.lengths: list[int] = []
-        self.seconds: list[Second] = []
+        self.seconds: list[SecondAnswer] = []
         self.pairs = 0
         self.digest = hashlib.sha256()
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, second: Second | None = None) -> None:
+    def add(self, ids: np.ndarray, trained: np.ndarray, second: SecondAnswer | None = None) -> None:
         """Add a document or a pair.
 
         Args:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
-from llmtrain.data.packing import Counts, Second, Split, SplitStats, TokenStore
+from llmtrain.data.packing import Counts, SecondAnswer, Split, SplitStats, TokenStore
 from llmtrain.data.render import Document, Renderer
 from llmtrain.data.sft import OVERLONG_OUTCOMES, Records
 from llmtrain.data.sources import Fields, Source
@@ -175,7 +175,7 @@ class Pairs(Records[PreferenceRecord]):
             store.add(
                 ids,
                 trained,
-                Second(start=len(first.ids), position=shared, desirable=pair.desirable),
+                SecondAnswer(start=len(first.ids), position=shared, desirable=pair.desirable),
             )
 
             audit.kept += 1

@@ -52,7 +52,7 @@ class Tokenized:
         train: the training rows.
         eval: the eval rows, if there are any.
         tokenizer: the tokenizer.
-        facts: counts and hashes of the rows.
+        metadata: counts and hashes of the rows.
         mixture: assigns positions of the run to data sets; ``None`` if every row is drawn once per
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
@@ -63,7 +63,7 @@ class Tokenized:
     train: TokenRows
     eval: TokenRows | None
     tokenizer: tok.FastTokenizer
-    facts: DataMetadata
+    metadata: DataMetadata
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
@@ -72,25 +72,25 @@ class Tokenized:
     @property
     def vocabulary(self) -> int:
         """The largest token id, plus 1."""
-        return self.facts.vocabulary
+        return self.metadata.vocabulary
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether a row may hold several documents, which must not attend to each other."""
         return "position_ids" in self.train.column_names
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which an answer ends; empty for text."""
-        return tuple(self.facts.ends)
+        return tuple(self.metadata.ends)
 
     @property
-    def held_out_sources(self) -> dict[str, int]:
+    def eval_sources(self) -> dict[str, int]:
         """The number of eval rows of each data set, by its name.
 
         The dictionary is empty unless several data sets have eval rows, under different names.
         """
-        counts = self.facts.eval_source_rows
+        counts = self.metadata.eval_source_rows
         names = self.sources
         short_names = [Path(name).stem or name for name in names]
         if len(set(short_names)) == len(short_names):
@@ -108,9 +108,9 @@ class Tokenized:
         """The number of positions of a row that predict something."""
         return int(self.train.data.schema.field("input_ids").type.list_size) - 1
 
-    def unseen_question(self) -> list[int] | None:
+    def eval_prompt(self) -> list[int] | None:
         """Return the tokens before the first answer of an eval conversation, if there is one."""
-        if self.eval is None or self.facts.task == "text":
+        if self.eval is None or self.metadata.task == "text":
             return None
         row = self.eval[len(self.eval) - 1]
         first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
@@ -152,7 +152,7 @@ class Tokenized:
 
         train_stats = [_measure(train_rows, tokenizer, "train")]
         eval_stats = [] if eval_rows is None else [_measure(eval_rows, tokenizer, "eval")]
-        facts = metadata_of(
+        metadata = metadata_of(
             "rows made by the recipe",
             spec=tokenizer.name_or_path,
             tokenizer=tokenizer,
@@ -160,7 +160,7 @@ class Tokenized:
             train=train_stats,
             eval=eval_stats,
         )
-        return cls(train_rows, eval_rows, tokenizer, facts, in_order=in_order)
+        return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -235,7 +235,7 @@ def tokenize(
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
     records: RecordFunction | None = None,
-    judged_alone: bool = False,
+    unpaired: bool = False,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
 
@@ -251,7 +251,7 @@ def tokenize(
         trust_remote_code: run code that comes with the tokenizer.
         records: yields the records of a recipe that has its own data, always the same records in
             the same order. Then ``config.dataset`` is not read.
-        judged_alone: the loss takes single answers with a label, not only pairs.
+        unpaired: the loss takes single answers with a label, not only pairs.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -265,9 +265,9 @@ def tokenize(
         counts_per_period(config.mixture)
 
     sources = _sources_of(config, records)
-    formats = _formats_of(sources, chat, unpaired=judged_alone)
+    formats = _formats_of(sources, chat, unpaired=unpaired)
     is_text = formats[0] == "text"
-    if not is_text and config.given("text_field"):
+    if not is_text and config.is_set("text_field"):
         raise UserError(
             f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
         )
@@ -293,7 +293,7 @@ def tokenize(
         tok.digest(pretrained) if pretrained is not None else spec,
     ]
     if row_config:
-        key.append(_rendering_key(formats, row_config, stop_token_ids, judged_alone))
+        key.append(_rendering_key(formats, row_config, stop_token_ids, unpaired))
     else:
         key.append(config.text_field)
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -305,7 +305,7 @@ def tokenize(
             config=config,
             chat=row_config,
             stop_token_ids=stop_token_ids,
-            unpaired=judged_alone,
+            unpaired=unpaired,
         )
         _make(
             folder,
@@ -323,13 +323,13 @@ def tokenize(
         rows = _make_once(folder, spec, make)
 
     # The same content may have been read from other files before.
-    rows.facts.dataset = " ".join(config.dataset)
-    rows.facts.tokenizer = spec
+    rows.metadata.dataset = " ".join(config.dataset)
+    rows.metadata.tokenizer = spec
     rows.new_tokens = new_tokens
     rows.sources = list(config.dataset)
     if config.mixture:
-        rows.mixture = Mixture(rows.facts.source_rows, config.mixture)
-    _describe(rows.facts, formats, chat, is_cached)
+        rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
+    _describe(rows.metadata, formats, chat, is_cached)
     return rows
 
 
@@ -337,7 +337,7 @@ def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Sour
     """Return the sources in ``--dataset``, or the recipe's own one."""
     if records is None:
         return [open_source(name) for name in config.dataset]
-    if config.given("dataset"):
+    if config.is_set("dataset"):
         raise UserError("--dataset: this recipe has its own data; leave the flag out.")
     source = function_source(records)
     config.dataset = [source.name]
@@ -366,7 +366,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
         )
     if formats[0] == "text" and chat:
         for name in flags_of(ChatConfig):
-            if chat.given(name) and name != "format":
+            if chat.is_set(name) and name != "format":
                 raise UserError(
                     f"--{name} is for conversations, but {sources[0].name} is text; leave it out, "
                     "or see --format."
@@ -404,35 +404,35 @@ def _corpora(
 
 
 def _describe(
-    facts: DataMetadata, formats: list[str], chat: RowConfig | None, is_cached: bool
+    metadata: DataMetadata, formats: list[str], chat: RowConfig | None, is_cached: bool
 ) -> None:
     """Print the lines about the data in the start-up log."""
-    kind = "documents" if facts.task == "text" else facts.task
+    kind = "documents" if metadata.task == "text" else metadata.task
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
-        f"{facts.dataset}: {facts.documents:,} {kind}, "
-        f"{facts.train_tokens:,} train tokens, {facts.eval_tokens:,} eval tokens, "
-        f"vocabulary {facts.vocabulary:,} ({facts.tokenizer}); {outcome}",
+        f"{metadata.dataset}: {metadata.documents:,} {kind}, "
+        f"{metadata.train_tokens:,} train tokens, {metadata.eval_tokens:,} eval tokens, "
+        f"vocabulary {metadata.vocabulary:,} ({metadata.tokenizer}); {outcome}",
     )
     if chat is None:
         return
-    if not facts.audit:
+    if not metadata.audit:
         say("task", "continued pretraining: the records are text, not conversations")
         return
 
-    if facts.task == "preferences":
+    if metadata.task == "preferences":
         audit_type: type[Audit | PairAudit] = PairAudit
         task = "preference training"
     else:
         audit_type = Audit
         task = "fine-tuning on the assistant's turns"
     say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
-    for line in audit_type(**facts.audit).lines(chat.overlong):
+    for line in audit_type(**metadata.audit).lines(chat.overlong):
         say("audit", line)
     left_out = ("overlong", "untrained", "same", "bad")
-    if facts.eval_audit and any(facts.eval_audit.get(name) for name in left_out):
-        say("eval", audit_type(**facts.eval_audit).left_out(chat.overlong))
+    if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
+        say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
 
 
 # --- cache entries
@@ -441,14 +441,14 @@ def _describe(
 def _open(folder: Path, spec: str) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
     try:
-        facts = DataMetadata(**json.loads((folder / "facts.json").read_text()))
-        numbers = range(len(facts.source_rows))
+        metadata = DataMetadata(**json.loads((folder / "facts.json").read_text()))
+        numbers = range(len(metadata.source_rows))
         train = TokenRows.open([folder / f"train-{i}.arrow" for i in numbers])
         eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in numbers])
         tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
-    return Tokenized(train, eval if facts.eval_rows else None, tokenizer, facts)
+    return Tokenized(train, eval if metadata.eval_rows else None, tokenizer, metadata)
 
 
 def _make_once(folder: Path, spec: str, make: Callable[[], None]) -> Tokenized:
@@ -521,11 +521,11 @@ def _make(
                 f"tokens of {name}); use at most {max(smallest, 1)}, or more text."
             )
 
-        facts = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
-        facts.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
+        metadata = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
+        metadata.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
         if chat:
-            facts.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
-        (working / "facts.json").write_text(json.dumps(asdict(facts), indent=2))
+            metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
+        (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))
 
 
 def _trained_tokenizer(spec: str, corpora: Sequence[Corpus], block_size: int) -> tok.FastTokenizer:

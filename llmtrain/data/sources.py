@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
-from llmtrain.errors import UserError, first_line, refused_as
+from llmtrain.errors import UserError, as_user_error, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -177,7 +177,7 @@ def _hub(name: str) -> Source:
         import datasets  # slow to import, and needed only here
 
         path, _, configuration = name.partition(":")
-        with refused_as(f"--dataset {name} is not a file or folder, and the hub answered"):
+        with as_user_error(f"--dataset {name} is not a file or folder, and the hub answered"):
             return cast(
                 "datasets.Dataset",
                 datasets.load_dataset(path, configuration or None, split="train"),

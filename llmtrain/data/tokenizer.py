@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llmtrain.errors import UserError, hub_said
+from llmtrain.errors import UserError, hub_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -139,7 +139,7 @@ def load_tokenizer(
     try:
         tokenizer = tokenizer_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError, ..., some with very long messages
-        reason = hub_said(error).rstrip(".")
+        reason = hub_error(error).rstrip(".")
         raise UserError(f"{name}: no tokenizer can be loaded ({reason}); {advice}.") from None
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {advice}.")

@@ -23,7 +23,7 @@ from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.record.provenance import version_of, versions
-from llmtrain.record.resume import lock
+from llmtrain.record.resume import lock_of
 
 # The levels of a finding.
 GOOD = "good"
@@ -136,7 +136,7 @@ def _launcher_settings(launcher: Launcher) -> Iterator[str]:
         if word.startswith("--")
     }
     for flag in sorted(flags - {"config_file"}):
-        yield f"{flag} {launcher.said(flag)} (command line)"
+        yield f"{flag} {launcher.option(flag)} (command line)"
 
     hidden = {*flags, "compute_environment", "debug"}
     for key, value in _flat_config(launcher):
@@ -257,7 +257,7 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as scratch:
             with new_folder(Path(scratch, "new")) as created:
                 (created / "file").write_bytes(b"1" * 4096)
-            with lock(Path(scratch)).acquire(blocking=False):
+            with lock_of(Path(scratch)).acquire(blocking=False):
                 pass
     except OSError as error:
         yield Finding(

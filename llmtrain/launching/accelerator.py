@@ -132,7 +132,7 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
         or "--multi_gpu" in launcher.words
     )
     backend = ""
-    if is_cpu and world > 1 and gpus_requested and not launcher.said("use_cpu"):
+    if is_cpu and world > 1 and gpus_requested and not launcher.option("use_cpu"):
         backend = " over gloo (no GPU here)"
 
     float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
@@ -141,10 +141,10 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
     remark = ""
     if is_cpu and precision == "bf16" and not cpu_has_bfloat16():
         remark = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    elif precision != float32 and not launcher.said(*_PRECISION_NAMES):
+    elif precision != float32 and not launcher.option(*_PRECISION_NAMES):
         remark = " (default)"
     return (
-        f"{counted(world, 'process')} on {device}{backend}, {counted(threads, 'thread')} each, "
+        f"{pluralize(world, 'process')} on {device}{backend}, {pluralize(threads, 'thread')} each, "
         f"{precision}{remark}"
     )
 
@@ -182,7 +182,7 @@ def use_cpu(launcher: Launcher) -> bool:
     gpus = torch.accelerator.device_count()
     if processes > gpus:
         raise UserError(
-            f"{processes} processes were started on a machine with {counted(gpus, 'GPU')}; "
+            f"{processes} processes were started on a machine with {pluralize(gpus, 'GPU')}; "
             f"start one per GPU (--num_processes), or use {shipped_config('cpu_ddp')}."
         )
     return False
@@ -197,7 +197,7 @@ def cpu_has_bfloat16() -> bool:
     return is_supported is not None and bool(is_supported())
 
 
-def counted(n: int, word: str) -> str:
+def pluralize(n: int, word: str) -> str:
     """Return a number and its noun, such as ``2 processes``."""
     if n == 1:
         return f"{n} {word}"
@@ -217,7 +217,7 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     each has one thread if the run is ``bitwise``. Sums over more threads round differently, so the
     number is always set, and recorded.
     """
-    users_number = launcher.said("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    users_number = launcher.option("num_cpu_threads_per_process", "OMP_NUM_THREADS")
     if users_number == os.environ.get(_SHARED_THREADS):
         users_number = None  # written by an earlier run of this process
 
@@ -265,7 +265,7 @@ _PRECISION_NAMES = ("mixed_precision", "ACCELERATE_MIXED_PRECISION")
 
 def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
     """Return the mixed precision that the user set, or the default of this device."""
-    users_precision = launcher.said(*_PRECISION_NAMES)
+    users_precision = launcher.option(*_PRECISION_NAMES)
     if users_precision is False:
         return "no"  # YAML reads a bare `no` as False
     if users_precision is not None:

@@ -14,7 +14,7 @@ from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from llmtrain.types import Facts
+    from llmtrain.types import JsonObject
 
 Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 
@@ -49,8 +49,8 @@ def launcher_command(processes: int, config_file: str | None) -> list[str]:
     return [sys.executable, *launcher]
 
 
-def command_of(
-    recipe: list[str], forced: "Facts", processes: int, config_file: str | None = None
+def recipe_command(
+    recipe: list[str], forced: "JsonObject", processes: int, config_file: str | None = None
 ) -> list[str]:
     """Return the command that runs a recipe in ``processes`` processes.
 
@@ -66,7 +66,7 @@ def command_of(
     return command
 
 
-def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
+def run_command(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Run a command and wait until it ends.
 
     Args:
@@ -78,14 +78,14 @@ def run_to_end(command: list[str], on_cpu: bool, **variables: str) -> None:
         UserError: with the command's own message, if it failed.
     """
     with tempfile.NamedTemporaryFile() as stderr:
-        with started(command, on_cpu, stderr, **variables) as process:
+        with start_command(command, on_cpu, stderr, **variables) as process:
             process.wait()
         if process.returncode:
-            raise UserError(why_it_failed(Path(stderr.name)))
+            raise UserError(failure_message(Path(stderr.name)))
 
 
 @contextlib.contextmanager
-def started(
+def start_command(
     command: list[str],
     on_cpu: bool,
     stderr: Output,
@@ -107,10 +107,10 @@ def started(
     try:
         yield process
     finally:
-        kill(process)
+        kill_tree(process)
 
 
-def kill(process: "subprocess.Popen[bytes]") -> None:
+def kill_tree(process: "subprocess.Popen[bytes]") -> None:
     """Kill a process and everything that it started, and wait for its end.
 
     The children are found one by one, because a launcher puts its workers into groups of their own.
@@ -126,7 +126,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def why_it_failed(stderr: Path) -> str:
+def failure_message(stderr: Path) -> str:
     """Return the error message that a recipe wrote to a file.
 
     That is its ``error:`` line, or the end of the file if there is none. If LLMTRAIN_DEBUG=1, the
@@ -139,7 +139,7 @@ def why_it_failed(stderr: Path) -> str:
     return str(messages[0]) if messages else text[-2000:]
 
 
-def read_config(config_file: str) -> "Facts":
+def read_accelerate_config(config_file: str) -> "JsonObject":
     """Return the content of an accelerate config.
 
     Raises:
@@ -148,7 +148,7 @@ def read_config(config_file: str) -> "Facts":
     import yaml
 
     try:
-        config: Facts = yaml.safe_load(Path(config_file).read_text())
+        config: JsonObject = yaml.safe_load(Path(config_file).read_text())
         return config | {"num_processes": int(config["num_processes"])}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise UserError(
@@ -156,7 +156,7 @@ def read_config(config_file: str) -> "Facts":
         ) from None
 
 
-def gpus() -> int:
+def gpu_count() -> int:
     """Return the number of GPUs that can form a process group; the GPU of a Mac cannot."""
     import torch
 

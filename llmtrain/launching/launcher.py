@@ -14,7 +14,7 @@ import yaml
 
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.parallel.mesh import Sharding
@@ -47,7 +47,7 @@ class Launcher:
     """
 
     words: list[str] = field(default_factory=list)
-    config: Facts = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     config_file: Path | None = None
 
@@ -72,7 +72,7 @@ class Launcher:
                 return no_launcher
 
             words = _without_recipe(words)
-            config: Facts = {}
+            config: JsonObject = {}
             config_file: Path | None = None
             if is_accelerate:
                 config, config_file = _accelerate_config(words, parent.cwd())
@@ -86,7 +86,7 @@ class Launcher:
             return no_launcher
 
     @classmethod
-    def to_come(cls, words: list[str]) -> "Launcher":
+    def from_flags(cls, words: list[str]) -> "Launcher":
         """Return the launcher that ``accelerate launch`` with these flags would be."""
         config, config_file = _accelerate_config(words, ".")
         return cls(
@@ -96,7 +96,7 @@ class Launcher:
             config_file=config_file,
         )
 
-    def said(self, flag: str, variable: str = "") -> str | int | bool | None:
+    def option(self, flag: str, variable: str = "") -> str | int | bool | None:
         """Return the user's value of an option, or ``None`` if the user did not set it.
 
         A flag on the command line takes precedence over the config file, and the config file over
@@ -127,7 +127,7 @@ class Launcher:
         """Return whether the user chose the CPU, even if there is a GPU."""
         if "--cpu" in self.words:
             return True
-        return str(self.said("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+        return str(self.option("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
 
 
 def _program_of(words: list[str]) -> str:
@@ -150,7 +150,7 @@ def _without_recipe(words: list[str]) -> list[str]:
     return remaining
 
 
-def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | None]:
+def _accelerate_config(words: list[str], folder: str) -> tuple[JsonObject, Path | None]:
     """Return the content and the path of the config that ``accelerate launch`` reads.
 
     The content is empty if the file cannot be read. The path is ``None`` if accelerate reads none.
@@ -161,7 +161,7 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[Facts, Path | Non
     """
     from accelerate.commands.config.config_args import default_config_file
 
-    named_file = Launcher(words).said("config_file")
+    named_file = Launcher(words).option("config_file")
     path = Path(folder, str(named_file or default_config_file))
     # With --cpu, accelerate does not read its default config.
     if not named_file and ("--cpu" in words or not path.is_file()):
@@ -234,7 +234,7 @@ def _check_started_several(launcher: Launcher, recipe: str) -> None:
     # The launcher's command line may be hidden, behind a wrapper script for example.
     processes = None
     if launcher.words:
-        processes = int(launcher.said("num_processes") or 1)
+        processes = int(launcher.option("num_processes") or 1)
     if processes == 1:
         return
     raise UserError(

@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from llmtrain.console import complain, debugging, rank
-from llmtrain.errors import ToldElsewhereError, explained
+from llmtrain.console import debugging, print_error, rank
+from llmtrain.errors import ReportedElsewhereError, explain
 from llmtrain.launching.launcher import Launcher, check_launch
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
@@ -68,18 +68,18 @@ def _report(error: BaseException) -> int:
         if isinstance(error.code, int):
             return error.code
         if isinstance(error.code, str):
-            complain(error.code)
+            print_error(error.code)
         return 0 if error.code is None else 1
 
-    line = explained(error)
+    line = explain(error)
     if line is None or debugging():
         traceback.print_exc()
     if line is None:
         return 1
-    if not isinstance(error, ToldElsewhereError):
+    if not isinstance(error, ReportedElsewhereError):
         if rank() != 0:
             time.sleep(_GRACE_SECONDS)
-        complain(line)
+        print_error(line)
     return 2
 
 
@@ -106,7 +106,7 @@ def _signal_when_parent_dies() -> None:
         os._exit(1)
 
 
-def freeze_start() -> None:
+def restore_garbage_collection() -> None:
     """Let Python collect garbage as usual again, except in what exists now.
 
     Searching all of that would delay steps.

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.errors import UserError
-from llmtrain.launching.children import started
+from llmtrain.launching.children import start_command
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.observe.phases import Phases
@@ -22,7 +22,7 @@ from llmtrain.parallel.collectives import BucketMean
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engines import engine_for
-from llmtrain.shipped import shipped
+from llmtrain.shipped import shipped_folder
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
@@ -178,10 +178,10 @@ def train_steps(
     engine.on_phase(phases.at)
     with phases.watching():
         for step in range(steps):
-            phases.at("data", step)
+            phases.begin("data", step)
             micro_batches = [batch(load(step))]
             train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
-            phases.at("other", step + 1)
+            phases.begin("other", step + 1)
             if step == 0:
                 phases.drop_first_step()
             yield step + 1
@@ -215,14 +215,14 @@ def training_run(
         *torchrun,
         "--nproc-per-node",
         str(processes),
-        f"{shipped('recipes')}/gpt.py",
+        f"{shipped_folder('recipes')}/gpt.py",
         *(f"--{name}={value}" for name, value in TINY_RUN.items()),
         f"--max_steps={steps}",
         f"--output_dir={folder}",
         *flags,
     ]
     on_cpu = False
-    with started(command, on_cpu, subprocess.PIPE) as process:
+    with start_command(command, on_cpu, subprocess.PIPE) as process:
         yield process
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors.decode(errors="replace")[-2000:]

@@ -35,7 +35,7 @@ def main() -> None:
         if step % 4 != 0:
             continue
         seconds_by_rank = engine.gather_numbers(phases.read())
-        late_ranks.append(phases.late(seconds_by_rank))
+        late_ranks.append(phases.new_straggler(seconds_by_rank))
         if step == 8:
             _show_phases(seconds_by_rank)
 

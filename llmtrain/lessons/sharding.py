@@ -25,7 +25,7 @@ from llmtrain.lessons.common import (
     small_gpt,
 )
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.placement import held_bytes, place_sharded
+from llmtrain.parallel.placement import parameter_bytes, place_sharded
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 
@@ -49,9 +49,9 @@ def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     """Train a sharded model on all ranks, and the full model in each rank by itself."""
     with torch.device("meta"):
         sharded_model = small_gpt()
-    place_sharded(accelerator, sharded_model, sharded_model.first_weights(0))
+    place_sharded(accelerator, sharded_model, sharded_model.initial_weights(0))
     engine, optimizer = prepare(accelerator, sharded_model)
-    rank_bytes, model_bytes = held_bytes(engine.model)
+    rank_bytes, model_bytes = parameter_bytes(engine.model)
     share = rank_bytes / model_bytes
     show(f"this process holds {share:.0%} of the {model_bytes:,} bytes of weights")
     assert rank_bytes < 0.6 * model_bytes

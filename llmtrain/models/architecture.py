@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from llmtrain.config import did_you_mean
-from llmtrain.errors import UserError, refused_as
+from llmtrain.errors import UserError, as_user_error
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.lora import is_adapter
 from llmtrain.models.untrusted import load_causal_lm, local_folder, refuse_pickles
@@ -86,7 +86,7 @@ def build_model(
         options["attn_implementation"] = config.attn_implementation
 
     flag = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
-    with refused_as(flag):
+    with as_user_error(flag):
         if name is None:
             model_config = configuration_of(config, tokenizer)
         else:

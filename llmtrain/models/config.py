@@ -13,7 +13,7 @@ class GPTConfig(Config):
     """The size of a GPT. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "model"
-    acts: ClassVar[str] = "model"
+    affects: ClassVar[str] = "model"
 
     n_layer: int = flag(4, "number of transformer blocks")
     n_head: int = flag(4, "attention heads per block; must divide --n_embd")
@@ -21,17 +21,17 @@ class GPTConfig(Config):
     block_size: int = flag(
         128,
         "context length of the model, and the length of a row, in tokens",
-        acts="model data",
+        affects="model data",
     )
     dropout: float = flag(
         0.0,
         "dropout probability, after the embedding and in each residual branch",
-        acts="pass",
+        affects="pass",
     )
     gradient_checkpointing: bool = flag(
         False,
         "save memory: compute activations again in the backward pass instead of keeping them",
-        acts="layout",
+        affects="layout",
     )
     architecture: Literal["gpt2", "lfm2"] = flag(
         "gpt2",
@@ -61,7 +61,7 @@ class ModelConfig(Config):
     """The Hugging Face model to train and its initial weights. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "model"
-    acts: ClassVar[str] = "model"
+    affects: ClassVar[str] = "model"
 
     model_name_or_path: str | None = flag(None, "folder or hub name of the causal LM to start from")
     from_config: str | None = flag(
@@ -78,17 +78,17 @@ class ModelConfig(Config):
         512,
         "longest conversation, or answer with its prompt, in tokens (see --overlong for longer "
         "ones); plain text is cut into rows of this length",
-        acts="model data",
+        affects="model data",
     )
     attn_implementation: str | None = flag(
         None,
         "attention of transformers: sdpa, eager, flash_attention_2, ... (default: the model's own)",
-        acts="pass",
+        affects="pass",
     )
     gradient_checkpointing: bool = flag(
         False,
         "save memory: compute activations again in the backward pass instead of keeping them",
-        acts="layout",
+        affects="layout",
     )
     router_aux_loss_coef: float | None = flag(
         None,
@@ -130,7 +130,7 @@ class ModelConfig(Config):
         from transformers import AutoConfig
 
         name = self.model_name_or_path
-        if name is None or self.given("block_size"):
+        if name is None or self.is_set("block_size"):
             return
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
@@ -138,7 +138,7 @@ class ModelConfig(Config):
         except Exception:  # loading the model will report what is wrong with it
             return
         if positions and positions < self.block_size:
-            self.default("block_size", positions, f"a model with {positions} positions")
+            self.set_default("block_size", positions, f"a model with {positions} positions")
 
 
 @dataclass
@@ -149,7 +149,7 @@ class LoraConfig(Config):
     """
 
     _argument_group_name: ClassVar[str] = "LoRA"
-    acts: ClassVar[str] = "model"
+    affects: ClassVar[str] = "model"
 
     lora_r: int = flag(
         0,
@@ -164,7 +164,7 @@ class LoraConfig(Config):
     lora_dropout: float = flag(
         0.0,
         "dropout probability on the inputs of the LoRA matrices",
-        acts="pass",
+        affects="pass",
     )
     use_dora: bool = flag(
         False,
@@ -195,7 +195,7 @@ class PreferenceConfig(Config):
     """The loss that compares answers. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "preferences"
-    acts: ClassVar[str] = "pass"
+    affects: ClassVar[str] = "pass"
 
     loss_type: Literal["sigmoid", "ipo", "robust", "kto", "orpo", "simpo", "reward"] = flag(
         "sigmoid",
@@ -244,12 +244,12 @@ class PreferenceConfig(Config):
             raise UserError("--simpo_gamma is for --loss_type simpo; leave it out.")
 
     @property
-    def alone(self) -> bool:
+    def is_unpaired(self) -> bool:
         """Whether the loss takes single answers instead of pairs."""
         return self.loss_type == "kto"
 
     @property
-    def takes_reference(self) -> bool:
+    def uses_reference(self) -> bool:
         """Whether the loss takes log-probabilities of the reference model.
 
         The reference model is the model with its initial weights.

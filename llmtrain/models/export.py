@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from torch import Size, Tensor, nn
 
 from llmtrain.parallel.shards import meta_like
-from llmtrain.types import Facts, Published
+from llmtrain.types import JsonObject, TensorConverter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,17 +26,17 @@ class ModelFiles:
         base: the folder or hub name of the model that this one was trained from.
         generation: ``generation_config.json``.
         weights: the name of the file with the weights.
-        divisible: whether the weights may be split over several files.
+        may_split_weights: whether the weights may be split over several files.
     """
 
-    config: Facts
+    config: JsonObject
     tokenizer: "PreTrainedTokenizerFast"
     trained_on: str = "unknown data"
     base: str | None = None
-    generation: Facts = field(default_factory=dict)
+    generation: JsonObject = field(default_factory=dict)
 
     weights: ClassVar[str] = "model.safetensors"
-    divisible: ClassVar[bool] = True
+    may_split_weights: ClassVar[bool] = True
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
@@ -68,7 +68,7 @@ class ModelFiles:
             named_tensors.setdefault(id(tensor), (name, tensor.detach()))
         return dict(named_tensors.values())
 
-    def exported(self, model: nn.Module) -> dict[str, Tensor]:
+    def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
         return self.published(model, self.tensors(model))
 
@@ -82,7 +82,7 @@ class ModelFiles:
             return tensors
         return cast(dict[str, Tensor], revert_weight_conversion(model, dict(tensors)))
 
-    def publishing(self, model: nn.Module) -> Published:
+    def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
 
         Together, the results for all tensors of a checkpoint are those of :meth:`exported`. That is
@@ -142,7 +142,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def gives_scores(config: Facts) -> bool:
+def gives_scores(config: JsonObject) -> bool:
     """Return whether ``config.json`` is of a reward model, which scores answers and writes none."""
     architectures = config.get("architectures") or ()
     return "ForSequenceClassification" in "".join(architectures)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from llmtrain.errors import UserError, first_line, refused_as
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object
 from llmtrain.models.export import gives_scores
 from llmtrain.models.lora import adapted_model, is_adapter
@@ -51,7 +51,7 @@ class TextModel:
         model: the model, on the GPU if there is one.
         tokenizer: its tokenizer.
         context: the largest number of tokens that the model can take.
-        ends: the tokens that end a text.
+        stop_token_ids: the tokens that end a text.
 
     Args:
         name: the folder of a model or of an adapter, or a hub name.
@@ -72,7 +72,7 @@ class TextModel:
         refuse_pickles(name)
 
         self.tokenizer = tokenizer_of(name)
-        with refused_as(f"{name}: no model could be loaded"):
+        with as_user_error(f"{name}: no model could be loaded"):
             loaded: PeftModel | PreTrainedModel
             if is_adapter(folder):
                 loaded = adapted_model(name, len(self.tokenizer))
@@ -81,7 +81,7 @@ class TextModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
-        self.ends = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
+        self.stop_token_ids = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
 
     def _stop_token_ids(self, folder: Path) -> list[int | None]:
         """Return the stop tokens of the generation settings."""
@@ -120,7 +120,7 @@ class TextModel:
         dropped = 0
         while True:
             remaining = [*messages[:kept], *messages[kept + dropped :]]
-            with refused_as("the chat template refuses this", first_line):
+            with as_user_error("the chat template refuses this", first_line):
                 text = self.tokenizer.apply_chat_template(
                     remaining, add_generation_prompt=True, tokenize=False, **template_options
                 )
@@ -162,8 +162,8 @@ class TextModel:
                 use_cache=True,
             )
             cache = out.past_key_values
-            token = draw(out.logits[0, -1].float().cpu(), sampling, generator)
-            if token in self.ends:
+            token = sample_token(out.logits[0, -1].float().cpu(), sampling, generator)
+            if token in self.stop_token_ids:
                 break
 
             ids = [*ids, token]
@@ -198,7 +198,7 @@ class TextModel:
         return ids
 
 
-def logits_apart(first_name: str, second_name: str) -> tuple[float, float]:
+def largest_logit_difference(first_name: str, second_name: str) -> tuple[float, float]:
     """Compare the logits of two model folders, in float32.
 
     Returns:
@@ -224,7 +224,7 @@ def _some_logits(model: TextModel) -> torch.Tensor:
     return cast(torch.Tensor, out.logits)
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Sample the next token from its logits [V]."""
     if sampling.temperature < 1e-6:
         return int(logits.argmax())
@@ -244,7 +244,7 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
-    with refused_as(f"{name}: no model could be loaded"):
+    with as_user_error(f"{name}: no model could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
 
 

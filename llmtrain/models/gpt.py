@@ -22,7 +22,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
-from llmtrain.types import Facts, ModelBundle
+from llmtrain.types import JsonObject, ModelBundle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -256,7 +256,7 @@ class GPT(TrainableModel):
         self.vocab_size = vocab_size
         self._build(config, vocab_size)
         if not self.head.is_meta:
-            fill(dict(self.named_parameters()), self.first_weights(seed))
+            fill(dict(self.named_parameters()), self.initial_weights(seed))
 
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
         self.transformer = Transformer(config, vocab_size)
@@ -281,7 +281,7 @@ class GPT(TrainableModel):
         """The number of layers with attention."""
         return self.config.n_layer
 
-    def first_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+    def initial_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the initial weights of every parameter by name, one at a time.
 
         They depend only on ``seed``. Matrices are normal with the standard deviation of
@@ -395,7 +395,7 @@ class GPT(TrainableModel):
         return ModelBundle(
             model=self,
             files=self.files(tokenizer, trained_on),
-            weights=self.first_weights(seed),
+            weights=self.initial_weights(seed),
             columns=self.columns,
         )
 
@@ -403,7 +403,7 @@ class GPT(TrainableModel):
         """Return the files of a model folder that transformers loads as a stock model."""
         return ModelFiles(self.hf_config(tokenizer.eos_token_id), tokenizer, trained_on)
 
-    def hf_config(self, end_of_text: int | None = None) -> Facts:
+    def hf_config(self, end_of_text: int | None = None) -> JsonObject:
         """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""
         config = self.config
         return {

@@ -16,11 +16,11 @@ from lm_eval.tasks import TaskManager
 
 from llmtrain.config import did_you_mean
 from llmtrain.console import say
-from llmtrain.errors import UserError, explained, hub_said
+from llmtrain.errors import UserError, explain, hub_error
 from llmtrain.models.generation import TextModel
 from llmtrain.models.lora import is_adapter
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -80,7 +80,7 @@ class _TruncationCounter(logging.Handler):
             self.count += 1
 
 
-def scores(
+def evaluate_tasks(
     accelerator: Accelerator,
     name: str,
     tasks: Sequence[str],
@@ -88,7 +88,7 @@ def scores(
     batch_size: int,
     answers: Path,
     **options: object,
-) -> list[Facts]:
+) -> list[JsonObject]:
     """Evaluate a model on tasks of the harness.
 
     Args:
@@ -98,7 +98,7 @@ def scores(
         include_path: a folder with further tasks, in YAML.
         batch_size: the number of questions that each rank answers at a time.
         answers: where each rank keeps its answers, so that an interrupted evaluation can continue.
-            :func:`forget` removes them.
+            :func:`remove_answers` removes them.
         options: further arguments of ``lm_eval.simple_evaluate``.
 
     Returns:
@@ -123,7 +123,7 @@ def scores(
 
     try:
         model = _ReplicatedModel(name, accelerator, batch_size)
-        results: Facts | None = simple_evaluate(
+        results: JsonObject | None = simple_evaluate(
             model,
             tasks=sorted(manager.match_tasks([*tasks])),
             task_manager=manager,
@@ -136,7 +136,7 @@ def scores(
         raise
     except Exception as error:
         # The harness, a dataset, the hub or a chat template may fail.
-        reason = explained(error) or f"--tasks {' '.join(tasks)}: {hub_said(error)}"
+        reason = explain(error) or f"--tasks {' '.join(tasks)}: {hub_error(error)}"
         raise UserError(reason) from error
 
     truncated = torch.tensor(truncations.count, device=accelerator.device)
@@ -160,13 +160,13 @@ def _check_tasks(manager: TaskManager, tasks: Sequence[str]) -> None:
             )
 
 
-def forget(accelerator: Accelerator, answers: Path) -> None:
+def remove_answers(accelerator: Accelerator, answers: Path) -> None:
     """Remove the answers that all ranks have kept, once no rank needs them any more."""
     accelerator.wait_for_everyone()
     Path(f"{answers}_rank{Ranks(accelerator).rank}.db").unlink(missing_ok=True)
 
 
-def _entries(results: Facts) -> Iterator[Facts]:
+def _entries(results: JsonObject) -> Iterator[JsonObject]:
     """Yield an entry for each metric in the results of the harness.
 
     The harness names a metric together with its filter, such as ``acc,none``.

@@ -26,7 +26,7 @@ from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
 from llmtrain.parallel.shards import to_local
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _EPS = 1e-5
 _THETA = 10_000.0
@@ -397,7 +397,7 @@ class LFM2(GPT):
         module_name = name.split(".")[-2]
         return _SPECIAL_INIT_STDS.get(module_name, _INIT_STD)
 
-    def hf_config(self, end_of_text: int | None = None) -> Facts:
+    def hf_config(self, end_of_text: int | None = None) -> JsonObject:
         """Return ``config.json`` of the stock ``lfm2`` model that computes the same."""
         config = self.config
         layer_types = []

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, first_line, refused_as
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
-from llmtrain.types import Facts, Weights
+from llmtrain.types import JsonObject, Weights
 
 if TYPE_CHECKING:
     import peft
@@ -276,10 +276,10 @@ class AdapterFiles(ModelFiles):
     """
 
     adapted: "PeftModel"
-    origin: Facts
+    origin: JsonObject
 
     weights: ClassVar[str] = "adapter_model.safetensors"
-    divisible: ClassVar[bool] = False
+    may_split_weights: ClassVar[bool] = False
 
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the identity of its base."""
@@ -350,7 +350,7 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
     from peft import PeftConfig, PeftModel
 
     folder = Path(name)
-    with refused_as(f"{folder}: its adapter could not be loaded", first_line):
+    with as_user_error(f"{folder}: its adapter could not be loaded", first_line):
         base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
         if not base:
             raise UserError(

@@ -50,8 +50,8 @@ class PreferenceObjective(Objective):
         self.config = config
         self.rows = rows
         # One log-probability for each answer of a row.
-        self.reference_size = rows.answers_per_row if config.takes_reference else 0
-        self.displacement = Displacement() if config.takes_reference else None
+        self.reference_size = rows.answers_per_row if config.uses_reference else 0
+        self.displacement = Displacement() if config.uses_reference else None
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         pairs = self._pairs(model, batch)
@@ -89,7 +89,7 @@ class PreferenceObjective(Objective):
         It is the mean log-ratio of the mismatched answers of the global batch, in nats per answer.
         If the mean is negative, the baseline is 0.
         """
-        if not self.config.alone:
+        if not self.config.is_unpaired:
             return {}
         total, answers = engine.sum_over_batches(self._log_ratio_of_mismatched, batches)
         mean_log_ratio = total / answers.clamp(min=1)
@@ -115,7 +115,7 @@ class PreferenceObjective(Objective):
             return {name: value for name, value in metrics.items() if name.startswith("rewards")}
         if "kl_baseline" in extra:
             return {"kl": float(extra["kl_baseline"]), **metrics}
-        if self.config.takes_reference and not self.config.alone:
+        if self.config.uses_reference and not self.config.is_unpaired:
             metrics["kl"] = sums["moved"] / max(2 * sums["pairs"], 1)
         return metrics
 
@@ -297,7 +297,7 @@ class PreferenceObjective(Objective):
             baseline: of KTO, a scalar.
         """
         logps = answers.logps
-        if self.config.alone:
+        if self.config.is_unpaired:
             chosen = is_pair & answers.desirable
             rejected = is_pair & ~answers.desirable
             is_above = rewards[:, 0] > self.config.beta * baseline

@@ -27,7 +27,7 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import leaks, probe
 from llmtrain.models.untrusted import local_folder, origin_of
 from llmtrain.models.weight_loading import random_weights, stored_weights
-from llmtrain.types import Batch, Facts, ModelBundle, Objective, Weights
+from llmtrain.types import Batch, JsonObject, ModelBundle, Objective, Weights
 
 if TYPE_CHECKING:
     from transformers import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 
-class _Facts(Protocol):
+class _Metadata(Protocol):
     """The metadata of rows that a model needs. Without a preference loss, only the name is used."""
 
     dataset: str
@@ -53,15 +53,15 @@ class Rows(Protocol):
     new_tokens: list[int]  # tokens that a chat template has added to a pretrained tokenizer
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether a row may hold several documents, which must not attend to each other."""
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which an answer ends."""
 
     @property
-    def facts(self) -> _Facts:
+    def metadata(self) -> _Metadata:
         """Metadata of the rows."""
 
 
@@ -134,7 +134,7 @@ def load_model(
         )
 
     name = config.model_name_or_path
-    origin: Facts = {"random weights": config.from_config}
+    origin: JsonObject = {"random weights": config.from_config}
     if name:
         origin = origin_of(name, config.trust_remote_code)
     files = _model_files(model, name, rows)
@@ -145,7 +145,7 @@ def load_model(
     trained = make_causal_lm(
         model,
         row_length=config.block_size,
-        shares_prompts=preference is not None and rows.facts.shared,
+        shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
     objective, prepare_batch = _objective(trained, rows, preference)
@@ -160,7 +160,7 @@ def load_model(
         files=files,
         weights=weights,
         start=_start(model, config, lora, preference, origin),
-        check=functools.partial(_check, trained, objective, rows.packed, config.block_size),
+        check=functools.partial(_check, trained, objective, rows.is_packed, config.block_size),
         objective=objective,
         prepare_batch=prepare_batch,
     )
@@ -172,9 +172,9 @@ def _objective(
     """Return what is minimised, and a function that prepares its micro-batches on the host."""
     if preference is not None:
         answer_rows = AnswerRows(
-            answers_per_row=2 * max(rows.facts.pairs, 1),
-            are_packed=rows.packed,
-            share_prompts=rows.facts.shared,
+            answers_per_row=2 * max(rows.metadata.pairs, 1),
+            are_packed=rows.is_packed,
+            share_prompts=rows.metadata.shared,
             are_scored=model.gives_scores,
         )
 
@@ -333,13 +333,13 @@ def _model_files(model: "PreTrainedModel", name: str | None, rows: Rows) -> Mode
     return ModelFiles(
         config=_config_to_write(model),
         tokenizer=rows.tokenizer,
-        trained_on=rows.facts.dataset,
+        trained_on=rows.metadata.dataset,
         base=name,
         generation=_generation_config(model, rows),
     )
 
 
-def _config_to_write(model: "PreTrainedModel") -> Facts:
+def _config_to_write(model: "PreTrainedModel") -> JsonObject:
     """Return ``config.json`` of the finished model."""
     config = {
         **model.config.to_dict(),
@@ -356,13 +356,13 @@ def _start(
     config: ModelConfig,
     lora: LoraConfig | None,
     preference: PreferenceConfig | None,
-    origin: Facts,
-) -> Facts:
+    origin: JsonObject,
+) -> JsonObject:
     """Return the part of the run's fingerprint that describes where the run starts.
 
     That is where the initial weights come from, which of them are trained, and the loss.
     """
-    start: Facts = {
+    start: JsonObject = {
         "weights": origin,
         "lora": asdict(lora) if lora else None,
         "freeze": config.freeze,
@@ -422,18 +422,18 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     say("frozen", f"{count:,} parameters in {len(matching)} of {len(parameters)} tensors")
 
 
-def _generation_config(model: "PreTrainedModel", rows: Rows) -> Facts:
+def _generation_config(model: "PreTrainedModel", rows: Rows) -> JsonObject:
     """Return ``generation_config.json`` of the finished model.
 
     It is the one of the base, with the tokens that end an answer added to its stop tokens.
     """
     base: GenerationConfig | None = getattr(model, "generation_config", None)
-    settings: Facts = {}
+    settings: JsonObject = {}
     if base is not None:
         for key, value in base.to_diff_dict().items():
             if not key.startswith("_") and key != "transformers_version":
                 settings[key] = value
-    if not rows.ends:
+    if not rows.stop_token_ids:
         return settings
 
     stop_token_ids = settings.get("eos_token_id")
@@ -441,7 +441,7 @@ def _generation_config(model: "PreTrainedModel", rows: Rows) -> Facts:
         stop_token_ids = []
     elif not isinstance(stop_token_ids, list):
         stop_token_ids = [stop_token_ids]
-    settings["eos_token_id"] = sorted({*stop_token_ids, *rows.ends})
+    settings["eos_token_id"] = sorted({*stop_token_ids, *rows.stop_token_ids})
     settings["bos_token_id"] = rows.tokenizer.bos_token_id
     return settings
 
@@ -492,7 +492,7 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
             "are in memory at once",
         )
 
-    rope: Facts = getattr(text_config, "rope_parameters", None) or {}
+    rope: JsonObject = getattr(text_config, "rope_parameters", None) or {}
     unscaled_length = rope.get("original_max_position_embeddings") or block_size
     depends_on_length = rope.get("rope_type") in ("longrope", "dynamic")
     if depends_on_length and block_size > unscaled_length:

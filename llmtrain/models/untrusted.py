@@ -8,9 +8,9 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from llmtrain.errors import UserError, refused_as
+from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_hashed
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,11 +74,11 @@ def local_folder(name: str) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    with refused_as(f"{name} is no folder, and the hub did not provide it"):
+    with as_user_error(f"{name} is no folder, and the hub did not provide it"):
         return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
 
 
-def origin_of(name: str, trust_remote_code: bool = False) -> Facts:
+def origin_of(name: str, trust_remote_code: bool = False) -> JsonObject:
     """Return what identifies a model: a hash of its folder's weights and configuration.
 
     A hub name is identified by its commit.

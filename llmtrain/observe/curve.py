@@ -3,10 +3,10 @@
 import sys
 from typing import Any
 
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 
-def loss_curve(entries: list[Facts]) -> str:
+def loss_curve(entries: list[JsonObject]) -> str:
     """Draw the training loss and the eval loss against the step, as text.
 
     The text is coloured if stdout is a terminal.
@@ -31,7 +31,7 @@ def loss_curve(entries: list[Facts]) -> str:
     return str(figure.show(legend=True))
 
 
-def _plot(figure: Any, entries: list[Facts], metric: str, **style: str) -> None:
+def _plot(figure: Any, entries: list[JsonObject], metric: str, **style: str) -> None:
     """Add the curve of a metric, if some entry has it."""
     points = [(entry["step"], entry[metric]) for entry in entries if entry.get(metric) is not None]
     if points:

@@ -24,9 +24,9 @@ from typing import NamedTuple, TypeVar
 import psutil
 from torch.distributed import distributed_c10d
 
-from llmtrain.console import complain, note
-from llmtrain.errors import ToldElsewhereError, UserError, explained, first_line
-from llmtrain.observe.phases import MEETINGS, PHASES, Phases
+from llmtrain.console import note, print_error
+from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
+from llmtrain.observe.phases import PHASES, SYNC_PHASES, Phases
 from llmtrain.parallel.ranks import Ranks
 
 Item = TypeVar("Item")
@@ -68,7 +68,7 @@ class Beat(NamedTuple):
     @property
     def is_waiting(self) -> bool:
         """Whether processes wait for each other in this phase."""
-        return self.phase in MEETINGS
+        return self.phase in SYNC_PHASES
 
     @property
     def location(self) -> str:
@@ -125,7 +125,7 @@ class Heartbeat:
         ``phase`` begins anew with each item.
         """
         for item in items:
-            self.phases.at(phase)
+            self.phases.begin(phase)
             yield item
 
     @contextlib.contextmanager
@@ -145,13 +145,13 @@ class Heartbeat:
             yield self
         except Exception as error:
             if not _is_lost_connection(error):
-                reason = explained(error) or first_line(error)
+                reason = explain(error) or first_line(error)
                 self._set(_FAILED, f"rank {self.ranks.rank}: {reason}")
                 raise
 
             other_reason = self._get(_FAILED)
             if other_reason:
-                raise ToldElsewhereError(other_reason) from None
+                raise ReportedElsewhereError(other_reason) from None
 
             missing = self._find_missing()
             raise UserError(
@@ -231,7 +231,7 @@ class Heartbeat:
 
         # A process that others wait for is more patient than they are: they need time to name it.
         patience = self.timeout
-        if self.phases.phase not in MEETINGS:
+        if self.phases.phase not in SYNC_PHASES:
             patience += 4 * self.interval + 2
 
         if seconds > patience or (seconds > _SILENCE_SECONDS and self._some_process_is_silent()):
@@ -278,7 +278,7 @@ class Heartbeat:
         threading.Timer(_LAST_WORDS_SECONDS, os._exit, [1]).start()
         try:
             with contextlib.suppress(Exception):
-                complain(reason)
+                print_error(reason)
             self._write_stacks()
             self.on_failure(reason)
         finally:

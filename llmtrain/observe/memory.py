@@ -4,7 +4,7 @@ import psutil
 import torch
 
 
-def memory_held(device: torch.device) -> tuple[str, int]:
+def memory_used(device: torch.device) -> tuple[str, int]:
     """Return the kind of memory, ``gpu`` or ``host``, and how many bytes this process uses.
 
     On a GPU, these are the most bytes that were allocated since the last call. Otherwise they are

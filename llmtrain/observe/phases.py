@@ -31,8 +31,8 @@ PHASES = {
     "optimizer": "optimizer",
     "other": "other",
 }
-MEETINGS = ("count", "exchange", "norm")  # in which processes wait for each other
-OWN = tuple(phase for phase in PHASES if phase not in MEETINGS)
+SYNC_PHASES = ("count", "exchange", "norm")  # in which processes wait for each other
+OWN_PHASES = tuple(phase for phase in PHASES if phase not in SYNC_PHASES)
 
 # The phases in which a pass through the model is part of a step.
 _PHASES_WITH_PASSES = ("count", "forward", "backward", "exchange")
@@ -41,7 +41,7 @@ _PHASES_WITH_PASSES = ("count", "forward", "backward", "exchange")
 _LATE_SHARE = 0.2
 
 
-def described(phase: str) -> str:
+def describe_phase(phase: str) -> str:
     """Return the name of a phase, followed by its longer name if there is one."""
     return phase if PHASES[phase] == phase else f"{phase}: {PHASES[phase]}"
 
@@ -181,7 +181,7 @@ class Phases:
             self._gradient_hooks.clear()
             self._last_parameter = None
 
-    def at(self, phase: str, step: int | None = None) -> None:
+    def begin(self, phase: str, step: int | None = None) -> None:
         """Begin a phase on the main thread.
 
         Args:
@@ -218,7 +218,7 @@ class Phases:
         self._forget()
         return seconds
 
-    def late(self, readings: dict[str, list[float]]) -> Straggler | None:
+    def new_straggler(self, readings: dict[str, list[float]]) -> Straggler | None:
         """Return the process that keeps the others waiting, when that is news.
 
         It must be the straggler of two readings in a row, in the same phase, because one may be
@@ -243,7 +243,7 @@ class Phases:
     def _begin_pass(self, phase: str) -> None:
         """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
         if self.phase in _PHASES_WITH_PASSES and torch.is_grad_enabled():
-            self.at(phase)
+            self.begin(phase)
 
     def _remember_last_parameter(self, parameter: torch.Tensor) -> None:
         self._last_parameter = parameter
@@ -261,7 +261,7 @@ class Phases:
             and self.model.require_backward_grad_sync
         )
         if self.phase == "backward" and reduces:
-            self.at("exchange")
+            self.begin("exchange")
 
     def _add_up(self) -> None:
         """Add up the seconds of all phases whose end has passed."""
@@ -287,7 +287,7 @@ def find_straggler(readings: dict[str, list[float]]) -> Straggler | None:
         ``None`` unless the process takes longer than the median of the others, by more than a fifth
         of a step.
     """
-    own_phases = [readings[phase] for phase in OWN]
+    own_phases = [readings[phase] for phase in OWN_PHASES]
     own_seconds = [sum(rank_seconds) for rank_seconds in zip(*own_phases, strict=True)]
     if len(own_seconds) < 2:
         return None
@@ -299,7 +299,7 @@ def find_straggler(readings: dict[str, list[float]]) -> Straggler | None:
         return None
     return Straggler(
         rank=rank,
-        phase=max(OWN, key=lambda phase: _lag(readings[phase], rank)),
+        phase=max(OWN_PHASES, key=lambda phase: _lag(readings[phase], rank)),
         seconds=lag,
         share=lag / step_seconds,
     )

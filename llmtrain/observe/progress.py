@@ -40,13 +40,13 @@ class Progress:
             mininterval=_REFRESH_SECONDS_TERMINAL if on_terminal else _REFRESH_SECONDS_FILE,
         )
 
-    def logged(self, metrics: dict[str, float]) -> None:
+    def show_entry(self, metrics: dict[str, float]) -> None:
         """Show the loss and the tokens/s of a log entry."""
         loss = metrics["train/loss"]
         speed = metrics["train/tokens_per_second"]
         self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
 
-    def evaluated(self, step: int, results: dict[str, float]) -> None:
+    def write_evaluation(self, step: int, results: dict[str, float]) -> None:
         """Write a line with the results of an evaluation."""
         if self.bar.disable:
             return

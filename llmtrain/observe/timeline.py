@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from llmtrain.observe.phases import PHASES
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 
@@ -219,13 +219,13 @@ class Report:
         }
 
 
-def summary(report: Report) -> Facts:
+def summary(report: Report) -> JsonObject:
     """Return the numbers of the table: mean seconds and bytes of a step.
 
     In a ring all-reduce every process sends 2 (N - 1) / N of the bytes that are reduced. No
     algorithm sends less (Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
     """
-    numbers: Facts = {
+    numbers: JsonObject = {
         "updates": report.updates,
         "processes": report.processes,
         "seconds": report.seconds(),
@@ -237,7 +237,7 @@ def summary(report: Report) -> Facts:
     return numbers
 
 
-def _transfer_summary(report: Report) -> Facts:
+def _transfer_summary(report: Report) -> JsonObject:
     """Return the numbers of :func:`summary` that exist if DDP has sent buckets."""
     processes = report.processes
     steps = len(report.updates)
@@ -272,13 +272,13 @@ def as_lines(report: Report) -> list[str]:
     return text.splitlines()
 
 
-def as_trace(report: Report) -> Facts:
+def as_trace(report: Report) -> JsonObject:
     """Return the report in Chrome's trace event format.
 
     Each rank is a process with two threads: one computes, the other sends. The format is described
     at https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
-    events: list[Facts] = []
+    events: list[JsonObject] = []
     for rank in range(report.processes):
         events += _names_of_rank(rank)
 
@@ -295,7 +295,7 @@ def as_trace(report: Report) -> Facts:
         )
 
     for transfer in report.transfers:
-        details: Facts = {
+        details: JsonObject = {
             "update": transfer.step,
             "sent_bytes": transfer.sent_bytes,
             "blocked_s": transfer.blocked,
@@ -324,7 +324,7 @@ def as_trace(report: Report) -> Facts:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names_of_rank(rank: int) -> Iterator[Facts]:
+def _names_of_rank(rank: int) -> Iterator[JsonObject]:
     """Yield the events that name a process and its threads."""
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
     for thread, name in enumerate(_THREAD_NAMES):
@@ -344,8 +344,8 @@ def _box(
     name: str,
     start: float,
     end: float,
-    details: Facts,
-) -> Facts:
+    details: JsonObject,
+) -> JsonObject:
     """Return the event that draws a box from ``start`` to ``end``."""
     return {
         "ph": "X",
@@ -362,13 +362,13 @@ class Picture(NamedTuple):
     """One step as boxes on a horizontal axis; times are in microseconds."""
 
     step: int
-    events: list[Facts]  # in Chrome's trace event format
+    events: list[JsonObject]  # in Chrome's trace event format
     zero: float  # when the step began
     length: float
     tick: float  # between two marks on the axis
 
 
-def _picture(step: int, events: list[Facts]) -> Picture:
+def _picture(step: int, events: list[JsonObject]) -> Picture:
     zero = min(event["ts"] for event in events)
     length = max(event["ts"] + event["dur"] - zero for event in events)
     length = max(length, 1e-3)

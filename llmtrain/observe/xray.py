@@ -109,7 +109,7 @@ class XRay:
             self._zero = self._clock.zero()
             self._is_recording = True
         elif self._is_recording and step == self.steps[-1]:
-            self.phases.at("other")  # ends the phase before it
+            self.phases.begin("other")  # ends the phase before it
             self._is_recording = False
             self._make_report()
 

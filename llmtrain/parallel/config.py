@@ -13,19 +13,19 @@ class ParallelConfig(Config):
     """How processes exchange gradients, and how long they wait. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "processes"
-    acts: ClassVar[str] = "layout"
+    affects: ClassVar[str] = "layout"
 
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(
         "none",
         "sum gradients over the processes in bf16 or fp16, which halves the bytes to send but is "
         "less exact; none: in full precision",
-        acts="gradient",
+        affects="gradient",
     )
     sync_each_batch: bool = flag(
         False,
         "reduce gradients over the processes after every micro-batch instead of once per step; a "
         "sharded model then needs less memory",
-        acts="gradient",
+        affects="gradient",
         hidden=True,
     )
     ddp_bucket_cap_mb: float = flag(25.0, "size of DDP's gradient buckets in MiB", hidden=True)
@@ -46,7 +46,7 @@ class ParallelConfig(Config):
         """The size of DDP's gradient buckets in MiB, or ``None`` if DDP should choose."""
         # If DDP chooses, the first bucket is smaller than the others.
         size = self.ddp_bucket_cap_mb
-        if self.given("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
+        if self.is_set("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
             return size
         return None
 

@@ -181,7 +181,7 @@ def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
         )
 
 
-def held_bytes(model: nn.Module) -> tuple[int, int]:
+def parameter_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of this rank's shards of the parameters, and of the full parameters."""
     local = 0
     full = 0
@@ -214,7 +214,7 @@ def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
     replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
     processes = sharding.processes // sharding.replicas
     units = len(parameter_groups(model))
-    local, full = held_bytes(model)
+    local, full = parameter_bytes(model)
     say(
         "sharded",
         f"{sharding.method} over {replicas}{processes} processes in {units} units; "

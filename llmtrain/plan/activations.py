@@ -27,7 +27,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes
 from llmtrain.parallel.shards import to_local
 from llmtrain.parallel.tensor import parallelize
-from llmtrain.types import Facts, Objective
+from llmtrain.types import JsonObject, Objective
 
 # A deeper model is computed with this many blocks. Each further block keeps as much as these.
 _MAX_BLOCKS = 4
@@ -213,7 +213,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function: Callable[..., object],
         types: object,
         args: tuple[object, ...] = (),
-        kwargs: Facts | None = None,
+        kwargs: JsonObject | None = None,
     ) -> object:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

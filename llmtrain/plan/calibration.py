@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmtrain.launching.children import command_of, gpus, run_to_end
-from llmtrain.observe.phases import OWN
+from llmtrain.launching.children import gpu_count, recipe_command, run_command
+from llmtrain.observe.phases import OWN_PHASES
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _STEPS = 12  # the first one is not measured
 
@@ -43,7 +43,7 @@ def calibrate(
     Raises:
         UserError: the recipe failed, with its own message.
     """
-    forced: Facts = {
+    forced: JsonObject = {
         "global_batch_size": rows * processes,
         "per_device_train_batch_size": rows,
         "ddp_comm_hook": "none",
@@ -53,13 +53,13 @@ def calibrate(
     phases = _run_steps(recipe, flags, processes, precision, forced)
 
     compute = compute_from_phases(phases, rows)
-    if processes == 1 or gpus() >= processes:
+    if processes == 1 or gpu_count() >= processes:
         return compute
 
     # The threads of gloo share the cores with those that compute. All that a step takes beyond
     # computing is charged to the bytes that it sends.
     step_seconds = _slowest(phases, [*phases])
-    compute_seconds = _slowest(phases, OWN) + min(phases["norm"])
+    compute_seconds = _slowest(phases, OWN_PHASES) + min(phases["norm"])
     bytes_sent = 2 * (processes - 1) / processes * 4 * trained_numel
     return compute._replace(per_sent_byte=max(0.0, step_seconds - compute_seconds) / bytes_sent)
 
@@ -93,7 +93,7 @@ def _run_steps(
     flags: list[str],
     processes: int,
     precision: str,
-    forced: Facts,
+    forced: JsonObject,
 ) -> dict[str, list[float]]:
     """Run a few steps; return the mean seconds of a step in each phase, by rank.
 
@@ -114,8 +114,8 @@ def _run_steps(
             "report_to": "none",
             "output_dir": output_dir,
         }
-        command = command_of([recipe, *flags], forced, processes)
-        on_cpu = processes > gpus()
-        run_to_end(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
+        command = recipe_command([recipe, *flags], forced, processes)
+        on_cpu = processes > gpu_count()
+        run_command(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
         entries = [line for line in read_lines(output_dir / "metrics.jsonl") if "phases" in line]
     return dict(entries[-1]["phases"])

@@ -17,7 +17,7 @@ from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.stages import Staged
 from llmtrain.plan.activations import list_of_blocks
 from llmtrain.training.settings import AnySettings
-from llmtrain.types import Facts, ModelBundle, Objective
+from llmtrain.types import JsonObject, ModelBundle, Objective
 
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
 
@@ -126,7 +126,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     )
 
 
-def _load_recipe(recipe: str) -> Facts:
+def _load_recipe(recipe: str) -> JsonObject:
     """Run a recipe's module, and return its global names."""
     try:
         names = runpy.run_path(recipe, run_name="llmtrain.recipe")

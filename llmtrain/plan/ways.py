@@ -8,9 +8,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, device_called
+from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, get_device
 from llmtrain.errors import UserError
-from llmtrain.launching.children import gpus
+from llmtrain.launching.children import gpu_count
 from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
@@ -170,7 +170,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
     name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
     if is_gpu:
-        device = device_called(name)
+        device = get_device(name)
         per_machine = request.per_machine or device.per_machine
     else:
         per_machine = request.per_machine or 1
@@ -182,7 +182,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
             "each: add the rate at which a process sends to another machine, such as "
             "--link 400Gbit."
         )
-    is_this_device = gpus() > 0 and device.title in torch.cuda.get_device_name()
+    is_this_device = gpu_count() > 0 and device.title in torch.cuda.get_device_name()
     if request.calibrate and is_gpu and not is_this_device:
         raise UserError(
             f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
@@ -207,7 +207,7 @@ def device_name(requested: str | None) -> str:
     """
     if requested:
         return requested
-    if gpus() == 0:
+    if gpu_count() == 0:
         return "cpu"
 
     title = torch.cuda.get_device_name()
@@ -248,7 +248,7 @@ def _compute(
         return calibrate(
             request.recipe,
             request.flags,
-            processes=min(request.processes, cluster.per_machine, gpus() or request.processes),
+            processes=min(request.processes, cluster.per_machine, gpu_count() or request.processes),
             rows=min(data.per_device_train_batch_size, data.global_batch_size),
             precision=memory.subject.precision,
             trained_numel=sum(parameter.numel() for parameter in trained),

@@ -35,7 +35,7 @@ from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
 from llmtrain.record.tensors import Share, unchanged, write_tensors
-from llmtrain.types import Facts, ModelWriter, Published, Weights
+from llmtrain.types import JsonObject, ModelWriter, TensorConverter, Weights
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -45,7 +45,7 @@ _SPARE_BYTES = 1 << 24  # for all files without tensors
 
 
 def write_checkpoint(
-    folder: Path, step: int, files: ModelWriter, weights: Share, optimizer: Share, state: Facts
+    folder: Path, step: int, files: ModelWriter, weights: Share, optimizer: Share, state: JsonObject
 ) -> Path:
     """Commit a checkpoint. The ranks of the shares' team call this together.
 
@@ -75,7 +75,7 @@ def write_checkpoint(
 
 
 def _commit(
-    target: Path, files: ModelWriter, weights: Share, optimizer: Share, state: Facts
+    target: Path, files: ModelWriter, weights: Share, optimizer: Share, state: JsonObject
 ) -> None:
     """Write a checkpoint under a temporary name, and rename it to ``target``."""
     team = weights.team
@@ -99,7 +99,7 @@ def _commit(
         if not team.is_main:
             return
 
-        hashes: Facts = {}
+        hashes: JsonObject = {}
         for written in [*written_weights, *written_optimizer]:
             hashes.update(written)
         _write_all_but_weights(working / "model", files, weights)
@@ -128,7 +128,7 @@ def write_model(
     files: ModelWriter,
     tensors: DistributedTensors,
     team: Team = ALONE,
-    convert: Published = unchanged,
+    convert: TensorConverter = unchanged,
 ) -> None:
     """Write a complete model folder. The ranks of a team call this together.
 
@@ -139,7 +139,7 @@ def write_model(
         team: the ranks that write.
         convert: see :class:`llmtrain.record.tensors.Share`.
     """
-    weights = Share(tensors, team, divisible=files.divisible, convert=convert)
+    weights = Share(tensors, team, divisible=files.may_split_weights, convert=convert)
     with contextlib.ExitStack() as committing:
         working = team.main(lambda: committing.enter_context(new_folder(folder)))
         team.each(lambda: write_tensors(working, files.weights, weights))
@@ -266,7 +266,7 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
         yield "it belongs to another run"
 
 
-def read_state(path: Path) -> Facts:
+def read_state(path: Path) -> JsonObject:
     """Return the content of a checkpoint's ``state.json``.
 
     Raises:
@@ -277,7 +277,7 @@ def read_state(path: Path) -> Facts:
     return state
 
 
-def bytes_of(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Return the size of a checkpoint's files, or 0 if its manifest cannot be read."""
     hashes = read_versioned(path / MANIFEST).get("files", {})
     return sum(entry["bytes"] for entry in hashes.values())
@@ -319,7 +319,7 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
 def _best_checkpoints(folder: Path, paths: list[Path]) -> list[Path]:
     """Return the checkpoints that are the best by the eval loss, and by early stopping."""
     best = []
-    losses = held_out_losses(paths)
+    losses = eval_losses(paths)
     if losses:
         best.append(min(losses, key=losses.__getitem__))
 
@@ -332,7 +332,7 @@ def _best_checkpoints(folder: Path, paths: list[Path]) -> list[Path]:
     return best
 
 
-def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
+def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
     """Return the eval loss of each checkpoint that was evaluated when it was made."""
     losses = {}
     for path in paths:
@@ -342,7 +342,7 @@ def held_out_losses(paths: Iterable[Path]) -> dict[Path, float]:
     return losses
 
 
-def digest_of(path: Path) -> str:
+def tensors_digest(path: Path) -> str:
     """Return one sha256 over a checkpoint's weights and optimizer, to compare runs bit for bit."""
     manifest = json.loads((path / MANIFEST).read_text())
     check_not_newer(path / MANIFEST, manifest)
@@ -414,5 +414,5 @@ def _file_names(folder: Path) -> set[str]:
     }
 
 
-def _as_json(content: Facts) -> bytes:
+def _as_json(content: JsonObject) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()

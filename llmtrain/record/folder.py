@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, drop_lines_after, read_object, sync_file, write_json
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 _LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
@@ -45,17 +45,17 @@ class RunFolder:
             drop_lines_after(self.path / name, step)
         self._write_status("running", step)
 
-    def append(self, name: str, line: Facts) -> None:
+    def append(self, name: str, line: JsonObject) -> None:
         """Append a line to a JSON-lines file."""
         if self.is_main:
             append_json_line(self.path / name, line)
 
-    def write(self, name: str, content: Facts) -> None:
+    def write(self, name: str, content: JsonObject) -> None:
         """Replace a JSON file."""
         if self.is_main:
             write_json(self.path / name, content)
 
-    def sync_ledgers(self) -> None:
+    def sync_logs(self) -> None:
         """Force the logs to the disk.
 
         Call this before a checkpoint is written: the log of its steps is then as durable as the
@@ -66,14 +66,14 @@ class RunFolder:
             if path.exists():
                 sync_file(path)
 
-    def incident(self, step: int, kind: str, text: str) -> None:
+    def record_event(self, step: int, kind: str, text: str) -> None:
         """Record an event that a later reader of the run should know of."""
         event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
         # If the disk is full, the run itself will fail on its next write, and report it.
         with contextlib.suppress(UserError):
             self.append("incidents.jsonl", event)
 
-    def status(self, state: str, step: int, reason: str = "") -> None:
+    def set_status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, unless another start has taken over the folder.
 
         Args:
@@ -81,11 +81,11 @@ class RunFolder:
             step: the steps made so far.
             reason: why the run is in this state.
         """
-        if not self.is_main or self.taken_over():
+        if not self.is_main or self.is_taken_over():
             return
         self._write_status(state, step, reason)
         if state not in ("finished", "running"):
-            self.incident(step, state, reason)
+            self.record_event(step, state, reason)
 
     def _write_status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, which says how the run ended. Launchers hide exit statuses."""
@@ -100,7 +100,7 @@ class RunFolder:
         }
         write_json(self.path / "status.json", status)
 
-    def taken_over(self) -> bool:
+    def is_taken_over(self) -> bool:
         """Return whether another start of the run writes here.
 
         This can happen on file systems that do not keep locks between machines.

@@ -9,19 +9,19 @@ from llmtrain.errors import UserError
 from llmtrain.files import read_object
 
 if TYPE_CHECKING:
-    from llmtrain.types import Facts
+    from llmtrain.types import JsonObject
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
 FORMAT_VERSION = 1
 _KEY = "format_version"
 
 
-def with_version(content: Facts) -> Facts:
+def with_version(content: JsonObject) -> JsonObject:
     """Return the content with the format version as its first key."""
     return {_KEY: FORMAT_VERSION, **content}
 
 
-def check_not_newer(path: Path, content: Facts) -> None:
+def check_not_newer(path: Path, content: JsonObject) -> None:
     """Check that the content of a file is not in a newer format.
 
     Raises:
@@ -35,7 +35,7 @@ def check_not_newer(path: Path, content: Facts) -> None:
         )
 
 
-def version_fault(name: str, content: Facts) -> str | None:
+def version_fault(name: str, content: JsonObject) -> str | None:
     """Return a description of the fault if a file does not have the current format version.
 
     Args:
@@ -51,7 +51,7 @@ def version_fault(name: str, content: Facts) -> str | None:
     return f"{name} has format version {version}, not {FORMAT_VERSION}"
 
 
-def read_versioned(path: Path) -> Facts:
+def read_versioned(path: Path) -> JsonObject:
     """Return the JSON object in a file, or an empty one if the file cannot be read.
 
     Raises:

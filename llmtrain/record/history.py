@@ -17,23 +17,23 @@ from llmtrain.files import read_object
 from llmtrain.record.format import read_versioned, version_fault
 
 if TYPE_CHECKING:
-    from llmtrain.types import Facts
+    from llmtrain.types import JsonObject
 
 
 class History(NamedTuple):
     """The record of a run. Files that could not be read are empty."""
 
     folder: Path
-    record: Facts  # run.json
-    status: Facts  # status.json
-    readings: list[Facts]  # metrics.jsonl, an item for each log entry
-    incidents: list[Facts]  # incidents.jsonl, an item for each event
-    samples: list[Facts]  # samples.jsonl
-    scores: list[Facts]  # scores.jsonl, written by llmtrain eval
-    in_progress: bool  # whether a process holds the run's lock
+    record: JsonObject  # run.json
+    status: JsonObject  # status.json
+    entries: list[JsonObject]  # metrics.jsonl, an item for each log entry
+    events: list[JsonObject]  # incidents.jsonl, an item for each event
+    samples: list[JsonObject]  # samples.jsonl
+    scores: list[JsonObject]  # scores.jsonl, written by llmtrain eval
+    is_in_progress: bool  # whether a process holds the run's lock
 
     @classmethod
-    def of(cls, folder: Path) -> History:
+    def of_run(cls, folder: Path) -> History:
         """Read a run's folder.
 
         Raises:
@@ -43,7 +43,7 @@ class History(NamedTuple):
             raise UserError(
                 f"{folder} is not a run's folder: it has neither run.json nor status.json."
             )
-        history = cls.found(folder)
+        history = cls.read(folder)
         if history.record and version_fault("run.json", history.record):
             raise UserError(
                 f"{folder}/run.json was written by an earlier llmtrain, in a format that this one "
@@ -52,7 +52,7 @@ class History(NamedTuple):
         return history
 
     @classmethod
-    def found(cls, folder: Path) -> History:
+    def read(cls, folder: Path) -> History:
         """Read whatever is in a folder, which need not be a complete run.
 
         Raises:
@@ -62,11 +62,11 @@ class History(NamedTuple):
             folder=folder,
             record=read_versioned(folder / "run.json"),
             status=read_object(folder / "status.json"),
-            readings=read_lines(folder / "metrics.jsonl"),
-            incidents=read_lines(folder / "incidents.jsonl"),
+            entries=read_lines(folder / "metrics.jsonl"),
+            events=read_lines(folder / "incidents.jsonl"),
             samples=read_lines(folder / "samples.jsonl"),
             scores=read_lines(folder / "scores.jsonl"),
-            in_progress=_is_locked(folder / ".lock"),
+            is_in_progress=_is_locked(folder / ".lock"),
         )
 
     @property
@@ -77,7 +77,7 @@ class History(NamedTuple):
         state in ``status.json``.
         """
         state = str(self.status.get("state", "unknown"))
-        if state == "running" and not self.in_progress and not self._is_elsewhere:
+        if state == "running" and not self.is_in_progress and not self._is_elsewhere:
             return "killed"
         return state
 
@@ -85,12 +85,12 @@ class History(NamedTuple):
     def step(self) -> int:
         """The steps made so far; 0 if the record does not say."""
         candidates = [self.status.get("step")]
-        if self.readings:
-            candidates.append(self.readings[-1].get("step"))
+        if self.entries:
+            candidates.append(self.entries[-1].get("step"))
         return max((step for step in candidates if isinstance(step, int)), default=0)
 
     @property
-    def settings(self) -> Facts:
+    def settings(self) -> JsonObject:
         """The value of every flag."""
         settings = self.record.get("settings")
         if not isinstance(settings, dict):
@@ -102,14 +102,14 @@ class History(NamedTuple):
         }
 
     @property
-    def starts(self) -> list[Facts]:
+    def starts(self) -> list[JsonObject]:
         """The starts of the run, in their order."""
         starts = self.record.get("starts")
         if not isinstance(starts, list):
             return []
         return [start for start in starts if isinstance(start, dict)]
 
-    def began(self) -> list[float | None]:
+    def start_times(self) -> list[float | None]:
         """Return the time of each start, in seconds since 1970."""
         return [_seconds(start.get("time")) for start in self.starts]
 
@@ -117,15 +117,15 @@ class History(NamedTuple):
         """Return a metric by step."""
         return {
             entry["step"]: entry[key]
-            for entry in self.readings
+            for entry in self.entries
             if isinstance(entry.get(key), int | float)
         }
 
-    def last(self, key: str) -> float | None:
+    def latest(self, key: str) -> float | None:
         """Return the newest value of a metric, or ``None`` if there is none."""
         return next(reversed(self.series(key).values()), None)
 
-    def hours(self) -> list[float | None]:
+    def training_hours(self) -> list[float | None]:
         """Return the hours of training until each log entry.
 
         Pauses between two starts do not count. Neither do steps that were lost in a crash.
@@ -133,14 +133,14 @@ class History(NamedTuple):
         Returns:
             A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        start_times = sorted(start for start in self.began() if start is not None)
+        start_times = sorted(start for start in self.start_times() if start is not None)
         if not start_times:
-            return [None] * len(self.readings)
+            return [None] * len(self.entries)
 
         total_seconds = 0.0
         last_time = start_times[0]
         hours: list[float | None] = []
-        for entry in self.readings:
+        for entry in self.entries:
             now = entry.get("time")
             if not isinstance(now, int | float):
                 hours.append(None)
@@ -160,10 +160,10 @@ class History(NamedTuple):
         newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
         return max(0.0, time.time() - newest)
 
-    def standing(self) -> str:
+    def summary(self) -> str:
         """Describe the state of the run in one line."""
         if not self.status:
-            prefix = "in progress; " if self.in_progress else ""
+            prefix = "in progress; " if self.is_in_progress else ""
             return f"{prefix}no status.json can be read"
 
         state = self.status.get("state")
@@ -171,7 +171,7 @@ class History(NamedTuple):
         if self.status.get("reason"):
             line += f": {self.status['reason']}"
 
-        if self.in_progress:
+        if self.is_in_progress:
             line += "; in progress, a process holds its lock"
         elif state == "running":
             line += "; no process holds its lock: it was killed"
@@ -203,7 +203,7 @@ def runs_in(folder: Path) -> list[Path]:
     return runs
 
 
-def read_lines(path: Path) -> list[Facts]:
+def read_lines(path: Path) -> list[JsonObject]:
     """Return the objects of a JSON-lines file that have a ``step``.
 
     Lines that cannot be parsed are left out: a crash may have left half a line.

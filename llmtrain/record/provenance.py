@@ -25,7 +25,7 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.resume_point import ResumePoint
 from llmtrain.secrets import redacted
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
@@ -40,7 +40,7 @@ _LOCAL_FLAGS = {
 }
 
 
-def digest(content: Facts) -> str:
+def digest(content: JsonObject) -> str:
     """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -134,7 +134,9 @@ def difference(before: object, now: object) -> str:
     return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
 
 
-def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Facts:
+def run_description(
+    identity: JsonObject, settings: dict[str, JsonObject], precision: str
+) -> JsonObject:
     """Describe what this rank is about to train, and with which code.
 
     Args:
@@ -154,14 +156,14 @@ def what_runs(identity: Facts, settings: dict[str, Facts], precision: str) -> Fa
     }
 
 
-def check_same_everywhere(team: Team, description: Facts) -> None:
+def check_ranks_agree(team: Team, description: JsonObject) -> None:
     """Check that all ranks are about to train the same.
 
     They may not, because each machine may have its own command, data, packages and code.
 
     Args:
         team: all ranks.
-        description: what :func:`what_runs` returns on this rank.
+        description: what :func:`run_description` returns on this rank.
 
     Raises:
         UserError: on all ranks, if a rank is about to train something else than rank 0.
@@ -176,7 +178,7 @@ def check_same_everywhere(team: Team, description: Facts) -> None:
                 )
 
 
-def _comparable(key: str, main: Facts, other: Facts) -> tuple[Any, Any]:
+def _comparable(key: str, main: JsonObject, other: JsonObject) -> tuple[Any, Any]:
     """Return the values of a key that must be the same on rank 0 and on another rank."""
     expected = main[key]
     actual: Any = other.get(key)
@@ -190,12 +192,12 @@ def _comparable(key: str, main: Facts, other: Facts) -> tuple[Any, Any]:
 
 def run_record(
     folder: Path,
-    identity: Facts,
-    settings: dict[str, Facts],
-    details: Facts,
+    identity: JsonObject,
+    settings: dict[str, JsonObject],
+    details: JsonObject,
     resume_point: ResumePoint,
-    start: Facts,
-) -> Facts:
+    start: JsonObject,
+) -> JsonObject:
     """Return the new content of ``run.json``: that of the file so far, plus this start.
 
     Args:
@@ -240,7 +242,7 @@ def _command() -> list[str]:
     return redacted(sys.argv)
 
 
-def _redacted_setting(name: str, setting: Facts) -> Facts:
+def _redacted_setting(name: str, setting: JsonObject) -> JsonObject:
     """Return a setting without secrets. The name of its flag tells whether its value is one."""
     return {**redacted(setting), "value": redacted(setting["value"], name)}
 

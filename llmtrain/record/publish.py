@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llmtrain.console import note, say
-from llmtrain.errors import hub_said
+from llmtrain.errors import hub_error
 
 
 def publish(folder: Path, repository: str | None) -> None:
@@ -32,6 +32,6 @@ def publish(folder: Path, repository: str | None) -> None:
         say("uploaded", f"{folder} to {repository}")
     except Exception as error:  # the hub has many types of errors: for the login, network and name
         note(
-            f"uploading to {repository} failed: {hub_said(error)}; to try again: "
+            f"uploading to {repository} failed: {hub_error(error)}; to try again: "
             f"hf upload {repository} {folder}"
         )

@@ -18,7 +18,7 @@ from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import difference, digest
 from llmtrain.record.resume_point import ResumePoint
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
@@ -32,7 +32,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @contextlib.contextmanager
-def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[ResumePoint]:
+def choose_folder(output_dir: str, resume: str, identity: JsonObject) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
     The lock is held until the block ends. Two starts at the same moment therefore never share a
@@ -59,14 +59,14 @@ def choose_folder(output_dir: str, resume: str, identity: Facts) -> Iterator[Res
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
-    for folder in names(output_dir):
+    for folder in candidate_folders(output_dir):
         is_absent = not folder.exists()
         if is_free(folder):
             new_lock = _lock_new(folder, is_absent)
             if new_lock is not None:
                 reason = _reason_for_new(point, folder, output_dir)
                 with new_lock:
-                    yield point._replace(folder=folder, why=reason)
+                    yield point._replace(folder=folder, reason=reason)
                 return
         elif may_continue:
             unfinished = _lock_unfinished(folder, identity, point.checkpoint)
@@ -81,12 +81,14 @@ def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
     """Return why a run begins in a new folder, for the start-up log."""
     if point.checkpoint:
         return f"resumes from {point.checkpoint}"
-    if folder != next(names(output_dir)):
+    if folder != next(candidate_folders(output_dir)):
         return f"new; {output_dir} is taken"
     return "new"
 
 
-def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts) -> ResumePoint:
+def _continued(
+    point: ResumePoint, folder: Path, record: JsonObject, identity: JsonObject
+) -> ResumePoint:
     """Return where an unfinished run continues: at its newest checkpoint, if it has one.
 
     Args:
@@ -102,13 +104,13 @@ def _continued(point: ResumePoint, folder: Path, record: Facts, identity: Facts)
         identity=digest(identity),
     )
     if newest is None:
-        return point._replace(why="unfinished, without a checkpoint yet; starts again")
+        return point._replace(reason="unfinished, without a checkpoint yet; starts again")
 
     point = _resumed_from(point, newest)
-    return point._replace(why=f"resumes from step {point.step}")
+    return point._replace(reason=f"resumes from step {point.step}")
 
 
-def names(output_dir: str) -> Iterator[Path]:
+def candidate_folders(output_dir: str) -> Iterator[Path]:
     """Yield the folders that a run may use: ``output_dir``, then with -2, -3, ... at its end."""
     base = Path(output_dir)
     if not base.name or base.name == "..":
@@ -132,7 +134,7 @@ def newest_model(output_dir: str, command: str) -> str:
         UserError: no run is finished.
     """
     models = []
-    for folder in names(output_dir):
+    for folder in candidate_folders(output_dir):
         if is_free(folder):
             break
         if read_object(folder / "status.json").get("state") == "finished":
@@ -161,7 +163,7 @@ def is_free(folder: Path) -> bool:
     return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
-def lock(folder: Path) -> filelock.FileLock:
+def lock_of(folder: Path) -> filelock.FileLock:
     """Return the lock that a run holds from its start to its end."""
     return filelock.FileLock(folder / ".lock")
 
@@ -176,7 +178,7 @@ def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
         if is_absent:
             # This fails for the slower one of two starts, even without locks.
             folder.mkdir(parents=True)
-        held_lock = lock(folder).acquire(timeout=_READER_SECONDS)
+        held_lock = lock_of(folder).acquire(timeout=_READER_SECONDS)
     except (FileExistsError, filelock.Timeout):
         return None
 
@@ -190,10 +192,10 @@ class _Unfinished(NamedTuple):
     """A run that this start may continue, and its folder's lock."""
 
     lock: "HeldLock"
-    record: Facts  # run.json
+    record: JsonObject  # run.json
 
 
-def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unfinished | None:
+def _lock_unfinished(folder: Path, identity: JsonObject, source: Path | None) -> _Unfinished | None:
     """Lock a run that this start may continue.
 
     Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
@@ -204,7 +206,7 @@ def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unf
     if _unfinished_record(folder, identity, source) is None:
         return None
     try:
-        held_lock = lock(folder).acquire(blocking=False)
+        held_lock = lock_of(folder).acquire(blocking=False)
     except filelock.Timeout:
         say(
             "run",
@@ -212,7 +214,7 @@ def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unf
             "using another folder",
         )
         try:
-            held_lock = lock(folder).acquire(timeout=_WAIT_SECONDS)
+            held_lock = lock_of(folder).acquire(timeout=_WAIT_SECONDS)
         except filelock.Timeout:
             return None
 
@@ -223,7 +225,9 @@ def _lock_unfinished(folder: Path, identity: Facts, source: Path | None) -> _Unf
     return _Unfinished(held_lock, record)
 
 
-def _unfinished_record(folder: Path, identity: Facts, source: Path | None) -> Facts | None:
+def _unfinished_record(
+    folder: Path, identity: JsonObject, source: Path | None
+) -> JsonObject | None:
     """Return ``run.json`` of an unfinished run that this start may continue.
 
     Args:
@@ -250,7 +254,7 @@ def _unfinished_record(folder: Path, identity: Facts, source: Path | None) -> Fa
     return record
 
 
-def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
+def _named_checkpoint(path: Path, identity: JsonObject) -> tuple[Path, JsonObject]:
     """Return a checkpoint that the user has named, and its identity.
 
     Args:
@@ -276,7 +280,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
             f"{flag} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
         )
 
-    named_identity: Facts = checkpoint.read_state(named)["identity"]
+    named_identity: JsonObject = checkpoint.read_state(named)["identity"]
     # Numbers as keys become strings in JSON, as they did in the checkpoint's file.
     as_json = json.loads(json.dumps(identity))
     for key, value in as_json.items():
@@ -292,7 +296,7 @@ def _named_checkpoint(path: Path, identity: Facts) -> tuple[Path, Facts]:
 
 
 def _resumed_from(
-    point: ResumePoint, path: Path, named_identity: Facts | None = None
+    point: ResumePoint, path: Path, named_identity: JsonObject | None = None
 ) -> ResumePoint:
     """Return the resume point with a checkpoint to resume from.
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 
 class ResumePoint(NamedTuple):
@@ -15,13 +15,13 @@ class ResumePoint(NamedTuple):
     tokens: int = 0  # target tokens of those steps
     run_id: str = ""
     incarnation: str = ""  # tells this start from another one in the same folder
-    why: str = ""  # the reason for this start, for the start-up log
-    before: Facts | None = None  # the identity of a checkpoint that the user has named
+    reason: str = ""  # the reason for this start, for the start-up log
+    before: JsonObject | None = None  # the identity of a checkpoint that the user has named
 
     @property
-    def optim_settings(self) -> Facts | None:
+    def optim_settings(self) -> JsonObject | None:
         """The optimizer settings of a checkpoint that the user has named, if there is one."""
         if self.before is None:
             return None
-        settings: Facts | None = self.before.get("update")
+        settings: JsonObject | None = self.before.get("update")
         return settings

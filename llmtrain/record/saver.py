@@ -12,7 +12,7 @@ from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import ALONE, Team
 from llmtrain.record.checkpoint import prune, write_checkpoint
 from llmtrain.record.tensors import Share
-from llmtrain.types import Facts, ModelWriter
+from llmtrain.types import JsonObject, ModelWriter
 
 
 class Saver:
@@ -61,7 +61,7 @@ class Saver:
         step: int,
         weights: DistributedTensors,
         optimizer: DistributedTensors,
-        state: Facts,
+        state: JsonObject,
         done: Callable[[], None],
     ) -> None:
         """Commit a checkpoint of the tensors as they are now.
@@ -78,7 +78,7 @@ class Saver:
                 failed.
         """
         self.wait()
-        weights_share = Share(weights, self.team, divisible=self.files.divisible)
+        weights_share = Share(weights, self.team, divisible=self.files.may_split_weights)
         optimizer_share = Share(optimizer, self.team)
         if self._pool is None:
             self._write(step, weights_share, optimizer_share, state, done)
@@ -126,7 +126,7 @@ class Saver:
         step: int,
         weights: Share,
         optimizer: Share,
-        state: Facts,
+        state: JsonObject,
         done: Callable[[], None],
     ) -> None:
         start = time.monotonic()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmtrain.errors import UserError
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0  # a second signal within this time after the first one is ignored
@@ -27,12 +27,12 @@ class Deadline:
 
     Attributes:
         at: the time on the monotonic clock, in seconds.
-        why: why the run must end then.
+        reason: why the run must end then.
         reserved: seconds to keep free before the deadline, by purpose.
     """
 
     at: float = math.inf
-    why: str = ""
+    reason: str = ""
     reserved: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -52,7 +52,7 @@ class Deadline:
         margin = min(_MAX_MARGIN_SECONDS, max(0.0, seconds_left) / 10)
         return cls(
             at=time.monotonic() + seconds_left,
-            why=reason,
+            reason=reason,
             reserved={"margin": margin},
         )
 
@@ -89,12 +89,12 @@ class Patience:
     worse: int = 0
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the run ends early."""
         return self.allowed > 0 and self.worse >= self.allowed
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why the run ends early."""
         if not self.best_step:
             return f"{self.metric} was not a number in {self.worse} evaluations"
@@ -115,7 +115,7 @@ class Patience:
         self.best_step = best_step
         self.worse = worse
 
-    def judge(self, step: int, reading: Facts) -> None:
+    def record(self, step: int, reading: JsonObject) -> None:
         """Record an evaluation.
 
         The evaluation before the first step is never the best, but it must have the metric, too.

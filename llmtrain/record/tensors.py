@@ -20,7 +20,7 @@ from llmtrain.files import write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import ALONE, Team
-from llmtrain.types import Facts, Published
+from llmtrain.types import JsonObject, TensorConverter
 
 # With "pread", tensors have memory of their own instead of pages of a file that may be deleted, and
 # are read faster. Older versions of safetensors do not have it.
@@ -63,7 +63,7 @@ class Share(NamedTuple):
     source: DistributedTensors
     team: Team = ALONE
     divisible: bool = True
-    convert: Published = unchanged
+    convert: TensorConverter = unchanged
 
     @property
     def writers(self) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class Share(NamedTuple):
                     yield name, full
 
 
-def write_tensors(folder: Path, name: str, share: Share) -> Facts:
+def write_tensors(folder: Path, name: str, share: Share) -> JsonObject:
     """Write this rank's file of a share. All ranks of the share's team call this.
 
     The host holds one full tensor at a time. ``safetensors.torch.load_file`` reads the file.
@@ -164,7 +164,7 @@ def _file_blocks(share: Share) -> Iterator[bytes | memoryview]:
 
 
 def _encoded_header(share: Share) -> bytes:
-    header: Facts = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape, dtype in share.headers(share.own_names):
         end = offset + shape.numel() * dtype.itemsize

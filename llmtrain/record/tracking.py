@@ -28,7 +28,7 @@ from llmtrain.files import append_json_line
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.history import read_lines
 from llmtrain.secrets import redacted
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _INIT_SECONDS = 30  # for one attempt of W&B to start
 _START_SECONDS = 120  # for a tracker to start, with all its attempts
@@ -66,7 +66,7 @@ class Metrics:
         self.exit_code = 0
         self.model: Path | None = None  # the model to send at the end
 
-    def start(self, names: list[str], settings: Facts, run_name: str, run_id: str) -> None:
+    def start(self, names: list[str], settings: JsonObject, run_name: str, run_id: str) -> None:
         """Open the trackers, on rank 0. A tracker that cannot be opened is left out, with a note.
 
         Args:
@@ -97,7 +97,7 @@ class Metrics:
                 self.mirrors.append(_Mirror(tracker, self))
         self.accelerator.trackers = [mirror.tracker for mirror in self.mirrors]
 
-    def _open(self, name: str, settings: Facts, init: Facts) -> GeneralTracker:
+    def _open(self, name: str, settings: JsonObject, init: JsonObject) -> GeneralTracker:
         """Open one of Accelerate's trackers.
 
         Args:
@@ -111,7 +111,7 @@ class Metrics:
         self.accelerator.init_trackers(project, config=settings, init_kwargs={name: init})
         return self.accelerator.trackers[0]
 
-    def _open_wandb(self, settings: Facts, run_name: str, run_id: str) -> GeneralTracker:
+    def _open_wandb(self, settings: JsonObject, run_name: str, run_id: str) -> GeneralTracker:
         """Open a run of W&B: offline if there is no login, or if its server does not answer."""
         import wandb
 
@@ -147,7 +147,7 @@ class Metrics:
             say("wandb", redacted(run.url))
         return tracker
 
-    def _wandb_init(self, run_name: str, run_id: str) -> Facts:
+    def _wandb_init(self, run_name: str, run_id: str) -> JsonObject:
         """Return the arguments of ``wandb.init`` that do not depend on the mode."""
         import wandb
 
@@ -167,7 +167,7 @@ class Metrics:
             "settings": settings,
         }
 
-    def write(self, reading: Facts) -> None:
+    def write(self, reading: JsonObject) -> None:
         """Write a log entry, on rank 0. This waits for no tracker.
 
         Args:
@@ -268,7 +268,7 @@ class _Mirror:
                 self.news.wait()
                 self.news.clear()
 
-    def _send(self, entry: Facts) -> None:
+    def _send(self, entry: JsonObject) -> None:
         numbers = _as_numbers(entry)
         if numbers["step"] >= self.first_step:
             self.tracker.log(numbers, step=int(numbers["step"]))
@@ -293,7 +293,7 @@ class _Mirror:
         wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
 
 
-def _as_numbers(entry: Facts) -> dict[str, float]:
+def _as_numbers(entry: JsonObject) -> dict[str, float]:
     """Return the numbers of a log entry that a tracker can plot.
 
     If there is a value for each rank, the largest one is returned: the rank that holds most memory

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from llmtrain.observe.phases import OWN, PHASES, described
+from llmtrain.observe.phases import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
 
@@ -16,7 +16,7 @@ _MAX_POINTS = 2000  # per curve, so that a page still opens after weeks of train
 _MAX_PROCESSES = 32  # in the bar chart, over all runs
 
 # Takes a log entry, and returns the value to plot.
-_EntryValue: TypeAlias = Callable[[Facts], float | None]
+_EntryValue: TypeAlias = Callable[[JsonObject], float | None]
 
 
 class Curve(NamedTuple):
@@ -139,7 +139,7 @@ def run_names(runs: Sequence[History]) -> list[str]:
     return names
 
 
-def peak_memory(entry: Facts) -> float | None:
+def peak_memory(entry: JsonObject) -> float | None:
     """Return how many GiB the process with the most memory held, if the log entry has it."""
     memory = entry.get("memory")
     if not isinstance(memory, dict):
@@ -167,13 +167,13 @@ def phase_bars(runs: Sequence[History]) -> Bars | None:
 
     phases = {}
     for phase in PHASES:
-        phases[described(phase)] = [seconds[phase] for seconds in medians]
+        phases[describe_phase(phase)] = [seconds[phase] for seconds in medians]
     return Bars(processes=names, phases=phases)
 
 
 def _median_phases(run: History) -> list[dict[str, float]]:
     """Return the median seconds of each phase by rank, from entries with the latest rank count."""
-    entries = [entry["phases"] for entry in run.readings if isinstance(entry.get("phases"), dict)]
+    entries = [entry["phases"] for entry in run.entries if isinstance(entry.get("phases"), dict)]
     if not entries:
         return []
 
@@ -188,12 +188,12 @@ def _median_phases(run: History) -> list[dict[str, float]]:
     return medians
 
 
-def _rank_counts(phases: Facts) -> set[int]:
+def _rank_counts(phases: JsonObject) -> set[int]:
     """Return the numbers of ranks in a log entry's phases. If the entry is valid, there is one."""
     return {len(phases[phase]) for phase in PHASES}
 
 
-def _median_seconds(entries: Sequence[Facts], phase: str, rank: int) -> float:
+def _median_seconds(entries: Sequence[JsonObject], phase: str, rank: int) -> float:
     median: float = statistics.median(phases[phase][rank] for phases in entries)
     return median
 
@@ -202,7 +202,7 @@ def _slowest_ranks(medians: Sequence[dict[str, float]], limit: int) -> list[int]
     """Return the ranks with the most seconds in phases in which they do not wait, in order."""
 
     def own_seconds(rank: int) -> float:
-        return sum(medians[rank][phase] for phase in OWN)
+        return sum(medians[rank][phase] for phase in OWN_PHASES)
 
     slowest_first = sorted(range(len(medians)), key=own_seconds, reverse=True)
     return sorted(slowest_first[:limit])
@@ -263,7 +263,7 @@ def _curves(
 def _points(run: History, value: str | _EntryValue) -> list[_Point]:
     """Return the finite values that a run has logged, in order."""
     points = []
-    for entry, hours in zip(run.readings, run.hours(), strict=True):
+    for entry, hours in zip(run.entries, run.training_hours(), strict=True):
         logged = value(entry) if callable(value) else entry.get(value)
         if logged is not None and math.isfinite(logged):
             point = _Point(

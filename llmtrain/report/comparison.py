@@ -82,7 +82,7 @@ def _logged(key: str) -> Callable[[History], Series]:
 
     def read(run: History) -> Series:
         values: dict[int, Json] = {}
-        for entry in run.readings:
+        for entry in run.entries:
             if key in entry:
                 values[entry["step"]] = math.nan if entry[key] is None else entry[key]
         return values
@@ -110,7 +110,7 @@ def _fingerprint(part: int) -> Callable[[History], Series]:
     def read(run: History) -> Series:
         return {
             entry["step"]: entry["batch"].split("-")[part]
-            for entry in run.readings
+            for entry in run.entries
             if isinstance(entry.get("batch"), str)
         }
 

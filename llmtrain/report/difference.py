@@ -18,7 +18,7 @@ from llmtrain.report.comparison import (
     differences,
     tolerance_of,
 )
-from llmtrain.types import Facts, Json
+from llmtrain.types import Json, JsonObject
 
 
 class Link(NamedTuple):
@@ -243,7 +243,7 @@ def _has_same_layout(run_a: History, run_b: History) -> bool:
     return on_cpu and has_same_settings and has_same_starts
 
 
-def _layout(start: Facts) -> list[Json]:
+def _layout(start: JsonObject) -> list[Json]:
     """Return what determines the bits of a start's results, apart from the settings."""
     return [start.get(key) for key in _LAYOUT_START_KEYS]
 
@@ -367,11 +367,11 @@ def groups_by_setting() -> dict[str, list[str]]:
     groups = {}
     for config in CONFIGS:
         for name, field in flags_of(config).items():
-            groups[name] = (field.metadata["acts"] or config.acts).split()
+            groups[name] = (field.metadata["affects"] or config.affects).split()
     return groups
 
 
-def _flat_record(run: History) -> Facts:
+def _flat_record(run: History) -> JsonObject:
     """Return the run's record and its first start as one object."""
     start = run.starts[0] if run.starts else {}
     return {**start, **run.record, "processes": start.get("processes")}
@@ -383,7 +383,7 @@ class _TokenCounts(NamedTuple):
     eval_documents: int
 
 
-def _token_counts(record: Facts) -> _TokenCounts | None:
+def _token_counts(record: JsonObject) -> _TokenCounts | None:
     """Return the counts in a run's record, if it has all of them."""
     counts = [record.get(key) for key in _TokenCounts._fields]
     if not all(isinstance(count, int) for count in counts):
@@ -395,7 +395,7 @@ def _token_counts(record: Facts) -> _TokenCounts | None:
     )
 
 
-def _extra_tokens_per_document(record_a: Facts, record_b: Facts) -> str | None:
+def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> str | None:
     """Describe how many more tokens each document has in one run than in the other.
 
     Returns:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_names
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
@@ -102,7 +102,7 @@ def html(runs: Sequence[History]) -> str:
     )
 
 
-def summary(runs: Sequence[History]) -> Facts:
+def summary(runs: Sequence[History]) -> JsonObject:
     """Return the content of the page for programs, as one JSON object."""
     names = run_names(runs)
     return {
@@ -114,22 +114,22 @@ def summary(runs: Sequence[History]) -> Facts:
     }
 
 
-def overview(run: History) -> Facts:
+def overview(run: History) -> JsonObject:
     """Return a run's most important numbers. A number that was not recorded is ``None``."""
     start = run.starts[-1] if run.starts else {}
     eval_losses = run.series("eval/loss")
     best_step = min(eval_losses, key=eval_losses.__getitem__, default=None)
-    hours = [hours for hours in run.hours() if hours is not None]
+    hours = [hours for hours in run.training_hours() if hours is not None]
     speeds = run.series("train/tokens_per_second").values()
     mfus = run.series("train/mfu").values()
-    peaks = [peak_memory(entry) for entry in run.readings]
+    peaks = [peak_memory(entry) for entry in run.entries]
     return {
         "state": run.state,
         "reason": run.status.get("reason") or None,
         "step": run.step,
         "max_steps": run.settings.get("max_steps"),
-        "tokens": run.last("tokens"),
-        "loss": run.last("train/loss"),
+        "tokens": run.latest("tokens"),
+        "loss": run.latest("train/loss"),
         "best_loss": None if best_step is None else eval_losses[best_step],
         "best_step": best_step,
         "hours": hours[-1] if hours else None,
@@ -174,17 +174,17 @@ def events(runs: Sequence[History]) -> list[Event]:
 
 def saved_checkpoints(runs: Sequence[History]) -> list[SavedCheckpoint]:
     """Return the checkpoints on disk: run by run, the newest first."""
-    from llmtrain.record.checkpoint import MANIFEST, bytes_of, checkpoints, held_out_losses
+    from llmtrain.record.checkpoint import MANIFEST, checkpoints, eval_losses, size_of
 
     saved = []
     for number, run in enumerate(runs):
         paths = checkpoints(run.folder / "checkpoints")
-        losses = held_out_losses(paths)
+        losses = eval_losses(paths)
         best = min(losses, key=losses.__getitem__, default=None)
 
         for path in reversed(paths):
             step = int(path.name.removeprefix("step-"))
-            size = bytes_of(path)
+            size = size_of(path)
             # A run in progress may have deleted the checkpoint meanwhile.
             with contextlib.suppress(OSError):
                 written = (path / MANIFEST if size else path).stat().st_mtime
@@ -200,9 +200,9 @@ def saved_checkpoints(runs: Sequence[History]) -> list[SavedCheckpoint]:
     return saved
 
 
-def scores(runs: Sequence[History]) -> list[tuple[int, Facts]]:
+def scores(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:
     """Return the scores that ``llmtrain eval`` has recorded, each after the index of its run."""
-    complete_scores: list[tuple[int, Facts]] = []
+    complete_scores: list[tuple[int, JsonObject]] = []
     for number, run in enumerate(runs):
         complete_scores += [(number, score) for score in run.scores if score.keys() >= _SCORE_KEYS]
     return complete_scores
@@ -220,7 +220,7 @@ def _latest_command(run: History) -> str:
     return shlex.join(run.starts[-1].get("command", []))
 
 
-def _charts_as_json(runs: Sequence[History]) -> list[Facts]:
+def _charts_as_json(runs: Sequence[History]) -> list[JsonObject]:
     content = []
     for chart in charts(runs):
         curves = [curve._asdict() for curve in chart.curves]
@@ -228,7 +228,7 @@ def _charts_as_json(runs: Sequence[History]) -> list[Facts]:
     return content
 
 
-def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> Facts:
+def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> JsonObject:
     return {
         "run": checkpoint.run,
         "step": checkpoint.step,
@@ -239,7 +239,7 @@ def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> Facts:
     }
 
 
-def _format_overview(values: Facts) -> dict[str, str]:
+def _format_overview(values: JsonObject) -> dict[str, str]:
     """Return the rows of the page's first table.
 
     Args:
@@ -297,7 +297,7 @@ def _format_size(size: int) -> str:
     return f"{size / 2**20:.2f} MiB"
 
 
-def _comparable_values(run: History) -> Facts:
+def _comparable_values(run: History) -> JsonObject:
     """Return a run's settings, and metadata about its latest start, its code and its data."""
     start = run.starts[-1] if run.starts else {}
     versions = start.get("versions") or {}
@@ -316,7 +316,7 @@ def _recorded_events(number: int, run: History) -> list[Event]:
         run: its history.
     """
     recorded = []
-    for entry in run.incidents:
+    for entry in run.events:
         when = entry.get("time")
         if isinstance(when, int | float):
             event = Event(
@@ -338,7 +338,7 @@ def _resume_events(number: int, run: History) -> list[Event]:
         run: its history.
     """
     resumes = []
-    for start, when in zip(run.starts, run.began(), strict=True):
+    for start, when in zip(run.starts, run.start_times(), strict=True):
         if when is None or not start.get("step"):
             continue
 
@@ -352,7 +352,7 @@ def _resume_events(number: int, run: History) -> list[Event]:
     return resumes
 
 
-def _shown_samples(runs: Sequence[History]) -> list[tuple[int, Facts]]:
+def _shown_samples(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:
     """Return the samples to show, each after the index of its run."""
     shown = []
     for number, run in enumerate(runs):
@@ -364,7 +364,7 @@ def _shown_samples(runs: Sequence[History]) -> list[tuple[int, Facts]]:
     return shown
 
 
-def _evenly_spread_steps(samples: Sequence[Facts]) -> set[int]:
+def _evenly_spread_steps(samples: Sequence[JsonObject]) -> set[int]:
     """Choose at most ``_MAX_SAMPLE_STEPS`` steps, among them the first and the last."""
     steps = sorted({sample["step"] for sample in samples})
     if not steps:

@@ -14,7 +14,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
-from llmtrain.observe.memory import memory_held
+from llmtrain.observe.memory import memory_used
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.progress import Progress
 from llmtrain.observe.replicas import check_replicas
@@ -70,7 +70,7 @@ class Timing(Callback):
         # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
         if phase == "count":
             self.syncs.restart()
-        self.phases.at(phase, self.run.step)
+        self.phases.begin(phase, self.run.step)
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.throughput.add(result.target_tokens, batch.positions)
@@ -283,7 +283,7 @@ class Logging(LoopCallback):
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
-        self.timing.progress.logged(entry)
+        self.timing.progress.show_entry(entry)
         self.run.log(entry)
 
     def _loss_and_metrics(self, result: StepResult) -> tuple[float, dict[str, float]]:
@@ -302,7 +302,7 @@ class Logging(LoopCallback):
     def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
         """Gather what every rank has measured since the last log entry."""
         phase_seconds = self.timing.phases.read()
-        memory_kind, bytes_held = memory_held(self.engine.device)
+        memory_kind, bytes_held = memory_used(self.engine.device)
         gathered = self.engine.gather_numbers(
             {
                 **phase_seconds,
@@ -337,7 +337,7 @@ class Logging(LoopCallback):
         event = self.engine.objective.notable_event(metrics)
         if event is not None:
             self.run.record_event(*event)
-        late_rank = self.timing.phases.late(by_rank.phase_seconds)
+        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
         if late_rank is not None:
             self.run.record_event("late", str(late_rank))
 
@@ -403,17 +403,17 @@ class Evaluation(LoopCallback):
             results = evaluate(
                 self.engine,
                 self._batches(),
-                text_bytes=run.rows.facts.eval_bytes,
+                text_bytes=run.rows.metadata.eval_bytes,
                 metric=self.loop_context.metric,
-                sources=run.rows.held_out_sources,
+                sources=run.rows.eval_sources,
                 extra=extra,
             )
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)
             run.log(results)
         if run.patience.allowed:
-            run.patience.judge(run.step, results)
-        self.timing.progress.evaluated(run.step, results)
+            run.patience.record(run.step, results)
+        self.timing.progress.write_evaluation(run.step, results)
 
     def _batches(self) -> Iterator[LocalBatch]:
         eval_batches = self.loop_context.eval_batches
@@ -469,9 +469,9 @@ class Finish(LoopCallback):
             return
 
         wait_for_saves(run)
-        if run.patience.over:
+        if run.patience.is_over:
             self._write_model()
-            run.outcome = Outcome("finished", run.patience.why)
+            run.outcome = Outcome("finished", run.patience.reason)
         elif run.step == run.settings.optim.max_steps:
             self._write_model()
             run.outcome = Outcome("finished", "all steps are done")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.models.generation import Sampling, draw
+from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine, add_metrics
-from llmtrain.types import Batch, Facts, LocalBatch, LossSums, Metric, StepTotals
+from llmtrain.types import Batch, JsonObject, LocalBatch, LossSums, Metric, StepTotals
 
 _ROW_TOKENS = 64  # tokens of a row that `row_losses` returns
 _LOSS = ""  # the name under which the loss is summed; it sorts before all others
@@ -183,7 +183,7 @@ def eval_extra(engine: Engine, eval_batches: Iterable[LocalBatch]) -> Batch:
 
 
 @torch.no_grad()
-def row_losses(engine: Engine, local_batch: LocalBatch) -> list[Facts]:
+def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
     """Return the loss of each row of the global batch, before the step is made.
 
     All ranks call this. The random state stays as it is, so the step draws the same numbers.
@@ -267,7 +267,7 @@ def _generate(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling
         visible = [*ids, *new_ids][-max_positions:]
         output = model(input_ids=torch.tensor([visible], device=engine.device))
         logits = getattr(output, "logits", output)[0, -1].float().cpu()
-        new_ids.append(draw(logits, sampling, generator))
+        new_ids.append(sample_token(logits, sampling, generator))
 
     if tokenizer.eos_token_id in new_ids:
         new_ids = new_ids[: new_ids.index(tokenizer.eos_token_id)]

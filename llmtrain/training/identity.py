@@ -7,16 +7,16 @@ from accelerate import Accelerator
 from llmtrain.data.prepare import Tokenized
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
-from llmtrain.types import Facts, ModelBundle
+from llmtrain.types import JsonObject, ModelBundle
 
 
-def identity_of(
+def run_fingerprint(
     accelerator: Accelerator,
     settings: AnySettings,
     rows: Tokenized,
     bundle: ModelBundle,
     layout: Layout,
-) -> Facts:
+) -> JsonObject:
     """Return everything that a run's steps depend on, as a JSON object.
 
     A run resumes from a checkpoint only if the fingerprints match. If the user names the
@@ -34,10 +34,10 @@ def identity_of(
     return {
         "model": bundle.files.config,
         "start": bundle.start,
-        "data": rows.facts.data_sha256,
+        "data": rows.metadata.data_sha256,
         "mixture": settings.data.proportions,
-        "tokenizer": rows.facts.tokenizer_sha256,
-        "block_size": rows.facts.block_size,
+        "tokenizer": rows.metadata.tokenizer_sha256,
+        "block_size": rows.metadata.block_size,
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.loop.seed,
         "bits": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
-from llmtrain.launching.accelerator import counted
-from llmtrain.types import Facts
+from llmtrain.launching.accelerator import pluralize
+from llmtrain.types import JsonObject
 
 
 class Layout(NamedTuple):
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
         """Rows of a step, over all ranks."""
         return self.processes * self.accumulation * self.micro_batch
 
-    def bitwise_fingerprint(self, accelerator: Accelerator) -> Facts:
+    def bitwise_fingerprint(self, accelerator: Accelerator) -> JsonObject:
         """Return what the bits of a ``--bitwise`` run depend on, besides its settings."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
         if share % micro_batch:
             raise UserError(
                 f"--per_device_train_batch_size {micro_batch} does not divide the {share} rows of "
-                f"each process ({rows} rows on {counted(processes, 'process')}). "
+                f"each process ({rows} rows on {pluralize(processes, 'process')}). "
                 f"Use {_nearest_divisors(share, micro_batch)}."
             )
 
@@ -76,20 +76,20 @@ class Layout(NamedTuple):
             # Gradients are added in a binary tree of processes and micro-batches.
             _check_power_of_two(processes, "processes")
             micro_batches = rows // micro_batch
-            _check_power_of_two(micro_batches, f"micro-batches of {counted(micro_batch, 'row')}")
+            _check_power_of_two(micro_batches, f"micro-batches of {pluralize(micro_batch, 'row')}")
             if micro_batch != data.per_device_train_batch_size:
                 raise UserError(
                     "--bitwise needs micro-batches of --per_device_train_batch_size "
                     f"{data.per_device_train_batch_size} rows, but each process has only "
-                    f"{counted(micro_batch, 'row')}. Set it to {micro_batch} or less."
+                    f"{pluralize(micro_batch, 'row')}. Set it to {micro_batch} or less."
                 )
         return cls(processes, share // micro_batch, micro_batch)
 
     def __str__(self) -> str:
-        processes = counted(self.processes, "process")
-        micro_batches = counted(self.accumulation, "micro-batch")
-        rows = counted(self.micro_batch, "row")
-        total = counted(self.global_batch_size, "row")
+        processes = pluralize(self.processes, "process")
+        micro_batches = pluralize(self.accumulation, "micro-batch")
+        rows = pluralize(self.micro_batch, "row")
+        total = pluralize(self.global_batch_size, "row")
         return f"{total} per step = {processes} x {micro_batches} x {rows}"
 
 

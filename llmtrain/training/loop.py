@@ -16,7 +16,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.data.shuffle import key_of
 from llmtrain.errors import UserError
-from llmtrain.launching.process import freeze_start
+from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engines import engine_for
@@ -90,13 +90,13 @@ def train(
     with contextlib.ExitStack() as contexts:
         for callback in all_callbacks:
             contexts.enter_context(callback.context())
-        freeze_start()  # from now on, garbage collection skips the objects made so far
+        restore_garbage_collection()  # from now on, garbage collection skips the objects made so far
         for callback in all_callbacks:
             callback.on_train_begin()
 
         model.train()
         # If a run has already stopped early, starting it again makes no more steps.
-        if not run.patience.over:
+        if not run.patience.is_over:
             _make_steps(context, all_callbacks, batches)
 
         for callback in all_callbacks:
@@ -111,7 +111,7 @@ def _make_steps(
     with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
         for local_batch in local_batches:
             info = _make_step(context, callbacks, local_batch)
-            if info.should_stop or context.run.patience.over:
+            if info.should_stop or context.run.patience.is_over:
                 return
 
 

@@ -56,13 +56,13 @@ def with_reference(
             "weights": (bundle.start or {}).get("weights"),
             "config": bundle.files.config,
             "seed": seed,
-            "rows": rows.facts.data_sha256,
+            "rows": rows.metadata.data_sha256,
             "objective": [type(bundle.objective).__name__, bundle.objective.reference_source],
             "how": [
                 accelerator.mixed_precision,
                 accelerator.device.type,
                 torch.get_num_threads(),
-                rows.facts.shared,
+                rows.metadata.shared,
             ],
         }
     )

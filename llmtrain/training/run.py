@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from llmtrain.config import resolved
 from llmtrain.console import say
 from llmtrain.data.prepare import Tokenized
-from llmtrain.errors import UserError, explained, first_line
+from llmtrain.errors import UserError, explain, first_line
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import sharding_of
@@ -20,9 +20,9 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.provenance import (
-    check_same_everywhere,
+    check_ranks_agree,
+    run_description,
     run_record,
-    what_runs,
 )
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import choose_folder
@@ -31,12 +31,12 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.identity import identity_of
+from llmtrain.training.identity import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.summary import show_result
-from llmtrain.types import Facts, ModelBundle
+from llmtrain.types import JsonObject, ModelBundle
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (
@@ -63,7 +63,7 @@ class EvalResult(NamedTuple):
     """The metrics of an evaluation, and the step after which it was made."""
 
     step: int
-    metrics: Facts
+    metrics: JsonObject
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Run:
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle
-    identity: Facts
+    identity: JsonObject
     folder: RunFolder
     saver: Saver
     metrics: Metrics
@@ -122,7 +122,7 @@ class Run:
         """Whether the run has made all its steps, or has stopped early."""
         return self.outcome.state == "finished"
 
-    def log(self, metrics: Facts) -> None:
+    def log(self, metrics: JsonObject) -> None:
         """Write a log entry to ``metrics.jsonl`` and to the trackers."""
         self.metrics.write(
             {"step": self.step, "tokens": self.tokens, **metrics, "time": round(time.time(), 3)}
@@ -133,7 +133,7 @@ class Run:
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run's folder."""
         say(kind, text)
-        self.folder.incident(self.step, kind, text)
+        self.folder.record_event(self.step, kind, text)
 
     def ask_to_stop(self, reason: str) -> None:
         """Let all ranks save and stop after the current step."""
@@ -142,18 +142,18 @@ class Run:
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all ranks to save and stop after the current step."""
         if not self.stop_reason and self.deadline.is_near():
-            self.stop_reason = self.deadline.why
+            self.stop_reason = self.deadline.reason
         return bool(self.stop_reason) or self.saver.failed
 
     def show(self) -> None:
         """Print the loss curve and a text by the model, if the run is finished."""
         if self.is_finished:
-            show_result(self.folder.path, self.rows.unseen_question())
+            show_result(self.folder.path, self.rows.eval_prompt())
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
-            self.folder.status("failed", self.step, redacted(reason))
+            self.folder.set_status("failed", self.step, redacted(reason))
 
 
 @contextlib.contextmanager
@@ -185,10 +185,10 @@ def open_run(
             "--early_stopping_patience needs eval rows, and there are none. Raise --eval_fraction."
         )
 
-    identity = identity_of(accelerator, settings, rows, bundle, layout)
+    identity = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
-    check_same_everywhere(
-        team, what_runs(identity, resolved(settings), accelerator.mixed_precision)
+    check_ranks_agree(
+        team, run_description(identity, resolved(settings), accelerator.mixed_precision)
     )
 
     with contextlib.ExitStack() as contexts:
@@ -206,7 +206,7 @@ def open_run(
             resume_point = ResumePoint(Path(settings.run.output_dir))
         else:
             resume_point = team.main(choose)
-            say("run", f"{resume_point.folder} ({resume_point.why})")
+            say("run", f"{resume_point.folder} ({resume_point.reason})")
 
         run = _new_run(
             accelerator,
@@ -233,7 +233,7 @@ def _new_run(
     layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
-    identity: Facts,
+    identity: JsonObject,
     resume_point: ResumePoint,
 ) -> Run:
     """Make the run that starts at a resume point."""
@@ -276,7 +276,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     """
     settings = resolved(run.settings)
 
-    def begin() -> Facts:
+    def begin() -> JsonObject:
         run.folder.begin(run.step)
         record = _record_of(run, settings)
         run.folder.write("run.json", record)
@@ -302,7 +302,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
             run.record_failure("stopped at once by a second signal")
             raise
         except BaseException as error:
-            reason = explained(error) or first_line(error)
+            reason = explain(error) or first_line(error)
             # Record it right away, because a launcher soon kills a process that has failed.
             run.record_failure(reason)
             with contextlib.suppress(Exception):  # the first error is the one to show
@@ -312,12 +312,12 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
             run.metrics.close(exit_code=1)
             raise
 
-        run.folder.status(run.outcome.state, run.step, run.outcome.reason)
+        run.folder.set_status(run.outcome.state, run.step, run.outcome.reason)
         model = run.folder.path / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
 
 
-def _record_of(run: Run, settings: dict[str, Facts]) -> Facts:
+def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
     accelerator = run.accelerator
     start = {
@@ -330,7 +330,7 @@ def _record_of(run: Run, settings: dict[str, Facts]) -> Facts:
         run.folder.path,
         identity=run.identity,
         settings=settings,
-        details=asdict(run.rows.facts),
+        details=asdict(run.rows.metadata),
         resume_point=run.resume_point,
         start=start,
     )

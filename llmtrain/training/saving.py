@@ -19,7 +19,7 @@ from llmtrain.record import checkpoint
 from llmtrain.record.loading import check_finite, load_weights, tensors_from_main
 from llmtrain.record.provenance import digest, versions
 from llmtrain.training.run import Run
-from llmtrain.types import Facts
+from llmtrain.types import JsonObject
 
 
 def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
@@ -59,13 +59,13 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
     def prepare() -> None:
         run.saver.wait()
-        if engine.is_main and run.folder.taken_over():
+        if engine.is_main and run.folder.is_taken_over():
             raise UserError(
                 f"{run.folder.path}: another run has taken over this folder, so no checkpoint was "
                 "saved. Use another --output_dir."
             )
         if engine.is_main:
-            run.folder.sync_ledgers()
+            run.folder.sync_logs()
 
     def write() -> None:
         optimizer_state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
@@ -83,7 +83,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     run.deadline.reserve("save", 2 * run.saver.longest_seconds)
 
 
-def _state(run: Run, engine: Engine) -> Facts:
+def _state(run: Run, engine: Engine) -> JsonObject:
     """Return the content of ``state.json``, except for its format version."""
     eval_loss = None
     if run.last_eval is not None and run.last_eval.step == run.step:
@@ -124,7 +124,7 @@ def load_best(run: Run, engine: Engine) -> None:
         return
 
     load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
-    reason = f": {run.patience.why}" if run.patience.over else ""
+    reason = f": {run.patience.reason}" if run.patience.is_over else ""
     say("best", f"model/ has the weights of step {best_step}{reason}")
 
 
@@ -137,10 +137,12 @@ def write_model(run: Run, engine: Engine) -> None:
 
     def write() -> None:
         if run.saver.team.group is None:
-            checkpoint.write_model(target, files, DistributedTensors(files.exported(model)))
+            checkpoint.write_model(target, files, DistributedTensors(files.export_tensors(model)))
             return
         tensors = engine.gatherable(files.tensors(model))
-        checkpoint.write_model(target, files, tensors, run.saver.team, files.publishing(model))
+        checkpoint.write_model(
+            target, files, tensors, run.saver.team, files.tensor_converter(model)
+        )
 
     _on_writers(run, write)
 

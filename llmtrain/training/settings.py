@@ -17,7 +17,7 @@ class OptimConfig(Config):
     """The optimizer, its learning rate, and the number of steps. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "optimization"
-    acts: ClassVar[str] = "update"
+    affects: ClassVar[str] = "update"
 
     optim: Literal["adamw", "muon"] = flag(
         "adamw",
@@ -65,7 +65,7 @@ class LoopConfig(Config):
     _argument_group_name: ClassVar[str] = "loop"
 
     seed: int = flag(
-        0, "random seed of the initial weights, the data order and dropout", acts="seed"
+        0, "random seed of the initial weights, the data order and dropout", affects="seed"
     )
     logging_steps: int = flag(10, "steps between two log entries of the training loss")
     eval_steps: int = flag(
@@ -77,13 +77,13 @@ class LoopConfig(Config):
         0,
         "stop after this many evaluations in a row without improvement, and keep the best weights "
         "as the final model; each evaluation then saves a checkpoint; 0: no early stopping",
-        acts="update",
+        affects="update",
     )
     metric_for_best_model: str = flag(
         "eval/loss",
         "eval metric that --early_stopping_patience compares; lower is better if its name contains "
         "loss, perplexity or bits, otherwise higher is better",
-        acts="update",
+        affects="update",
     )
     sample_prompts: list[str] = flag(
         [],
@@ -97,13 +97,13 @@ class LoopConfig(Config):
         False,
         "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
         "bits; slower",
-        acts="layout",
+        affects="layout",
     )
     torch_compile: Literal["auto", "always", "never"] | None = flag(
         None,
         "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
         "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
-        acts="layout",
+        affects="layout",
     )
     dry_run: bool = flag(
         False, "stop before the first step, and print the first rows of the training data"
@@ -112,7 +112,7 @@ class LoopConfig(Config):
         0,
         "how many steps with a NaN or infinite gradient are skipped before the run stops with an "
         "error",
-        acts="update",
+        affects="update",
         hidden=True,
     )
     xray_steps: str | None = flag(

@@ -63,7 +63,7 @@ def place(
     bundle = build(settings, rows, accelerator.mixed_precision)
     if isinstance(bundle, nn.Module):
         config = {"model_type": type(bundle).__name__.lower()}
-        files = ModelFiles(config, rows.tokenizer, rows.facts.dataset)
+        files = ModelFiles(config, rows.tokenizer, rows.metadata.dataset)
         bundle = ModelBundle(model=bundle, files=files)
     make_trainable(bundle.model)
     return placement.place(accelerator, bundle)
@@ -102,6 +102,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         run.layout.micro_batch,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
-        parts=[*rows.held_out_sources.values()],
+        parts=[*rows.eval_sources.values()],
     )
     return batches, eval_batches

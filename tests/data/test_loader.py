@@ -14,7 +14,7 @@ from llmtrain.data.loader import (
     IGNORED,
     Collate,
     GlobalBatchSampler,
-    Read,
+    ReadRows,
     Slot,
     SlotRows,
     eval_loader,
@@ -217,12 +217,12 @@ def test_rows_are_found_in_tables_of_several_chunks(rows):
     assert found == [rows[slot.row]["input_ids"] for slot in slots]
 
 
-def read_of(count: int) -> Read:
+def read_of(count: int) -> ReadRows:
     """``count`` rows of tokens; the second is empty, the third ends early."""
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return Read(
+    return ReadRows(
         [Slot(i, None if i == 1 else i) for i in range(count)],
         {"input_ids": tokens, "labels": tokens},
     )
@@ -258,7 +258,7 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
     tokens = np.zeros((len(positions), 5), np.int32)
-    read = Read(
+    read = ReadRows(
         [Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens}
     )
     local_batch = Collate(micro, dropout_seed=seed)(read)

@@ -28,7 +28,7 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
         labels=[[7] * width, [7] + [IGNORED] * len(ids), [IGNORED] * width],
     )
     rows = Tokenized.of(train, TOKENIZER, dataset(input_ids=[[0, *ids]]))
-    facts = rows.facts
+    facts = rows.metadata
     assert (facts.task, facts.block_size, facts.vocabulary) == ("text", len(ids), 257)
     assert rows.vocabulary == 257
     assert (facts.train_rows, facts.eval_rows, facts.documents, facts.eval_documents) == (
@@ -43,19 +43,28 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
     )  # a first label is never a target
     assert facts.eval_bytes == len(text.encode())
     assert (facts.tokenizer_sha256, facts.source_rows) == (tok.digest(TOKENIZER), [3])
-    assert (rows.packed, rows.ends, rows.in_order, rows.new_tokens) == (False, (), False, [])
+    assert (rows.is_packed, rows.stop_token_ids, rows.in_order, rows.new_tokens) == (
+        False,
+        (),
+        False,
+        [],
+    )
 
 
 def test_without_held_out_rows_there_are_no_bytes() -> None:
     rows = Tokenized.of(dataset(input_ids=IDS), TOKENIZER, in_order=True)
     assert rows.eval is None
     assert rows.in_order
-    assert (rows.facts.eval_rows, rows.facts.eval_tokens, rows.facts.eval_bytes) == (0, 0, 0)
+    assert (rows.metadata.eval_rows, rows.metadata.eval_tokens, rows.metadata.eval_bytes) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
     def sha256(train: datasets.Dataset, held_out: datasets.Dataset | None = None) -> str:
-        return Tokenized.of(train, TOKENIZER, held_out).facts.data_sha256
+        return Tokenized.of(train, TOKENIZER, held_out).metadata.data_sha256
 
     plain = dataset(input_ids=IDS, labels=LABELS)
     column = datasets.Sequence(datasets.Value("int32"), length=4)
@@ -104,7 +113,7 @@ def test_tokenised_rows_are_rows_too(tmp_path) -> None:
         "eval_bytes",
         "vocabulary",
     ):
-        assert getattr(rows.facts, name) == getattr(made.facts, name)
+        assert getattr(rows.metadata, name) == getattr(made.metadata, name)
     assert np.array_equal(rows.train[0]["input_ids"], made.train[0]["input_ids"])
 
 

@@ -71,17 +71,17 @@ def tokenize_pairs(
 ) -> Tokenized:
     alone = settings.pop("alone", False)
     data, block_size, flags = arguments(folder, records, block_size, **settings)
-    return tokenize(data, block_size, flags, judged_alone=alone)
+    return tokenize(data, block_size, flags, unpaired=alone)
 
 
 def complain(folder: Path, records: list[Fields], **settings: Any) -> str:
     alone = settings.pop("alone", False)
-    return complaint(*arguments(folder, records, **settings), judged_alone=alone)
+    return complaint(*arguments(folder, records, **settings), unpaired=alone)
 
 
 def audit_of(made: Tokenized) -> dict[str, int]:
-    assert made.facts.audit is not None
-    return made.facts.audit
+    assert made.metadata.audit is not None
+    return made.metadata.audit
 
 
 def all_of(rows: TokenRows | None) -> list[dict[str, list[int]]]:
@@ -588,8 +588,8 @@ def test_every_format_of_pairs_gives_the_same_rows(
     path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*line) for line in LINES])
     made = tokenize(config(path), BLOCK, PairConfig())
     assert all_of(made.train) == all_of(reference.train)
-    assert made.facts.data_sha256 == reference.facts.data_sha256
-    assert (made.facts.task, made.facts.documents) == ("preferences", 3)
+    assert made.metadata.data_sha256 == reference.metadata.data_sha256
+    assert (made.metadata.task, made.metadata.documents) == ("preferences", 3)
     assert "preference training: the records are pairs\n" in capsys.readouterr().out
 
 
@@ -613,9 +613,9 @@ def test_every_format_of_examples_gives_the_same_rows(
         tmp_path / f"other.{suffix}",
         [record | {"label": kind(record["label"])} for record in records],
     )
-    made = tokenize(config(path), BLOCK, PairConfig(), judged_alone=True)
+    made = tokenize(config(path), BLOCK, PairConfig(), unpaired=True)
     assert all_of(made.train) == all_of(reference.train)
-    assert made.facts.data_sha256 == reference.facts.data_sha256
+    assert made.metadata.data_sha256 == reference.metadata.data_sha256
     assert "preference training: the records are examples\n" in capsys.readouterr().out
 
 
@@ -640,12 +640,12 @@ def test_what_is_judged_is_each_answer_with_its_end(
     before, answers = asked(SYSTEM, *SEVERAL), (f"first ü{END}", f"second{END}")
     wanted.append(Told((before + answers[0], before + answers[1]), answers, True))
     assert Counter(told(made.train, made)) == Counter(wanted)
-    assert (made.packed, made.facts.shared) == (packing, share and packing)
-    assert (made.facts.train_rows < len(records)) == packing
-    assert made.facts.pairs == max(max(row["answers"]) // 4 + 1 for row in all_of(made.train))
+    assert (made.is_packed, made.metadata.shared) == (packing, share and packing)
+    assert (made.metadata.train_rows < len(records)) == packing
+    assert made.metadata.pairs == max(max(row["answers"]) // 4 + 1 for row in all_of(made.train))
     labels = np.array(made.train.dataset["labels"])
-    assert labels.shape == (made.facts.train_rows, 300)
-    assert made.facts.train_tokens == (labels != IGNORED).sum() == audit_of(made)["judged"]
+    assert labels.shape == (made.metadata.train_rows, 300)
+    assert made.metadata.train_tokens == (labels != IGNORED).sum() == audit_of(made)["judged"]
     if not packing:  # each answer has half of a row
         assert all(row["answers"].index(1) == 150 for row in all_of(made.train))
 
@@ -700,7 +700,7 @@ def test_of_what_generation_marks_in_a_template_that_alone_is_judged_and_the_dat
             "a<|endoftext|>",
             "b<|endoftext|>",
         ]
-        hashes.add(made.facts.data_sha256)
+        hashes.add(made.metadata.data_sha256)
     assert len(hashes) == 2
 
 
@@ -838,7 +838,7 @@ def test_no_prompt_is_on_both_sides(tmp_path: Path, alone: bool, fraction: float
     assert {*train.values()} == {*held_out.values()} == {3}
     assert len(train) + len(held_out) == 40
     assert abs(len(held_out) / 40 - fraction) < 0.12
-    assert (made.facts.documents, made.facts.eval_documents) == (120, 3 * len(held_out))
+    assert (made.metadata.documents, made.metadata.eval_documents) == (120, 3 * len(held_out))
 
 
 def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_there_is(
@@ -862,9 +862,9 @@ def test_bytes_held_out_are_those_of_the_answers_and_a_question_is_one_of_them(
     made = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.3)
     held_out = told(made.eval, made)
     said = "".join(itertools.chain(*(found.judged for found in held_out)))
-    assert made.facts.eval_bytes == len(said.replace(END, "").encode()) > 0
-    assert made.facts.eval_tokens == made.facts.eval_bytes + said.count(END)
-    question = str(made.tokenizer.decode(made.unseen_question() or []))
+    assert made.metadata.eval_bytes == len(said.replace(END, "").encode()) > 0
+    assert made.metadata.eval_tokens == made.metadata.eval_bytes + said.count(END)
+    question = str(made.tokenizer.decode(made.eval_prompt() or []))
     assert any(found.texts[0] == question + found.judged[0] for found in held_out)
 
 
@@ -961,7 +961,7 @@ def test_the_audit_is_what_brute_force_counts(
         "packing": packing,
     }
     made = tokenize_pairs(tmp_path, records, on_bad_row="skip", **settings)
-    facts, wanted = made.facts, by_brute_force(records, overlong, alone, share and packing)
+    facts, wanted = made.metadata, by_brute_force(records, overlong, alone, share and packing)
     rows = {"rows": len(made.train), "places": len(made.train) * 2 * BLOCK}
     assert facts.audit == {**vars(PairAudit()), **wanted, **rows}
     assert min(wanted["bad"], wanted["overlong"], wanted["kept"], wanted["judged"]) > 3
@@ -979,7 +979,7 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     made = tokenize_pairs(
         tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong
     )
-    train, held_out = audit_of(made), made.facts.eval_audit or {}
+    train, held_out = audit_of(made), made.metadata.eval_audit or {}
     assert train["records"] + held_out["records"] == 61
     assert (train["bad"], held_out["bad"]) == (1, 0)
     assert train["overlong"] + held_out["overlong"] == 30
@@ -1008,7 +1008,7 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
     assert audit_of(both) == {
         name: count + audit_of(other)[name] for name, count in audit_of(one).items()
     }
-    assert both.facts.source_rows == [one.facts.train_rows, other.facts.train_rows]
+    assert both.metadata.source_rows == [one.metadata.train_rows, other.metadata.train_rows]
 
 
 # --- found again, or not ---
@@ -1027,7 +1027,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_pairs(
     monkeypatch.setattr(tokenizing, "Pairs", unread)
     second = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.2)
     assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
-    assert second.facts == first.facts
+    assert second.metadata == first.metadata
     assert all_of(second.train) == all_of(first.train)
 
 
@@ -1060,7 +1060,7 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones_and_of_nothing
 
 def test_the_data_hash_is_of_the_tokens_and_what_is_judged_and_the_rows(tmp_path: Path) -> None:
     def hash_of(records: list[Fields], **variant: Any) -> str:
-        digest: str = tokenize_pairs(tmp_path, records, **variant).facts.data_sha256
+        digest: str = tokenize_pairs(tmp_path, records, **variant).metadata.data_sha256
         return digest
 
     usual, swapped = (

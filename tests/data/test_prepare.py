@@ -110,9 +110,9 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     tokens = stream(made.train)
     assert tokens == uncut(TEXTS, made)
     targets = np.array(made.train.dataset[:]["input_ids"])[:, 1:]
-    assert (targets != IGNORED).sum() == len(tokens) - 1 == made.facts.train_tokens
-    assert targets.shape == (made.facts.train_rows, block_size)
-    assert made.facts.train_rows == -(-made.facts.train_tokens // block_size)
+    assert (targets != IGNORED).sum() == len(tokens) - 1 == made.metadata.train_tokens
+    assert targets.shape == (made.metadata.train_rows, block_size)
+    assert made.metadata.train_rows == -(-made.metadata.train_tokens // block_size)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:300"])
@@ -241,9 +241,9 @@ def some_documents(count: int) -> list[str]:
 def split_of(folder: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
     made = tokenize_texts(folder, texts, block_size=4, eval_fraction=fraction)
     train, held_out = documents_of(made.train, made), documents_of(made.eval, made)
-    assert made.facts.eval_bytes == sum(len(text.encode()) for text in held_out)
-    assert made.facts.eval_documents == len(held_out)
-    assert made.facts.documents == len(texts)
+    assert made.metadata.eval_bytes == sum(len(text.encode()) for text in held_out)
+    assert made.metadata.eval_documents == len(held_out)
+    assert made.metadata.documents == len(texts)
     return train, held_out
 
 
@@ -315,7 +315,7 @@ def test_without_a_fraction_nothing_is_held_out(tmp_path, texts):
     made = tokenize_texts(tmp_path, texts)
     assert made.eval is None
     assert documents_of(made.train, made) == texts
-    facts = made.facts
+    facts = made.metadata
     assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (
         0,
         0,
@@ -333,7 +333,7 @@ def test_held_out_characters_are_in_the_alphabet(tmp_path):
 def test_facts_tell_what_was_tokenised(tmp_path):
     texts = some_documents(100)
     made = tokenize_texts(tmp_path, texts, tokenizer="bpe:300", eval_fraction=0.2)
-    facts = made.facts
+    facts = made.metadata
     assert facts.dataset == str(tmp_path / "corpus.jsonl")
     assert (facts.tokenizer, facts.vocabulary, facts.block_size) == ("bpe:300", 300, BLOCK)
     assert facts.tokenizer_sha256 == tok.digest(made.tokenizer)
@@ -347,14 +347,15 @@ def test_facts_tell_what_was_tokenised(tmp_path):
 
 def test_the_data_hash_is_of_the_tokens_and_their_split(tmp_path):
     texts = some_documents(50)
-    before = tokenize_texts(tmp_path, texts, eval_fraction=0.2).facts.data_sha256
+    before = tokenize_texts(tmp_path, texts, eval_fraction=0.2).metadata.data_sha256
     assert (
-        tokenize_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).facts.data_sha256 == before
+        tokenize_texts(tmp_path, texts, eval_fraction=0.2, block_size=5).metadata.data_sha256
+        == before
     )
-    assert tokenize_texts(tmp_path, texts, eval_fraction=0.5).facts.data_sha256 != before
-    assert tokenize_texts(tmp_path, texts[::-1], eval_fraction=0.2).facts.data_sha256 != before
+    assert tokenize_texts(tmp_path, texts, eval_fraction=0.5).metadata.data_sha256 != before
+    assert tokenize_texts(tmp_path, texts[::-1], eval_fraction=0.2).metadata.data_sha256 != before
     assert (
-        tokenize_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").facts.data_sha256
+        tokenize_texts(tmp_path, texts, eval_fraction=0.2, tokenizer="char").metadata.data_sha256
         != before
     )
 
@@ -367,7 +368,7 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
     trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
     loaded = tokenize_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
     assert stream(loaded.train) == stream(trained.train)
-    assert loaded.facts.data_sha256 == trained.facts.data_sha256
+    assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
 
 
 def test_only_the_first_process_speaks(tmp_path, monkeypatch, capsys):
@@ -390,7 +391,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, mo
     monkeypatch.setattr(sources, "_read_files", unread)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; from the cache\n")
-    assert second.facts == first.facts
+    assert second.metadata == first.metadata
     assert stream(second.train) == stream(first.train)
     assert stream(second.eval) == stream(first.eval)
     with pytest.raises(AssertionError, match="read again"):
@@ -427,7 +428,7 @@ def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, caps
         suffix = " body" if settings.get("text_field") == "body" else ""
         found = documents_of(made.train, made) + documents_of(made.eval, made)
         assert sorted(found) == sorted(text + suffix for text in texts)
-        assert made.facts.block_size == block_size
+        assert made.metadata.block_size == block_size
         return capsys.readouterr().out.rpartition("; ")[2].strip()
 
     variants = [
@@ -462,7 +463,7 @@ def test_a_moved_data_set_is_called_by_its_new_name(tmp_path, capsys):
     tokenize_texts(tmp_path, TEXTS)
     capsys.readouterr()
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    assert tokenize(config(moved), BLOCK).facts.dataset == str(moved)
+    assert tokenize(config(moved), BLOCK).metadata.dataset == str(moved)
     assert "elsewhere.jsonl" in capsys.readouterr().out
 
 
@@ -497,7 +498,7 @@ def test_two_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(tokenize_together, range(2))
     assert len(made) == 1
-    assert first.facts == second.facts
+    assert first.metadata == second.metadata
     assert stream(first.train) == stream(second.train)
 
 
@@ -568,14 +569,14 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(
     with pytest.raises(UserError, match="No space left on device; set LLMTRAIN_CACHE"):
         tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert left_behind(cache) == []
-    assert tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3).facts.documents == len(TEXTS)
+    assert tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3).metadata.documents == len(TEXTS)
 
 
 def test_a_block_that_is_too_large_is_answered_with_one_that_fits(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("some words")
     fits = int(re.search(r"use at most (\d+)", complaint(config(path), 100))[1])
-    assert tokenize(config(path), fits).facts.block_size == fits
+    assert tokenize(config(path), fits).metadata.block_size == fits
     assert "is larger" in complaint(config(path), fits + 2)
 
 

@@ -159,11 +159,11 @@ def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(
     made = tokenize_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
     by_text = dict(zip(texts_of(made.train, made), answers_of(made.train, made), strict=True))
     assert by_text == {shown(record): answers(record) for record in SAID}
-    assert made.packed == packing
+    assert made.is_packed == packing
     labels = np.array(made.train.dataset["labels"])
-    assert labels.shape == (made.facts.train_rows, BLOCK + 1)
-    assert made.facts.train_tokens == (labels != IGNORED).sum()
-    assert (made.facts.train_rows < len(SAID)) == packing
+    assert labels.shape == (made.metadata.train_rows, BLOCK + 1)
+    assert made.metadata.train_tokens == (labels != IGNORED).sum()
+    assert (made.metadata.train_rows < len(SAID)) == packing
 
 
 def test_what_people_say_is_not_trained_even_where_the_template_says_so(tmp_path):
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
         loaded = tokenize_chats(
             tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template
         )
-        assert loaded.facts.data_sha256 == trained.facts.data_sha256
+        assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
         assert loaded.train.dataset[:] == trained.train.dataset[:]
     assert "give --chat_template" in complaint(
         *arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent"))
@@ -214,8 +214,8 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*turn) for turn in TURNS])
     made = tokenize(config(path), BLOCK, ChatConfig())
     assert made.train.dataset[:] == reference.train.dataset[:]
-    assert made.facts.data_sha256 == reference.facts.data_sha256
-    assert (made.facts.task, made.facts.documents) == ("conversations", 3)
+    assert made.metadata.data_sha256 == reference.metadata.data_sha256
+    assert (made.metadata.task, made.metadata.documents) == ("conversations", 3)
     assert f"what assistants say: the records are {format}\n" in capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_severa
         "messages": [f"messages{END}"],
         "prompt_completion": [f"the completion{END}"],
     }
-    assert tokenize_chats(tmp_path, [both], block_size=4, format="text").facts.task == "text"
+    assert tokenize_chats(tmp_path, [both], block_size=4, format="text").metadata.task == "text"
 
 
 def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
@@ -248,9 +248,9 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
     path.write_text("some words" if name == "a.txt" else '{"text": "some words"}\n')
     plain = tokenize(config(path), 4)
     made = tokenize(config(path), 4, ChatConfig())
-    assert made.facts == plain.facts
-    assert (made.facts.task, made.facts.audit, made.ends) == ("text", None, ())
-    assert not made.packed
+    assert made.metadata == plain.metadata
+    assert (made.metadata.task, made.metadata.audit, made.stop_token_ids) == ("text", None, ())
+    assert not made.is_packed
     out = capsys.readouterr().out
     assert "; from the cache\n" in out
     assert "fine-tuning" not in out
@@ -301,7 +301,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
         BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10)
     )  # without both headers and the question
     rows = 4 + cut
-    assert made.facts.audit == {
+    assert made.metadata.audit == {
         "conversations": 16,
         "bad": 3,
         "documents": 13,
@@ -326,7 +326,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
 
 
 def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
-    audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).facts.audit
+    audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).metadata.audit
     assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
 
 
@@ -344,7 +344,7 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
     made = tokenize_chats(
         tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t")
     )
-    audit = Audit(**made.facts.audit)
+    audit = Audit(**made.metadata.audit)
     assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
     assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns train their end")
 
@@ -356,8 +356,8 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path):
         write(tmp_path / name, records)
         for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
     ]
-    alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).facts.audit for path in paths)
-    both = tokenize(config(*paths), BLOCK, ChatConfig()).facts.audit
+    alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).metadata.audit for path in paths)
+    both = tokenize(config(*paths), BLOCK, ChatConfig()).metadata.audit
     assert both == {name: alone[name] + beside[name] for name in alone}
 
 
@@ -371,7 +371,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
     given = arguments(tmp_path, records, block_size=35 + room, overlong="error")
     assert size_of(records[2]) == 36
     if said is None:
-        assert tokenize(*given).facts.audit["kept"] == 5
+        assert tokenize(*given).metadata.audit["kept"] == 5
     else:
         assert (
             f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise --block_size, or set --overlong"
@@ -400,7 +400,7 @@ def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tok
     if on_bad_row == "error":
         assert "line 4: message 2 (assistant) holds half of a surrogate pair" in complaint(*given)
     else:
-        audit = tokenize(*given).facts.audit
+        audit = tokenize(*given).metadata.audit
         assert (audit["bad"], audit["kept"]) == (1, 3)
 
 
@@ -457,7 +457,7 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     train, held_out = (texts_of(rows, made) for rows in (made.train, made.eval))
     assert sorted(train + held_out) == sorted(map(shown, records))
     assert not set(train) & set(held_out)
-    facts = made.facts
+    facts = made.metadata
     assert (facts.documents, facts.eval_documents) == (len(records), len(held_out))
     return train, held_out
 
@@ -503,7 +503,7 @@ def test_of_a_few_conversations_some_are_held_out_and_some_are_not(tmp_path, cou
 def test_a_single_conversation_is_trained_on(tmp_path):
     made = tokenize_chats(tmp_path, chats(1), eval_fraction=0.9)
     assert made.eval is None
-    assert made.facts.eval_bytes == made.facts.eval_tokens == 0
+    assert made.metadata.eval_bytes == made.metadata.eval_tokens == 0
 
 
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
@@ -541,8 +541,8 @@ def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
     made = tokenize_chats(tmp_path, records, eval_fraction=0.5)
     said = "".join(answers_of(made.eval, made))
     assert END in said
-    assert made.facts.eval_bytes == len(said.replace(END, "").encode())
-    assert made.facts.eval_tokens == made.facts.eval_bytes + said.count(END)
+    assert made.metadata.eval_bytes == len(said.replace(END, "").encode())
+    assert made.metadata.eval_tokens == made.metadata.eval_bytes + said.count(END)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
@@ -554,7 +554,7 @@ def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path
     for said in (held_out := answers_of(made.eval, made)):
         first, cut = said.split(END)
         assert first + END + cut in (answers(record)[: len(said)] for record in records)
-    assert made.facts.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
+    assert made.metadata.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
@@ -572,13 +572,13 @@ def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
 
 def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
     made = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
-    question = made.unseen_question()
+    question = made.eval_prompt()
     held_out = texts_of(made.eval, made)
     asked = made.tokenizer.decode(question)
     assert asked in [
         text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out
     ]
-    assert made.tokenizer.convert_tokens_to_ids(END) in made.ends
+    assert made.tokenizer.convert_tokens_to_ids(END) in made.stop_token_ids
 
 
 # --- found again, or not ---
@@ -599,7 +599,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_conversations(
     monkeypatch.setattr(tokenizing, "Conversations", unread)
     second = tokenize(*given)
     assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
-    assert second.facts == first.facts
+    assert second.metadata == first.metadata
     for side in ("train", "eval"):
         assert [*getattr(second, side)] == [*getattr(first, side)]
 
@@ -656,9 +656,9 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
     assert mask.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
     assert mask.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
     assert (
-        moved.facts.data_sha256 == usual.facts.data_sha256
+        moved.metadata.data_sha256 == usual.metadata.data_sha256
     )  # the flags are others, the rows are not
-    assert len({p.facts.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
+    assert len({p.metadata.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
 
 
 # --- several sources ---
@@ -670,7 +670,7 @@ def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_pro
         write(tmp_path / "b.parquet", [FORMATS["alpaca"](f"b{i}", "from b") for i in range(12)]),
     ]
     made = tokenize(config(*paths, mixture=[3, 1], eval_fraction=0.2), BLOCK, ChatConfig())
-    facts, first = made.facts, made.facts.source_rows[0]
+    facts, first = made.metadata, made.metadata.source_rows[0]
     assert sum(facts.source_rows) == facts.train_rows == len(made.train)
     from_b = [{"from b" in text for text in texts_of([row], made)} for row in made.train]
     assert from_b == [{False}] * first + [{True}] * facts.source_rows[1]
@@ -688,9 +688,9 @@ def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp
         sides = texts_of(made.train, made) + texts_of(made.eval, made)
         assert sorted(sides) == sorted(map(shown, chats(1) + chats(20, 50)))
         assert shown(chats(1)[0]) in texts_of(made.train, made)
-        assert made.facts.eval_rows == len(made.eval)
+        assert made.metadata.eval_rows == len(made.eval)
         said = "".join(answers_of(made.eval, made)).replace(END, "")
-        assert made.facts.eval_bytes == len(said.encode())
+        assert made.metadata.eval_bytes == len(said.encode())
 
 
 def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monkeypatch):
@@ -701,7 +701,9 @@ def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monke
     for start in ("", "{# edited #}!"):
         template.write_text(start + body)
         data = config(write(tmp_path / "a.jsonl", chats(4)))
-        rows.append(tokenize(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).facts.data_sha256)
+        rows.append(
+            tokenize(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).metadata.data_sha256
+        )
     assert rows[0] != rows[1]
 
 

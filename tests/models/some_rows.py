@@ -11,7 +11,7 @@ class SomeRows:
     """What :func:`load_model` asks of the prepared data."""
 
     tokenizer: PreTrainedTokenizerFast
-    packed: bool = False
-    ends: tuple[int, ...] = ()
+    is_packed: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     new_tokens: list[int] = field(default_factory=list)
-    facts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dataset="some data"))
+    metadata: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dataset="some data"))

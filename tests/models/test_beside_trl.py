@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import Second, TokenRows, TokenStore
+from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
@@ -83,13 +83,13 @@ class Ours:
             judged = np.array(
                 [False] * len(prompt) + [True] * len(first) + [False] + [True] * len(second)
             )
-            store.add(ids, judged, Second(len(prompt + first), shared, desirable))
+            store.add(ids, judged, SecondAnswer(len(prompt + first), shared, desirable))
         store.write_rows(folder / "rows.arrow", 2 * BLOCK, True)
         rows = TokenRows.open([folder / "rows.arrow"])
         assert 1 < len(rows) < COUNT, "several rows, and several pairs in one of them"
         facts = SimpleNamespace(dataset="pairs", pairs=store.pairs, shared=True)
         stand_in: Any = SimpleNamespace(
-            tokenizer=words, ends=(), new_tokens=[], facts=facts, packed=True
+            tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts, is_packed=True
         )
         config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, block_size=BLOCK)
         bundle = place(
@@ -125,7 +125,7 @@ class Ours:
     def loss(self) -> Tensor:
         totals = self.engine.count([self.batch])
         extra = self.objective.prepass(self.engine, [self.batch], totals)
-        if self.objective.config.alone:
+        if self.objective.config.is_unpaired:
             assert extra["kl_baseline"] > 0.1, "a baseline to compare with"
         return self.engine.loss(self.batch, extra).loss / totals.denominator
 

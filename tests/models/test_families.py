@@ -321,7 +321,10 @@ def test_what_is_written_is_what_transformers_loads_and_generates_from(
     bundle = load(family)
     model, files = bundle.model, bundle.files
     model.eval()
-    for name, tensors in (("checkpoint", files.tensors(model)), ("model", files.exported(model))):
+    for name, tensors in (
+        ("checkpoint", files.tensors(model)),
+        ("model", files.export_tensors(model)),
+    ):
         write_model(tmp_path / name, files, DistributedTensors(tensors))
         loaded, found = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, output_loading_info=True
@@ -358,7 +361,7 @@ def saved(
 ) -> Path:
     bundle = load(family, **settings)
     model, files = bundle.model, bundle.files
-    write_model(folder, files, DistributedTensors(files.exported(model)))
+    write_model(folder, files, DistributedTensors(files.export_tensors(model)))
     return folder
 
 
@@ -422,7 +425,7 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
 def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
     bundle = load("llama")
     model, files = bundle.model, bundle.files
-    tensors = files.exported(model)
+    tensors = files.export_tensors(model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_model(tmp_path / "base", files, DistributedTensors(tensors))
     with pytest.raises(

@@ -116,7 +116,7 @@ def turns(count: int) -> list[dict[str, str]]:
 
 
 def test_an_answer_ends_at_any_of_the_tokens_that_the_folder_names(chatting):
-    assert chatting.ends == {0, 258}
+    assert chatting.stop_token_ids == {0, 258}
 
 
 def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting):

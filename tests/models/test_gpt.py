@@ -266,7 +266,7 @@ def test_a_model_built_without_memory_is_given_the_same_first_weights(architectu
         empty = small(architecture, 50, seed=4)
     assert all(parameter.is_meta for parameter in empty.parameters())
     drawn, real = (
-        dict(empty.first_weights(4)),
+        dict(empty.initial_weights(4)),
         dict(small(architecture, 50, seed=4).named_parameters()),
     )
     assert drawn.keys() == real.keys()

@@ -53,7 +53,9 @@ def load(
     ends: tuple[int, ...] = (),
 ) -> ModelBundle:
     tokenizer = tokenizer or words()
-    rows = SomeRows(tokenizer, ends=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else [])
+    rows = SomeRows(
+        tokenizer, stop_token_ids=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else []
+    )
     return place(accelerator, load_model(config, lora, rows, 3, "no"))
 
 
@@ -164,7 +166,7 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
     model, files = bundle.model, bundle.files
     train_a_little(model, ids)
     expected = logits(model, ids)
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
 
     write_merged(tmp_path / "model", tmp_path / "merged")
@@ -183,7 +185,7 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
 def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     names = {name.rpartition(".")[2] for name in settings["target_modules"]}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -193,7 +195,7 @@ def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt
     bundle = adapt()
     model, files = bundle.model, bundle.files
     train_a_little(model)
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
     )
@@ -213,7 +215,7 @@ def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
 def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     path = tmp_path / "model" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
@@ -227,7 +229,9 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
     base = shutil.copytree(bases("untied"), tmp_path / "base")
     loaded = load(accelerator, ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4))
     write_model(
-        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+        tmp_path / "model",
+        loaded.files,
+        DistributedTensors(loaded.files.export_tensors(loaded.model)),
     )
     assert TextModel(str(tmp_path / "model"))
     settings = json.loads((base / "config.json").read_text())
@@ -239,7 +243,7 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
 def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     path = tmp_path / "model" / "adapter_config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"})
@@ -275,7 +279,7 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
         "all-linear"
     )
     expected = logits(model)
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
     write_merged(tmp_path / "model", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -353,7 +357,9 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
     train_a_little(loaded.model, torch.full((4, 24), 258))
     expected = logits(loaded.model)
     write_model(
-        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+        tmp_path / "model",
+        loaded.files,
+        DistributedTensors(loaded.files.export_tensors(loaded.model)),
     )
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
 
@@ -361,7 +367,9 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
 def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
     loaded = adapt()
     write_model(
-        tmp_path / "model", loaded.files, DistributedTensors(loaded.files.exported(loaded.model))
+        tmp_path / "model",
+        loaded.files,
+        DistributedTensors(loaded.files.export_tensors(loaded.model)),
     )
     for rank in (0, 4):
         config = ModelConfig(str(tmp_path / "model"), block_size=64)
@@ -389,7 +397,7 @@ def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
 def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     (tmp_path / "model" / name).unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
@@ -405,7 +413,7 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
     config = ModelConfig(bases("untied").name, block_size=64)
     bundle = load(accelerator, config, LoraConfig(lora_r=4))
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(logits(TextModel("model").model), logits(model))
 
@@ -461,7 +469,7 @@ def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
     bundle = adapt("untied", tokenizer)
     model, files = bundle.model, bundle.files
     ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
-    write_model(tmp_path / "model", ending, DistributedTensors(files.exported(model)))
+    write_model(tmp_path / "model", ending, DistributedTensors(files.export_tensors(model)))
     loaded = TextModel(str(tmp_path / "model"))
     said = torch.full((1, 2, 259), -100.0)
     said[..., end] = 100.0

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import Second, TokenRows, TokenStore
+from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
 from llmtrain.errors import UserError
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
@@ -64,7 +64,7 @@ def rows_of(pairs: list[Pair], folder: Path, layout: str) -> TokenRows:
         ids = np.array(prompt + first + (prompt + second)[shared:], np.int32)
         judged = [*[False] * len(prompt), *[True] * len(first)]
         judged += ([False] * len(prompt) + [True] * len(second))[shared:]
-        store.add(ids, np.array(judged), Second(len(prompt + first), shared, desirable))
+        store.add(ids, np.array(judged), SecondAnswer(len(prompt + first), shared, desirable))
     store.write_rows(folder / f"{layout}.arrow", 2 * BLOCK, layout != "halves")
     rows = TokenRows.open([folder / f"{layout}.arrow"])
     rows.pairs = store.pairs  # type: ignore[attr-defined]
@@ -101,8 +101,10 @@ def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
         facts = SimpleNamespace(
             dataset="pairs", pairs=rows.pairs, shared=settings.pop("shared", True)
         )  # type: ignore[attr-defined]
-        stand_in: Any = SimpleNamespace(tokenizer=words, ends=(), new_tokens=[], facts=facts)
-        stand_in.packed = "position_ids" in columns
+        stand_in: Any = SimpleNamespace(
+            tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts
+        )
+        stand_in.is_packed = "position_ids" in columns
         overrides = {"config_overrides": OVERRIDES, "block_size": BLOCK, "from_config": family}
         preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
         config = ModelConfig(**(overrides | settings))
@@ -245,7 +247,7 @@ def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
         totals = engine.count(batches)
         assert int(totals.denominator) == len(pairs)
         extra = objective.prepass(engine, batches, totals)
-        assert ("kl_baseline" in extra) == objective.config.alone
+        assert ("kl_baseline" in extra) == objective.config.is_unpaired
 
         model.zero_grad()
         sums = [engine.loss(batch, extra).loss for batch in batches]
@@ -379,7 +381,7 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
     bundle = load(rows, "qwen3", "reward")
     model: Any = bundle.model.eval()
     scores = values_of(rows, bundle, micro_batch=4)
-    tensors = DistributedTensors(bundle.files.exported(model))
+    tensors = DistributedTensors(bundle.files.export_tensors(model))
     write_model(tmp_path / "model", bundle.files, tensors)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert type(theirs).__name__ == "Qwen3ForSequenceClassification"

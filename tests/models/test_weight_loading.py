@@ -146,11 +146,11 @@ def test_a_part_has_the_same_random_weights_as_in_the_full_model() -> None:
 def test_tensors_are_published_one_by_one_as_they_are_all_at_once(family: str) -> None:
     model = real_model(family)
     files: Any = ModelFiles({"model_type": family}, None)
-    publish = files.publishing(model)
+    publish = files.tensor_converter(model)
     published: dict[str, Tensor] = {}
     for name, tensor in files.tensors(model).items():
         published |= publish(name, tensor)
-    assert are_equal(published, files.exported(model))
+    assert are_equal(published, files.export_tensors(model))
 
 
 def test_buffers_that_are_stored_with_a_model_are_loaded(tmp_path: Path) -> None:

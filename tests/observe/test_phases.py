@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.observe import phases
-from llmtrain.observe.phases import OWN, PHASES, Phases, find_straggler
+from llmtrain.observe.phases import OWN_PHASES, PHASES, Phases, find_straggler
 
 CPU = torch.device("cpu")
 
@@ -22,20 +22,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def one_update(
     watched: Phases, model: nn.Module, clock: list[float], seconds: dict[str, float]
 ) -> None:
-    watched.at("data")
+    watched.begin("data")
     clock[0] += seconds["data"]
-    watched.at("count", watched.step)
+    watched.begin("count", watched.step)
     clock[0] += seconds["count"]
     loss = model(torch.ones(1, 2)).sum()  # its hooks are told the time at which it begins and ends
     clock[0] += seconds["backward"]
     loss.backward()
-    watched.at("optimizer")
+    watched.begin("optimizer")
     clock[0] += seconds["optimizer"] / 2
-    watched.at("norm")
+    watched.begin("norm")
     clock[0] += seconds["norm"]
-    watched.at("optimizer")
+    watched.begin("optimizer")
     clock[0] += seconds["optimizer"] / 2
-    watched.at("other", watched.step + 1)
+    watched.begin("other", watched.step + 1)
     clock[0] += seconds["other"]
 
 
@@ -66,9 +66,9 @@ def test_each_phase_is_given_its_own_seconds_and_a_mean_is_taken_over_updates(
         for factor in (1, 3):
             longer = {name: value * factor for name, value in seconds.items()}
             one_update(watched, model, clock, longer)
-    watched.at("a save")
+    watched.begin("a save")
     clock[0] += 1000
-    watched.at("data")
+    watched.begin("data")
     assert watched.read() == {
         **{name: 2 * value for name, value in seconds.items()},
         "forward": 4.0,
@@ -82,10 +82,10 @@ def test_a_pass_outside_an_update_is_not_one_of_its_phases(clock: list[float]) -
     model = Slow(clock)
     watched = Phases(CPU, model)
     with watched.watching():
-        watched.at("getting ready")
+        watched.begin("getting ready")
         model(torch.ones(1, 2)).sum().backward()
         assert watched.phase == "getting ready"
-        watched.at("count")
+        watched.begin("count")
         with torch.no_grad():
             model(torch.ones(1, 2))
         assert watched.phase == "count"
@@ -113,9 +113,9 @@ def test_the_wait_for_the_others_begins_with_the_last_gradient(clock: list[float
         for step in range(2):
             for sync in (False, True):
                 model.require_backward_grad_sync = sync
-                watched.at("count", step)
+                watched.begin("count", step)
                 model(torch.ones(1, 2)).sum().backward()
-                watched.at("norm")
+                watched.begin("norm")
     passes = ["count", "forward", "backward"]
     assert seen == [*passes, "norm", *passes, "exchange", "norm"] * 2
 
@@ -125,15 +125,15 @@ def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) ->
     late, other = readings([1.0, 1.0], data=[0.0, 9.0]), readings([1.0, 1.0], data=[9.0, 0.0])
     for seconds in (10, 1):
         for phase in ("data", "count", "optimizer"):
-            watched.at(phase)
+            watched.begin(phase)
         clock[0] += seconds
-        watched.at("other")
+        watched.begin("other")
         if seconds == 10:
-            assert watched.late(late) is None
+            assert watched.new_straggler(late) is None
             watched.drop_first_step()
     assert watched.read()["optimizer"] == 1.0
-    assert watched.late(other) is None, "once may be chance"
-    named = [watched.late(late) for _ in range(4)]
+    assert watched.new_straggler(other) is None, "once may be chance"
+    named = [watched.new_straggler(late) for _ in range(4)]
     assert [found is not None for found in named] == [False, True, False, False], (
         "twice in a row, and said once"
     )
@@ -141,11 +141,14 @@ def test_the_first_update_does_not_count_and_names_nobody(clock: list[float]) ->
 
 def readings(each: list[float], **other: list[float]) -> dict[str, list[float]]:
     """Every rank takes ``each`` in every phase of its own, and waits for nothing."""
-    return {**{phase: each if phase in OWN else [0.0] * len(each) for phase in PHASES}, **other}
+    return {
+        **{phase: each if phase in OWN_PHASES else [0.0] * len(each) for phase in PHASES},
+        **other,
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("phase", OWN)
+@pytest.mark.parametrize("phase", OWN_PHASES)
 def test_a_process_that_takes_longer_is_named_with_its_phase(rank: int, phase: str) -> None:
     ranks = [1.0] * 4
     ranks[rank] = 4.0

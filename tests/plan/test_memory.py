@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.devices import DEVICES, bytes_per_second, device_called, peak_of
+from llmtrain.devices import DEVICES, bytes_per_second, get_device, peak_of
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
@@ -183,7 +183,7 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
         with pytest.raises(UserError, match="400Gbit"):
             bytes_per_second(text)
     with pytest.raises(UserError, match="did you mean h100-80gb"):
-        device_called("h100-80g")
+        get_device("h100-80g")
     assert peak_of("NVIDIA H100 PCIe") == DEVICES["h100-pcie"].peak
     assert peak_of("NVIDIA H100 80GB HBM3") == DEVICES["h100-80gb"].peak
     assert peak_of("NVIDIA L40S") == DEVICES["l40s-48gb"].peak

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.commands.plan import notes
-from llmtrain.devices import device_called
+from llmtrain.devices import get_device
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import PipelineConfig
@@ -35,7 +35,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
         ),
     )
     subject = Subject(model, settings, precision="bf16", positions=32)
-    device = device_called("h100-80gb")
+    device = get_device("h100-80gb")
     link = Link(device.link, 0.0)
     return Plan(
         memory=Memory(subject, on_gpu=True),

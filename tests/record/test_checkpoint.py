@@ -26,7 +26,7 @@ class Files:
     """A model writer that needs no kind of model."""
 
     weights = "model.safetensors"
-    divisible = True
+    may_split_weights = True
 
     def write(self, folder: Path, parameters: int) -> None:
         folder.mkdir(exist_ok=True)

@@ -83,8 +83,8 @@ def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> No
     "read",
     [
         lambda run: start(run, "auto"),
-        History.of,
-        History.found,
+        History.of_run,
+        History.read,
     ],
     ids=["start", "history", "history of any folder"],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.record import provenance
-from llmtrain.record.provenance import check_same_everywhere, code_digest, what_runs
+from llmtrain.record.provenance import check_ranks_agree, code_digest, run_description
 from tests.record.test_team import Two
 
 ImportHelper = Callable[[str], Path]
@@ -76,29 +76,29 @@ def test_ranks_with_another_module_beside_the_script_stop(
     import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helper = import_helper("llmtrain_helper.py")
-    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
     helper.write_text("RATE = 2\n")
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0 in code: llmtrain_helper\.py"):
-        check_same_everywhere(Two(), what_runs({}, {}, "no"))
+        check_ranks_agree(Two(), run_description({}, {}, "no"))
 
 
 def test_a_rank_may_import_a_module_that_the_others_do_not_need(
     import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
     import_helper("llmtrain_helper.py")
-    check_same_everywhere(Two(), what_runs({}, {}, "no"))
+    check_ranks_agree(Two(), run_description({}, {}, "no"))
 
 
 def test_ranks_that_were_started_with_different_scripts_stop(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Two, "other", what_runs({}, {}, "no"))
+    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
     other_script = script.with_name("other.py")
     other_script.write_text("RATE = 2\n")
     monkeypatch.setattr("sys.argv", [str(other_script)])
     with pytest.raises(UserError, match="rank 1 differs from rank 0 in code: script"):
-        check_same_everywhere(Two(), what_runs({}, {}, "no"))
+        check_ranks_agree(Two(), run_description({}, {}, "no"))
 
 
 def git(folder: Path, *words: str) -> str:

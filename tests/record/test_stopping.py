@@ -17,7 +17,7 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
     assert not Deadline.of(None).is_near()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 600))
     deadline = Deadline.of(0.5)
-    assert deadline.why == "the Slurm job is about to end"
+    assert deadline.reason == "the Slurm job is about to end"
     deadline.reserve("save", 100)
     deadline.reserve("save", 40)
     deadline.reserve("evaluation", 20)
@@ -27,7 +27,7 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
     now += 2
     assert deadline.is_near()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
-    assert Deadline.of(0.5).why == "--max_hours 0.5 have passed"
+    assert Deadline.of(0.5).reason == "--max_hours 0.5 have passed"
 
 
 def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(

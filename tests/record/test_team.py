@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.team import ALONE, Team
-from llmtrain.record.provenance import check_same_everywhere, what_runs
+from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.resume import choose_folder
 
 
@@ -60,7 +60,7 @@ def runs(seed: int, dataset: str, data: str = "abc") -> dict[str, Any]:
         "seed": {"value": seed, "from": "recipe"},
         "dataset": {"value": dataset, "from": "command line"},
     }
-    return what_runs({"data": data}, settings, "no")
+    return run_description({"data": data}, settings, "no")
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_ranks_that_would_train_something_else_stop_with_both_values(
 ) -> None:
     monkeypatch.setattr(Two, "other", other)
     with pytest.raises(UserError) as raised:
-        check_same_everywhere(Two(), runs(0, "here"))
+        check_ranks_agree(Two(), runs(0, "here"))
     assert str(raised.value).startswith(says)
 
 
 def test_ranks_may_find_their_data_at_different_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Two, "other", runs(0, "there"))
-    check_same_everywhere(Two(), runs(0, "here"))
+    check_ranks_agree(Two(), runs(0, "here"))
 
 
 def test_a_choice_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
     with choose_folder(str(tmp_path / "run"), "auto", {"data": "abc"}) as choice:
         pass
     assert pickle.loads(pickle.dumps(choice)) == choice
-    assert (choice.folder, choice.checkpoint, choice.why) == (tmp_path / "run", None, "new")
+    assert (choice.folder, choice.checkpoint, choice.reason) == (tmp_path / "run", None, "new")
     assert (len(choice.run_id), len(choice.incarnation)) == (8, 16)

@@ -24,7 +24,7 @@ def history(folder: Path, losses: dict[int, Any]) -> History:
     (folder / "status.json").write_text("{}")
     lines = [json.dumps({"step": step, "train/loss": loss}) for step, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return History.of(folder)
+    return History.of_run(folder)
 
 
 @pytest.mark.parametrize(

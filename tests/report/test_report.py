@@ -91,8 +91,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> None:
-    history = History.of(run)
-    assert history.hours() == pytest.approx([seconds / 3600 for seconds in (5, 20, 20, 40, 60)])
+    history = History.of_run(run)
+    assert history.training_hours() == pytest.approx(
+        [seconds / 3600 for seconds in (5, 20, 20, 40, 60)]
+    )
     curve = next(chart for chart in charts([history]) if chart.title == "Loss").curves[0]
     assert curve.x["step"] == [10, 20]  # of the last reading the loss is no number
     assert curve.x["tokens"] == [1000, 2000]
@@ -100,7 +102,7 @@ def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> No
 
 
 def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
-    said = overview(History.of(run))
+    said = overview(History.of_run(run))
     assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == [
         "finished",
         30,
@@ -117,8 +119,8 @@ def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> 
     lines = [
         {key: value for key, value in reading(step, 0).items() if key != "time"} for step in (1, 2)
     ]
-    history = History.of(make(tmp_path / "old", lines, [{"time": at(0), "step": 0}]))
-    assert history.hours() == [None, None]
+    history = History.of_run(make(tmp_path / "old", lines, [{"time": at(0), "step": 0}]))
+    assert history.training_hours() == [None, None]
     assert charts([history])[0].curves[0].x == {
         "step": [1, 2],
         "tokens": [100, 200],
@@ -143,7 +145,7 @@ def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(
     )
     compared = make(tmp_path / "compared", lines, [{"time": at(0), "step": 0}])
     plain, drawn = (
-        {chart.title: chart for chart in charts([History.of(one)])} for one in (run, compared)
+        {chart.title: chart for chart in charts([History.of_run(one)])} for one in (run, compared)
     )
     assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats per token", "")
     accuracy = drawn["Pairs whose chosen answer has the higher reward"]
@@ -169,19 +171,19 @@ def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_or
     (run / "incidents.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti'
     )
-    assert [(one.step, one.kind) for one in events([History.of(run)])] == [
+    assert [(one.step, one.kind) for one in events([History.of_run(run)])] == [
         (8, "failed"),
         (10, "resumed"),
         (25, "late"),
     ]
-    assert "restart 1" in events([History.of(run)])[1].text
+    assert "restart 1" in events([History.of_run(run)])[1].text
 
 
 def test_the_phases_are_medians_of_the_processes_of_the_last_start(run: Path) -> None:
     lines = [reading(1, 1, ranks=4), *(reading(step, step) for step in (2, 3, 4))]
     lines[2]["phases"]["forward"] = [100.0, 100.0]  # once: a median does not see it
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = phase_bars([History.of(run)])
+    found = phase_bars([History.of_run(run)])
     assert found is not None
     assert found.processes == ["rank 0", "rank 1"]
     assert found.phases["forward"] == [0.03, 0.13]
@@ -192,7 +194,7 @@ def test_only_what_differs_between_runs_is_listed(run: Path, tmp_path: Path) -> 
     other = make(
         tmp_path / "other", [reading(10, 20)], starts, max_steps=30, learning_rate=0.02, dropout=0.1
     )
-    found = differing_values([History.of(run), History.of(other)])
+    found = differing_values([History.of_run(run), History.of_run(other)])
     assert found == {
         "learning_rate": ["0.01", "0.02"],
         "processes": ["2", "4"],
@@ -226,7 +228,7 @@ def test_a_file_that_is_missing_or_damaged_leaves_its_part_empty(
     name: str, content: bytes, run: Path
 ) -> None:
     (run / name).write_bytes(content)
-    assert "</html>" in html([History.of(run)])
+    assert "</html>" in html([History.of_run(run)])
 
 
 def test_what_a_run_says_is_text_on_the_page_and_not_markup(run: Path, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_what_a_run_says_is_text_on_the_page_and_not_markup(run: Path, tmp_path:
         [{"time": at(0), "step": 0}],
         run_name=evil,
     )
-    page = html([History.of(run), History.of(other)])
+    page = html([History.of_run(run), History.of_run(other)])
     assert "<script>alert(1)" not in page.replace("<_script>", "")
     assert page.count("<script>") == 2
 
@@ -247,7 +249,7 @@ def test_what_it_wrote_is_shown_as_it_improved(run: Path) -> None:
         {"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in range(0, 1000, 10)
     ]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of(run)]))
+    shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of_run(run)]))
     assert len(shown) == 8
     assert (shown[0], shown[-1]) == ("0", "990")
 
@@ -289,7 +291,7 @@ def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
 
 
 def test_every_phase_has_a_colour_of_its_own(run: Path) -> None:
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of(run)])))
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of_run(run)])))
     assert len({colours[phase] for phase in PHASES}) == len(PHASES)
 
 
@@ -297,7 +299,7 @@ def test_every_phase_has_a_colour_of_its_own(run: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    page.write_text(html([History.of(run)]))
+    page.write_text(html([History.of_run(run)]))
     options = [
         "--headless",
         "--no-sandbox",
@@ -312,7 +314,7 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
         [CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     drawn = re.findall(r'id="(chart-\d|bars)"[^>]*><div class="plot-container', done.stdout)
-    assert drawn == [f"chart-{number}" for number in range(len(charts([History.of(run)])))] + [
+    assert drawn == [f"chart-{number}" for number in range(len(charts([History.of_run(run)])))] + [
         "bars"
     ]
     legend = re.findall(r'class="legendtext"[^>]*data-unformatted="([^"]*)"', done.stdout)
@@ -325,11 +327,11 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
 
 @dataclass
 class Some(Config):
-    acts: ClassVar[str] = "update"
+    affects: ClassVar[str] = "update"
 
     rate: float = flag(0.1, "acts where its class does")
-    tokenizer: str = flag("byte", "acts in two places", acts="model data")
-    output_dir: str = flag("runs", "acts nowhere", acts="nowhere")
+    tokenizer: str = flag("byte", "acts in two places", affects="model data")
+    output_dir: str = flag("runs", "acts nowhere", affects="nowhere")
 
 
 def test_what_differs_is_grouped_by_where_its_flag_acts(
@@ -337,7 +339,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=(Some,)))
     one, other = (
-        History.of(
+        History.of_run(
             make(
                 tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, invented=name
             )
@@ -355,7 +357,7 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
 def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path) -> None:
     commits = ["0" * 40, "0" * 40 + "-dirty", "1" * 40]
     clean, dirty, other = (
-        History.of(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
+        History.of_run(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
         for i, commit in enumerate(commits)
     )
     assert metadata_differences(clean, clean) == []
@@ -402,9 +404,9 @@ def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_no
     monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=()))
     lines = [reading(step, step) for step in (1, 2, 3)]
     starts = [{"time": at(0), "step": 0, "device": "cpu"}]
-    fine = History.of(make(tmp_path / "fine", lines, starts))
+    fine = History.of_run(make(tmp_path / "fine", lines, starts))
     lines[1] |= {"train/grad_norm": None}
-    bad = History.of(make(tmp_path / "bad", lines, starts))
+    bad = History.of_run(make(tmp_path / "bad", lines, starts))
     found = compare(fine, bad).first
     assert found is not None
     assert (found.link, found.step) == ("grad_norm", 2)

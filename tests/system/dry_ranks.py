@@ -37,7 +37,7 @@ def main() -> None:
     accelerator = start_accelerator()
     with torch.device("meta"):
         gpt = GPT(CONFIG, 300)
-    place(accelerator, ModelBundle(gpt, Files(), gpt.first_weights(3)))
+    place(accelerator, ModelBundle(gpt, Files(), gpt.initial_weights(3)))
     optimizer = make_optimizer(accelerator, gpt, OptimConfig())
     model, optimizer = accelerator.prepare(gpt, optimizer)
     seconds = time.perf_counter() - began

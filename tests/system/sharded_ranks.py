@@ -39,7 +39,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engines import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.parallel.placement import held_bytes, place
+from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.team import Team
 from llmtrain.record.checkpoint import write_model
 from llmtrain.training.step import train_step
@@ -120,7 +120,7 @@ def measured(
     prepared, optimizer = accelerator.prepare(model, optimizer)
     kept = parameters_of(optimizer)
     are_same = len(kept) == len(trained) and all(map(operator.is_, kept, trained))
-    held, full = held_bytes(model)
+    held, full = parameter_bytes(model)
     engine = engine_for(
         accelerator,
         prepared,
@@ -184,7 +184,7 @@ def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
 
 def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
-    tensors = bundle.files.exported(engine.unwrapped)
+    tensors = bundle.files.export_tensors(engine.unwrapped)
     if engine.is_sharded:
         team = Team.of_all(sees_folder=True)
         write_model(folder, bundle.files, engine.gatherable(tensors), team)

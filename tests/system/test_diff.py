@@ -121,7 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(runs: Path, name: str) -> Comparison:
-    return compare(History.of(runs / "reference"), History.of(runs / name))
+    return compare(History.of_run(runs / "reference"), History.of_run(runs / name))
 
 
 @pytest.mark.parametrize("name", PAIRS if LONG else SHORT)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.record.checkpoint import digest_of
+from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
 from tests.launching import GPT, TINY, read_json, torchrun
 
@@ -50,6 +50,6 @@ def test_a_compressed_run_resumes_in_the_bits_of_one_that_was_not_interrupted(
     second = run_forked([*torchrun(2), GPT, *flags, *more]).assert_ok()
     assert "changed" not in second.out
     digests = [
-        digest_of(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed)
+        tensors_digest(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed)
     ]
     assert digests[0] == digests[1]

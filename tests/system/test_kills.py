@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmtrain.record.checkpoint import checkpoints, digest_of, find_fault
+from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -55,7 +55,7 @@ LAYOUTS = {
 
 def end_of(folder: Path) -> tuple[str, str]:
     """The hash of weights and optimizer, and the ledger of rows, of a finished run."""
-    return digest_of(folder / "checkpoints" / f"step-{STEPS:08d}"), (
+    return tensors_digest(folder / "checkpoints" / f"step-{STEPS:08d}"), (
         folder / "rows.jsonl"
     ).read_text()
 

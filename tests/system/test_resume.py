@@ -11,7 +11,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from llmtrain.record.checkpoint import digest_of
+from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -128,7 +128,7 @@ def test_two_processes_then_one_then_more_end_in_the_same_bits_and_rows(
     assert len(expected) == 60
     assert ledger == expected
     last = "checkpoints/step-00000060"
-    assert digest_of(folder / last) == digest_of(straight / last)
+    assert tensors_digest(folder / last) == tensors_digest(straight / last)
 
 
 def test_four_processes_end_in_the_same_bits_once_their_buckets_are_settled(tmp_path: Path) -> None:

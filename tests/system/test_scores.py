@@ -155,7 +155,7 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
         assert (found["few"]["metric"], found["few"]["questions"]) == ("acc", 41)
     assert 0.1 < share < 0.9
     assert bits == expected
-    history = History.of(trained[0])
+    history = History.of_run(trained[0])
     assert [one["step"] for one in history.scores] == [6] * 4
     cells = re.findall(
         r"<td>few</td>\s*<td>acc</td>\s*<td class=\"number\">([\d.]+)</td>", html([history])

@@ -48,7 +48,7 @@ def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
         run_config = dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name))
         settings = dataclasses.replace(SETTINGS, run=run_config)
         accelerator = lt.start(settings)
-        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.facts.dataset))
+        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
         optimizer = lt.make_optimizer(accelerator, model, settings.optim)
         with lt.open_run(accelerator, settings, rows, bundle) as run:
             batches, _ = lt.loaders(run)

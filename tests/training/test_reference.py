@@ -216,7 +216,7 @@ def test_a_loss_that_compares_with_nothing_asks_for_nothing(loss: str, asking, r
 
 def test_other_rows_have_other_numbers(asking, rows, kept) -> None:
     asking.reference()
-    asking.rows = replace(rows, facts=replace(rows.facts, data_sha256="another"))
+    asking.rows = replace(rows, metadata=replace(rows.metadata, data_sha256="another"))
     asking.reference()
     assert asking.asked > 0
     assert len(list(kept.iterdir())) == 4
