@@ -27,9 +27,9 @@ STATUS = {
 }
 
 
-def save(folder: Path, step: int, loss: float | None = None, identity: str = "mine") -> Path:
+def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine") -> Path:
     weights = {"w": torch.full((64,), float(step))}
-    state = {"step": step, "eval_loss": loss, "identity_sha256": identity}
+    state = {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint}
     return write_checkpoint(
         folder,
         step,
@@ -42,7 +42,9 @@ def save(folder: Path, step: int, loss: float | None = None, identity: str = "mi
 
 def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"format_version": 1, "identity_sha256": "mine"}))
+    (folder / "run.json").write_text(
+        json.dumps({"format_version": 1, "fingerprint_sha256": "mine"})
+    )
     (folder / "status.json").write_text(json.dumps(status))
     for step, loss in steps.items():
         save(folder / "checkpoints", step, loss)
@@ -126,7 +128,7 @@ def test_an_older_one_that_is_damaged_is_status_1(run: Path, capsys) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(run: Path, capsys) -> None:
-    save(run / "checkpoints", 40, identity="theirs")
+    save(run / "checkpoints", 40, fingerprint="theirs")
     status, _, lines = check(capsys, run)
     assert status == 1
     assert "it belongs to another run" in lines[40]
@@ -190,10 +192,10 @@ def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_fault(
     run: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prune_first(path: Path, identity: str | None) -> str | None:
+    def prune_first(path: Path, fingerprint: str | None) -> str | None:
         if path.name.endswith("10"):
             shutil.rmtree(path)
-        return find_fault(path, identity)
+        return find_fault(path, fingerprint)
 
     find_fault = checkpoint.find_fault
     monkeypatch.setattr(checkpoint, "find_fault", prune_first)

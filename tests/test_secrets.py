@@ -45,7 +45,7 @@ ORDINARY = {
     "text_key": "content",
     "dataset": "https://example.org:8080/a@b/data.txt",
     "checkpoint": "hf://datasets/someone/something@main",
-    "identity_sha256": "0123456789abcdef" * 4,
+    "fingerprint_sha256": "0123456789abcdef" * 4,
     "git_sha": "0123456789abcdef0123456789abcdef01234567",
     "output_dir": "runs/sk-learn-against-everything-else",
     "learning_rate": 3e-4,
@@ -194,7 +194,7 @@ def test_no_secret_reaches_any_file_of_a_run(
         "seed": {"value": 3, "from": "recipe"},
     }
     monkeypatch.setattr(running, "resolved", lambda _: settings)
-    monkeypatch.setattr(running, "identity_of", lambda *_: {"seed": 3})
+    monkeypatch.setattr(running, "run_fingerprint", lambda *_: {"seed": 3})
     rows = tokenize(
         DataConfig(tokenizer="byte"),
         8,

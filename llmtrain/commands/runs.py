@@ -167,7 +167,7 @@ def _check(path: Path, as_json: bool) -> bool:
         if target.checkpoints:
             print(f"{'step':>10}{'size':>12}  {'written':<19}{'eval loss':>10}")
     checked = []
-    for checkpoint in _read_checkpoints(target, history.record.get("identity_sha256")):
+    for checkpoint in _read_checkpoints(target, history.record.get("fingerprint_sha256")):
         checked.append(checkpoint)
         if not as_json:
             print(_checkpoint_line(checkpoint), flush=True)

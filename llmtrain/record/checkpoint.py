@@ -5,7 +5,7 @@ They hold safetensors and JSON only:
     step-00000400/
       model/            what from_pretrained loads; if the model is sharded, a file of each rank
       optimizer/        safetensors, keyed by parameter name
-      state.json        format version, step, tokens, identity, layout
+      state.json        format version, step, tokens, fingerprint, layout
       MANIFEST.json     format version; bytes and sha256 of every file above
 
 A folder is filled under a temporary name, and renamed when all of it is on the disk. The rename is
@@ -179,13 +179,15 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = None) -> Path | None:
+def newest_valid(
+    folder: Path, set_aside: bool = False, fingerprint: str | None = None
+) -> Path | None:
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
     Args:
         folder: the run's folder ``checkpoints``.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
-        identity: sha256 of the run's identity. A checkpoint of another run counts as damaged.
+        fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
 
     Raises:
         UserError: there are checkpoints, and none is intact: starting afresh would hide the loss.
@@ -193,7 +195,7 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
-        fault = find_fault(path, identity)
+        fault = find_fault(path, fingerprint)
         if fault is None:
             return path
 
@@ -211,23 +213,23 @@ def newest_valid(folder: Path, set_aside: bool = False, identity: str | None = N
     return None
 
 
-def find_fault(path: Path, identity: str | None = None) -> str | None:
+def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     """Return why a checkpoint cannot be trusted, or ``None`` if it is intact.
 
     The folder must hold exactly the files of its manifest, with their bytes. Its state must belong
-    to the step in its name, and to the run whose identity has this sha256. Links are not followed,
+    to the step in its name, and to the run whose fingerprint has this sha256. Links are not followed,
     and names in the manifest never lead out of the folder.
 
     Raises:
         UserError: the checkpoint is in a newer format, which is no damage.
     """
     try:
-        return next(_faults(path, identity), None)
+        return next(_faults(path, fingerprint), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} or state.json: {first_line(error)}"
 
 
-def _faults(path: Path, identity: str | None) -> Iterator[str]:
+def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
     """Yield the faults of a checkpoint. After the first one, a later check may raise an error."""
     if path.is_symlink():
         yield "it is a link"
@@ -262,7 +264,7 @@ def _faults(path: Path, identity: str | None) -> Iterator[str]:
         yield state_fault
     if state["step"] != _step_of(path):
         yield f"it holds step {state['step']}"
-    if identity is not None and identity != state.get("identity_sha256"):
+    if fingerprint is not None and fingerprint != state.get("fingerprint_sha256"):
         yield "it belongs to another run"
 
 

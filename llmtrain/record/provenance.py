@@ -1,7 +1,7 @@
 """Where a run's numbers come from: the content of ``run.json``, and what all ranks must agree on.
 
-The *identity* of a run is its fingerprint: everything that determines its numbers, by key. A run is
-resumed only by a command of the same identity.
+The *fingerprint* of a run is everything that determines its numbers, as a JSON object. A run is
+resumed only by a command that has the same fingerprint.
 """
 
 import contextlib
@@ -135,12 +135,12 @@ def difference(before: object, now: object) -> str:
 
 
 def run_description(
-    identity: JsonObject, settings: dict[str, JsonObject], precision: str
+    fingerprint: JsonObject, settings: dict[str, JsonObject], precision: str
 ) -> JsonObject:
     """Describe what this rank is about to train, and with which code.
 
     Args:
-        identity: the identity of the run.
+        fingerprint: the fingerprint of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         precision: the precision as Accelerate names it, such as ``bf16``.
     """
@@ -149,7 +149,7 @@ def run_description(
     }
     return {
         "flags": flags,
-        **identity,
+        **fingerprint,
         "precision": precision,
         "versions": versions(),
         "code": code_digests(),
@@ -192,7 +192,7 @@ def _comparable(key: str, main: JsonObject, other: JsonObject) -> tuple[Any, Any
 
 def run_record(
     folder: Path,
-    identity: JsonObject,
+    fingerprint: JsonObject,
     settings: dict[str, JsonObject],
     details: JsonObject,
     resume_point: ResumePoint,
@@ -202,7 +202,7 @@ def run_record(
 
     Args:
         folder: the run's folder.
-        identity: the identity of the run.
+        fingerprint: the fingerprint of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         details: further keys of the file, about the data.
         resume_point: where this start begins.
@@ -225,8 +225,8 @@ def run_record(
     }
     record = {
         "run_id": resume_point.run_id,
-        "identity": identity,
-        "identity_sha256": digest(identity),
+        "fingerprint": fingerprint,
+        "fingerprint_sha256": digest(fingerprint),
         "processes": start["processes"],
         "settings": {name: _redacted_setting(name, setting) for name, setting in settings.items()},
         **redacted(details),

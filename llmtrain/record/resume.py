@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
-# Keys of the identity that may differ from those of a checkpoint that the user has named.
+# Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
 _MAY_CHANGE = ("update", "exchange", "stopping")
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @contextlib.contextmanager
-def choose_folder(output_dir: str, resume: str, identity: JsonObject) -> Iterator[ResumePoint]:
+def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
     The lock is held until the block ends. Two starts at the same moment therefore never share a
@@ -42,7 +42,7 @@ def choose_folder(output_dir: str, resume: str, identity: JsonObject) -> Iterato
         output_dir: the folder that the user asked for. If another run has it, the run gets the
             same name with -2, -3, ... at its end.
         resume: ``auto``, ``never``, or the folder of a run or of a checkpoint.
-        identity: the identity of this run. Only a run of the same identity is resumed.
+        fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
 
     Raises:
         UserError: the checkpoint that ``resume`` names cannot be used, no checkpoint of the run is
@@ -54,8 +54,8 @@ def choose_folder(output_dir: str, resume: str, identity: JsonObject) -> Iterato
         incarnation=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
-        named_checkpoint, named_identity = _named_checkpoint(Path(resume), identity)
-        point = _resumed_from(point, named_checkpoint, named_identity)
+        named_checkpoint, named_fingerprint = _named_checkpoint(Path(resume), fingerprint)
+        point = _resumed_from(point, named_checkpoint, named_fingerprint)
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
@@ -69,10 +69,10 @@ def choose_folder(output_dir: str, resume: str, identity: JsonObject) -> Iterato
                     yield point._replace(folder=folder, reason=reason)
                 return
         elif may_continue:
-            unfinished = _lock_unfinished(folder, identity, point.checkpoint)
+            unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint)
             if unfinished is not None:
                 with unfinished.lock:
-                    yield _continued(point, folder, unfinished.record, identity)
+                    yield _continued(point, folder, unfinished.record, fingerprint)
                 return
     raise AssertionError("there is always a next name")
 
@@ -87,7 +87,7 @@ def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
 
 
 def _continued(
-    point: ResumePoint, folder: Path, record: JsonObject, identity: JsonObject
+    point: ResumePoint, folder: Path, record: JsonObject, fingerprint: JsonObject
 ) -> ResumePoint:
     """Return where an unfinished run continues: at its newest checkpoint, if it has one.
 
@@ -95,13 +95,13 @@ def _continued(
         point: the resume point so far. It is kept if the run has no checkpoint yet.
         folder: the folder of the unfinished run.
         record: its ``run.json``.
-        identity: the identity of this run.
+        fingerprint: the fingerprint of this run.
     """
     point = point._replace(folder=folder, run_id=record["run_id"])
     newest = checkpoint.newest_valid(
         folder / "checkpoints",
         set_aside=True,
-        identity=digest(identity),
+        fingerprint=digest(fingerprint),
     )
     if newest is None:
         return point._replace(reason="unfinished, without a checkpoint yet; starts again")
@@ -195,7 +195,9 @@ class _Unfinished(NamedTuple):
     record: JsonObject  # run.json
 
 
-def _lock_unfinished(folder: Path, identity: JsonObject, source: Path | None) -> _Unfinished | None:
+def _lock_unfinished(
+    folder: Path, fingerprint: JsonObject, source: Path | None
+) -> _Unfinished | None:
     """Lock a run that this start may continue.
 
     Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
@@ -203,7 +205,7 @@ def _lock_unfinished(folder: Path, identity: JsonObject, source: Path | None) ->
     Returns:
         ``None`` for a run that this start may not continue.
     """
-    if _unfinished_record(folder, identity, source) is None:
+    if _unfinished_record(folder, fingerprint, source) is None:
         return None
     try:
         held_lock = lock_of(folder).acquire(blocking=False)
@@ -218,7 +220,7 @@ def _lock_unfinished(folder: Path, identity: JsonObject, source: Path | None) ->
         except filelock.Timeout:
             return None
 
-    record = _unfinished_record(folder, identity, source)  # it may have finished in the meantime
+    record = _unfinished_record(folder, fingerprint, source)  # it may have finished in the meantime
     if record is None:
         held_lock.lock.release()
         return None
@@ -226,13 +228,13 @@ def _lock_unfinished(folder: Path, identity: JsonObject, source: Path | None) ->
 
 
 def _unfinished_record(
-    folder: Path, identity: JsonObject, source: Path | None
+    folder: Path, fingerprint: JsonObject, source: Path | None
 ) -> JsonObject | None:
     """Return ``run.json`` of an unfinished run that this start may continue.
 
     Args:
         folder: the folder of the run.
-        identity: the identity of this run, which the unfinished run must have.
+        fingerprint: the fingerprint of this run, which the unfinished run must have.
         source: the checkpoint that the user has named, if any. The unfinished run must have begun
             from it.
 
@@ -245,7 +247,7 @@ def _unfinished_record(
     if read_object(folder / "status.json").get("state") == "finished":
         return None
     record = read_versioned(folder / "run.json")
-    if record.get("identity_sha256") != digest(identity):
+    if record.get("fingerprint_sha256") != digest(fingerprint):
         return None
     if source is not None:
         origins = [start["from"] for start in record["starts"]]
@@ -254,16 +256,16 @@ def _unfinished_record(
     return record
 
 
-def _named_checkpoint(path: Path, identity: JsonObject) -> tuple[Path, JsonObject]:
-    """Return a checkpoint that the user has named, and its identity.
+def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonObject]:
+    """Return a checkpoint that the user has named, and its fingerprint.
 
     Args:
         path: the folder of a checkpoint, or of a run, whose newest checkpoint is used.
-        identity: the identity of this run. It must be that of the checkpoint, except for a few keys
+        fingerprint: the fingerprint of this run. It must be that of the checkpoint, except for a few keys
             such as the optimizer settings.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it has another identity.
+        UserError: there is no such checkpoint, it is damaged, or it has another fingerprint.
     """
     flag = f"--resume_from_checkpoint {path}"
     if (path / "checkpoints").is_dir():
@@ -280,35 +282,35 @@ def _named_checkpoint(path: Path, identity: JsonObject) -> tuple[Path, JsonObjec
             f"{flag} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
         )
 
-    named_identity: JsonObject = checkpoint.read_state(named)["identity"]
+    named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]
     # Numbers as keys become strings in JSON, as they did in the checkpoint's file.
-    as_json = json.loads(json.dumps(identity))
+    as_json = json.loads(json.dumps(fingerprint))
     for key, value in as_json.items():
-        named_value = named_identity.get(key)
+        named_value = named_fingerprint.get(key)
         if key not in _MAY_CHANGE and named_value != value:
             raise UserError(f"{flag} has a different {key}: {difference(named_value, value)}.")
 
-    if named_identity.get("exchange") != identity.get("exchange"):
-        old_exchange = named_identity.get("exchange") or "exact"
-        new_exchange = identity.get("exchange") or "exact"
+    if named_fingerprint.get("exchange") != fingerprint.get("exchange"):
+        old_exchange = named_fingerprint.get("exchange") or "exact"
+        new_exchange = fingerprint.get("exchange") or "exact"
         say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
-    return named, named_identity
+    return named, named_fingerprint
 
 
 def _resumed_from(
-    point: ResumePoint, path: Path, named_identity: JsonObject | None = None
+    point: ResumePoint, path: Path, named_fingerprint: JsonObject | None = None
 ) -> ResumePoint:
     """Return the resume point with a checkpoint to resume from.
 
     Args:
         point: the resume point so far.
         path: the checkpoint.
-        named_identity: its identity, if the user has named it.
+        named_fingerprint: its fingerprint, if the user has named it.
     """
     state = checkpoint.read_state(path)
     return point._replace(
         checkpoint=path,
         step=state["step"],
         tokens=state["tokens"],
-        before=named_identity,
+        named_fingerprint=named_fingerprint,
     )

@@ -16,12 +16,12 @@ class ResumePoint(NamedTuple):
     run_id: str = ""
     incarnation: str = ""  # tells this start from another one in the same folder
     reason: str = ""  # the reason for this start, for the start-up log
-    before: JsonObject | None = None  # the identity of a checkpoint that the user has named
+    named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
 
     @property
     def optim_settings(self) -> JsonObject | None:
         """The optimizer settings of a checkpoint that the user has named, if there is one."""
-        if self.before is None:
+        if self.named_fingerprint is None:
             return None
-        settings: JsonObject | None = self.before.get("update")
+        settings: JsonObject | None = self.named_fingerprint.get("update")
         return settings

@@ -31,7 +31,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.identity import run_fingerprint
+from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
@@ -76,7 +76,7 @@ class Run:
         layout: how a global batch is divided among the ranks.
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
-        identity: the fingerprint of the run. A resumed run must have the same.
+        fingerprint: the fingerprint of the run. A resumed run must have the same.
         folder: the run's folder.
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
@@ -97,7 +97,7 @@ class Run:
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle
-    identity: JsonObject
+    fingerprint: JsonObject
     folder: RunFolder
     saver: Saver
     metrics: Metrics
@@ -185,10 +185,10 @@ def open_run(
             "--early_stopping_patience needs eval rows, and there are none. Raise --eval_fraction."
         )
 
-    identity = run_fingerprint(accelerator, settings, rows, bundle, layout)
+    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
     check_ranks_agree(
-        team, run_description(identity, resolved(settings), accelerator.mixed_precision)
+        team, run_description(fingerprint, resolved(settings), accelerator.mixed_precision)
     )
 
     with contextlib.ExitStack() as contexts:
@@ -198,7 +198,7 @@ def open_run(
             choosing = choose_folder(
                 settings.run.output_dir,
                 resume=settings.run.resume_from_checkpoint,
-                identity=identity,
+                fingerprint=fingerprint,
             )
             return contexts.enter_context(choosing)
 
@@ -214,7 +214,7 @@ def open_run(
             layout=layout,
             rows=rows,
             bundle=bundle,
-            identity=identity,
+            fingerprint=fingerprint,
             resume_point=resume_point,
         )
         if not settings.loop.dry_run:
@@ -233,7 +233,7 @@ def _new_run(
     layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
-    identity: JsonObject,
+    fingerprint: JsonObject,
     resume_point: ResumePoint,
 ) -> Run:
     """Make the run that starts at a resume point."""
@@ -253,7 +253,7 @@ def _new_run(
         layout=layout,
         rows=rows,
         bundle=bundle,
-        identity=identity,
+        fingerprint=fingerprint,
         folder=RunFolder(resume_point.folder, resume_point.incarnation, Ranks(accelerator).is_main),
         saver=saver,
         metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
@@ -328,7 +328,7 @@ def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     }
     return run_record(
         run.folder.path,
-        identity=run.identity,
+        fingerprint=run.fingerprint,
         settings=settings,
         details=asdict(run.rows.metadata),
         resume_point=run.resume_point,

@@ -9,7 +9,7 @@ import torch
 from llmtrain.data import shuffle
 from llmtrain.data.shuffle import key_of, permute
 
-# The order of the data is part of every run's identity: these may never change.
+# The order of the data is part of every run's fingerprint: these may never change.
 GOLDEN_KEYS = [
     ((0,), 16294208416658607535),
     ((1,), 10451216379200822465),

@@ -16,7 +16,7 @@ from llmtrain.record.resume import choose_folder
 from tests.test_cli import ended
 from tests.test_runs import save
 
-IDENTITY = {"seed": 0}
+FINGERPRINT = {"seed": 0}
 CHECKPOINT = "checkpoints/step-00000020"
 
 
@@ -25,11 +25,11 @@ def run(tmp_path: Path) -> Path:
     """Make an unfinished run with two checkpoints."""
     folder = tmp_path / "run"
     for step in (10, 20):
-        save(folder / "checkpoints", step, identity=digest(IDENTITY))
+        save(folder / "checkpoints", step, fingerprint=digest(FINGERPRINT))
     record = {
         "format_version": 1,
         "run_id": "abc",
-        "identity_sha256": digest(IDENTITY),
+        "fingerprint_sha256": digest(FINGERPRINT),
         "starts": [],
     }
     (folder / "run.json").write_text(json.dumps(record))
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, resume: str) -> None:
-    with choose_folder(str(folder), resume, IDENTITY):
+    with choose_folder(str(folder), resume, FINGERPRINT):
         pass
 
 

@@ -33,9 +33,9 @@ from tests.record.test_checkpoint import Files
 CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 
 
-def save(folder: Path, step: int, identity: str = "ours") -> Path:
+def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
     weights = {"w": torch.full((300,), float(step))}
-    state = {"step": step, "identity_sha256": identity}
+    state = {"step": step, "fingerprint_sha256": fingerprint}
     Saver(folder, Files(), keep=3).save(
         step,
         DistributedTensors(weights),
@@ -105,7 +105,7 @@ def rename_the_older_one(path: Path, draw: random.Random) -> None:
 
 def another_runs(path: Path, draw: random.Random) -> None:
     shutil.rmtree(path)
-    save(path.parent, 20, identity="theirs")
+    save(path.parent, 20, fingerprint="theirs")
 
 
 def leave_the_folder(path: Path, draw: random.Random) -> None:
@@ -195,7 +195,7 @@ def test_no_payload_in_a_file_that_is_read_is_run(
     mark, planted = tmp_path / "executed", 0
     run = tmp_path / "run"
     save(run / "checkpoints", 10, digest({}))
-    (run / "run.json").write_text(json.dumps({"run_id": "x", "identity_sha256": digest({})}))
+    (run / "run.json").write_text(json.dumps({"run_id": "x", "fingerprint_sha256": digest({})}))
     (run / "status.json").write_text('{"state": "running"}')
     malice = pickle.dumps(Payload(mark))
     code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"

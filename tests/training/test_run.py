@@ -24,7 +24,7 @@ from tests.launching import read_json
 from tests.record.test_checkpoint import Files
 from tests.wandb_file import read_history
 
-IDENTITY = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
+FINGERPRINT = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
 
 
 class CrashError(Exception):
@@ -44,10 +44,10 @@ def rows() -> Tokenized:
 def opened(
     accelerator: Accelerator, tmp_path: Path, rows: Tokenized, monkeypatch: pytest.MonkeyPatch
 ):
-    """Open a run in ``tmp_path/run`` of an identity that the test chooses."""
+    """Open a run in ``tmp_path/run`` of an fingerprint that the test chooses."""
 
-    def go(identity: dict = IDENTITY, **flags: object):
-        monkeypatch.setattr(running, "identity_of", lambda *_: identity)
+    def go(fingerprint: dict = FINGERPRINT, **flags: object):
+        monkeypatch.setattr(running, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
         settings = Settings(DataConfig(), loop=LoopConfig(seed=3), run=RunConfig(**told))
         return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
@@ -60,14 +60,17 @@ def begin(accelerator: Accelerator, opened):
     """Open a run, save at ``steps``, and end as the test chooses."""
 
     def go(
-        identity: dict = IDENTITY, steps: tuple[int, ...] = (), crash: bool = False, **flags: str
+        fingerprint: dict = FINGERPRINT,
+        steps: tuple[int, ...] = (),
+        crash: bool = False,
+        **flags: str,
     ):
         model = torch.nn.Linear(3, 2)
         optimizer = make_optimizer(accelerator, model, OptimConfig())
         model, optimizer = accelerator.prepare(model, optimizer)
         engine = engine_of(accelerator, model)
         try:
-            with opened(identity, **flags) as run:
+            with opened(fingerprint, **flags) as run:
                 started = run.step
                 for step in steps:
                     run.step, run.tokens = step, step * 100
@@ -120,7 +123,7 @@ def test_a_run_with_no_checkpoint_yet_starts_again_in_its_place(begin) -> None:
 @pytest.mark.parametrize("key", ["model", "data", "seed", "update"])
 def test_a_run_of_another_identity_is_left_alone(begin, key: str) -> None:
     begin(steps=(10,), crash=True)
-    assert begin({**IDENTITY, key: "other"}) == ("run-2", 0)
+    assert begin({**FINGERPRINT, key: "other"}) == ("run-2", 0)
 
 
 def test_never_begins_anew(begin) -> None:
@@ -240,7 +243,10 @@ def test_files_that_are_not_a_run_are_left_alone(begin, tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_is_gone_on_from_in_a_new_folder(begin, tmp_path: Path) -> None:
-    numbered = {**IDENTITY, "model": {"id2label": {0: "no", 1: "yes"}}}  # a file's keys are words
+    numbered = {
+        **FINGERPRINT,
+        "model": {"id2label": {0: "no", 1: "yes"}},
+    }  # a file's keys are words
     begin(numbered, steps=(10, 20))
     assert begin(numbered, resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 20)
     named = str(tmp_path / "run/checkpoints/step-00000010")
@@ -252,9 +258,11 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
 ) -> None:
     begin(steps=(10,))
     with pytest.raises(UserError, match=r"a different model: width 4 there, 5 here") as error:
-        begin({**IDENTITY, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
+        begin({**FINGERPRINT, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
     assert "\n" not in str(error.value)
-    assert begin({**IDENTITY, "update": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
+    assert (
+        begin({**FINGERPRINT, "update": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
+    )
     with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
         begin(resume_from_checkpoint=str(tmp_path))
 
@@ -266,7 +274,7 @@ def test_the_record_says_what_ran_and_keeps_its_name(begin, tmp_path: Path) -> N
     second = read_json(tmp_path / "run/run.json")
     assert first["run_id"] == second["run_id"]
     assert first["format_version"] == 1
-    assert first["identity"] == IDENTITY
+    assert first["fingerprint"] == FINGERPRINT
     start = first["starts"][0]
     assert start["processes"] == 1
     assert start["versions"]["torch"] == torch.__version__
