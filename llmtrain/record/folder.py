@@ -21,13 +21,13 @@ class RunFolder:
 
     Args:
         path: the folder.
-        incarnation: tells this start of the run from another one that takes over the folder.
+        start_id: tells this start of the run from another one that takes over the folder.
         is_main: whether this is rank 0.
     """
 
-    def __init__(self, path: Path, incarnation: str, is_main: bool) -> None:
+    def __init__(self, path: Path, start_id: str, is_main: bool) -> None:
         self.path = path
-        self.incarnation = incarnation
+        self.start_id = start_id
         self.is_main = is_main
 
     def begin(self, step: int) -> None:
@@ -71,7 +71,7 @@ class RunFolder:
         event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
         # If the disk is full, the run itself will fail on its next write, and report it.
         with contextlib.suppress(UserError):
-            self.append("incidents.jsonl", event)
+            self.append("events.jsonl", event)
 
     def set_status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, unless another start has taken over the folder.
@@ -93,7 +93,7 @@ class RunFolder:
             "state": state,
             "step": step,
             "reason": reason,
-            "incarnation": self.incarnation,
+            "start_id": self.start_id,
             "pid": os.getpid(),
             "host": platform.node(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -105,17 +105,17 @@ class RunFolder:
 
         This can happen on file systems that do not keep locks between machines.
         """
-        incarnation = self._stored_incarnation()
-        return incarnation is not None and incarnation != self.incarnation
+        start_id = self._stored_start_id()
+        return start_id is not None and start_id != self.start_id
 
     def can_write(self) -> bool:
         """Return whether this rank sees the folder that rank 0 writes, and may write there."""
         try:
             with tempfile.TemporaryFile(dir=self.path):
-                return self._stored_incarnation() == self.incarnation
+                return self._stored_start_id() == self.start_id
         except OSError:
             return False
 
-    def _stored_incarnation(self) -> str | None:
-        incarnation: str | None = read_object(self.path / "status.json").get("incarnation")
-        return incarnation
+    def _stored_start_id(self) -> str | None:
+        start_id: str | None = read_object(self.path / "status.json").get("start_id")
+        return start_id

@@ -27,7 +27,7 @@ class History(NamedTuple):
     record: JsonObject  # run.json
     status: JsonObject  # status.json
     entries: list[JsonObject]  # metrics.jsonl, an item for each log entry
-    events: list[JsonObject]  # incidents.jsonl, an item for each event
+    events: list[JsonObject]  # events.jsonl, an item for each event
     samples: list[JsonObject]  # samples.jsonl
     scores: list[JsonObject]  # scores.jsonl, written by llmtrain eval
     is_in_progress: bool  # whether a process holds the run's lock
@@ -63,7 +63,7 @@ class History(NamedTuple):
             record=read_versioned(folder / "run.json"),
             status=read_object(folder / "status.json"),
             entries=read_lines(folder / "metrics.jsonl"),
-            events=read_lines(folder / "incidents.jsonl"),
+            events=read_lines(folder / "events.jsonl"),
             samples=read_lines(folder / "samples.jsonl"),
             scores=read_lines(folder / "scores.jsonl"),
             is_in_progress=_is_locked(folder / ".lock"),

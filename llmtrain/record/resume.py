@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
-_MAY_CHANGE = ("update", "exchange", "stopping")
+_MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -51,7 +51,7 @@ def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iter
     point = ResumePoint(
         folder=Path(output_dir),
         run_id=secrets.token_hex(4),
-        incarnation=secrets.token_hex(8),
+        start_id=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
         named_checkpoint, named_fingerprint = _named_checkpoint(Path(resume), fingerprint)
@@ -290,9 +290,9 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonOb
         if key not in _MAY_CHANGE and named_value != value:
             raise UserError(f"{flag} has a different {key}: {difference(named_value, value)}.")
 
-    if named_fingerprint.get("exchange") != fingerprint.get("exchange"):
-        old_exchange = named_fingerprint.get("exchange") or "exact"
-        new_exchange = fingerprint.get("exchange") or "exact"
+    if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
+        old_exchange = named_fingerprint.get("gradient_exchange") or "exact"
+        new_exchange = fingerprint.get("gradient_exchange") or "exact"
         say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
     return named, named_fingerprint
 

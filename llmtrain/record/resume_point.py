@@ -14,7 +14,7 @@ class ResumePoint(NamedTuple):
     step: int = 0  # steps made until the checkpoint
     tokens: int = 0  # target tokens of those steps
     run_id: str = ""
-    incarnation: str = ""  # tells this start from another one in the same folder
+    start_id: str = ""  # tells this start from another one in the same folder
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
 
@@ -23,5 +23,5 @@ class ResumePoint(NamedTuple):
         """The optimizer settings of a checkpoint that the user has named, if there is one."""
         if self.named_fingerprint is None:
             return None
-        settings: JsonObject | None = self.named_fingerprint.get("update")
+        settings: JsonObject | None = self.named_fingerprint.get("optimizer")
         return settings

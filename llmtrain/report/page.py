@@ -108,7 +108,7 @@ def summary(runs: Sequence[History]) -> JsonObject:
     return {
         "runs": {name: overview(run) for name, run in zip(names, runs, strict=True)},
         "differing": differing_values(runs),
-        "incidents": [event._asdict() for event in events(runs)],
+        "events": [event._asdict() for event in events(runs)],
         "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in saved_checkpoints(runs)],
         "scores": [{"run": number, **score} for number, score in scores(runs)],
     }

@@ -33,16 +33,16 @@ def run_fingerprint(
 
     return {
         "model": bundle.files.config,
-        "start": bundle.start,
+        "initial_weights": bundle.start,
         "data": rows.metadata.data_sha256,
         "mixture": settings.data.proportions,
         "tokenizer": rows.metadata.tokenizer_sha256,
         "block_size": rows.metadata.block_size,
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.loop.seed,
-        "bits": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
-        "update": asdict(settings.optim),
-        "exchange": settings.parallel.approximation,
+        "bitwise": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
+        "optimizer": asdict(settings.optim),
+        "gradient_exchange": settings.parallel.approximation,
         "order": "stored" if rows.in_order else "shuffled",
-        "stopping": stopping,
+        "early_stopping": stopping,
     }

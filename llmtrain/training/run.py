@@ -254,7 +254,7 @@ def _new_run(
         rows=rows,
         bundle=bundle,
         fingerprint=fingerprint,
-        folder=RunFolder(resume_point.folder, resume_point.incarnation, Ranks(accelerator).is_main),
+        folder=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
         saver=saver,
         metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=Deadline() if is_replay else Deadline.of(settings.loop.max_hours),

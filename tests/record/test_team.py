@@ -90,4 +90,4 @@ def test_a_choice_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
         pass
     assert pickle.loads(pickle.dumps(choice)) == choice
     assert (choice.folder, choice.checkpoint, choice.reason) == (tmp_path / "run", None, "new")
-    assert (len(choice.run_id), len(choice.incarnation)) == (8, 16)
+    assert (len(choice.run_id), len(choice.start_id)) == (8, 16)

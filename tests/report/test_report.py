@@ -168,7 +168,7 @@ def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_or
         {"step": 8, "time": BEGAN + 18, "kind": "failed", "text": "no space"},
         {"step": 8, "time": BEGAN + 18.5, "kind": "failed", "text": "no space"},
     ]
-    (run / "incidents.jsonl").write_text(
+    (run / "events.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti'
     )
     assert [(one.step, one.kind) for one in events([History.of_run(run)])] == [

@@ -199,7 +199,7 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
     names = {path.name for path in (folder / "checkpoints" / "step-00000006" / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert "model.safetensors" not in names
-    assert read_json(folder / "run.json")["fingerprint"]["start"]["weights"]["sha256"]
+    assert read_json(folder / "run.json")["fingerprint"]["initial_weights"]["weights"]["sha256"]
 
     export = ["export", str(folder), "--merge", "--to"]
     capsys.readouterr()

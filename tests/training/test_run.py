@@ -24,7 +24,7 @@ from tests.launching import read_json
 from tests.record.test_checkpoint import Files
 from tests.wandb_file import read_history
 
-FINGERPRINT = {"model": {"width": 4}, "data": "abc", "seed": 0, "update": {"learning_rate": 0.1}}
+FINGERPRINT = {"model": {"width": 4}, "data": "abc", "seed": 0, "optimizer": {"learning_rate": 0.1}}
 
 
 class CrashError(Exception):
@@ -120,7 +120,7 @@ def test_a_run_with_no_checkpoint_yet_starts_again_in_its_place(begin) -> None:
     assert begin() == ("run", 0)
 
 
-@pytest.mark.parametrize("key", ["model", "data", "seed", "update"])
+@pytest.mark.parametrize("key", ["model", "data", "seed", "optimizer"])
 def test_a_run_of_another_identity_is_left_alone(begin, key: str) -> None:
     begin(steps=(10,), crash=True)
     assert begin({**FINGERPRINT, key: "other"}) == ("run-2", 0)
@@ -261,7 +261,7 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
         begin({**FINGERPRINT, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
     assert "\n" not in str(error.value)
     assert (
-        begin({**FINGERPRINT, "update": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
+        begin({**FINGERPRINT, "optimizer": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
     )
     with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
         begin(resume_from_checkpoint=str(tmp_path))
@@ -394,14 +394,14 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
         run.step = 1
         save(run, engine, optimizer)
         status = read_json(tmp_path / "run/status.json")
-        (tmp_path / "run/status.json").write_text(json.dumps({**status, "incarnation": "another"}))
+        (tmp_path / "run/status.json").write_text(json.dumps({**status, "start_id": "another"}))
         run.step = 2
         with pytest.raises(
             UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
             save(run, engine, optimizer)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
-    assert read_json(tmp_path / "run/status.json")["incarnation"] == "another", (
+    assert read_json(tmp_path / "run/status.json")["start_id"] == "another", (
         "it is the other's to write"
     )
 
