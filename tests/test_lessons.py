@@ -48,7 +48,7 @@ def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
         "2",
         "--ddp_bucket_cap_mb",
         "0.5",
-        "--updates",
+        "--steps",
         "6:6",
         "--output_dir",
         str(tmp_path / "run"),

@@ -95,7 +95,7 @@ def test_json_says_what_the_lines_say(run: Path, capsys) -> None:
     assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
     assert found["checkpoints"][0]["fault"] in lines[30]
     assert [one["taken"] for one in found["checkpoints"]] == [False, True, False]
-    assert [one["held_out"] for one in found["checkpoints"]] == [
+    assert [one["eval_loss"] for one in found["checkpoints"]] == [
         LOSSES[step] for step in (30, 20, 10)
     ]
     assert "asked to stop by SIGTERM" in found["standing"]
@@ -315,7 +315,7 @@ def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Pa
         assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
     status, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--json")
     found = json.loads(out)
-    assert [(run["state"], run["loss"], run["held_out"]) for run in found] == [
+    assert [(run["state"], run["loss"], run["eval_loss"]) for run in found] == [
         ("killed", 2.5, 3.25),
         ("preempted", None, None),
     ]

@@ -21,7 +21,7 @@ from llmtrain.types import JsonObject
 _STATES_AFTER_A_SAVE = ("finished", "preempted")  # a run saves a checkpoint before it enters them
 
 # The losses of the list: keys of --json, and the keys of the log entries that have them.
-_LOSSES = {"loss": "train/loss", "held_out": "eval/loss"}
+_LOSSES = {"loss": "train/loss", "eval_loss": "eval/loss"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +292,7 @@ def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> JsonObject:
         "step": checkpoint.step,
         "bytes": checkpoint.size,
         "written": checkpoint.written,
-        "held_out": checkpoint.eval_loss,
+        "eval_loss": checkpoint.eval_loss,
         "fault": checkpoint.fault,
         "taken": checkpoint.is_resumable,
         "best": checkpoint.is_best,

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of processes (default: from the config file, or one per GPU and at least 2)",
     )
     parser.add_argument(
-        "--updates",
+        "--steps",
         default="6:8",
         metavar="A:B",
         help="record steps A to B; the first steps of a run are slow (default: %(default)s)",
@@ -43,16 +43,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     separate_recipe_flags(arguments)
     processes = _processes(arguments)
-    first_step, _, last_step = arguments.updates.partition(":")
+    first_step, _, last_step = arguments.steps.partition(":")
     if not (first_step.isdecimal() and last_step.isdecimal()):
         raise UserError(
-            f"--updates {arguments.updates}: write the first and the last step, such as 6:8."
+            f"--steps {arguments.steps}: write the first and the last step, such as 6:8."
         )
 
     output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
     folder = next(folder for folder in candidate_folders(output_dir) if is_free(folder))
     forced: JsonObject = {
-        "xray_steps": arguments.updates,
+        "xray_steps": arguments.steps,
         "max_steps": last_step,
         "report_to": "none",
         "resume_from_checkpoint": "never",

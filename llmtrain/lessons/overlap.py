@@ -89,7 +89,7 @@ def _xray(
 
     if xray.report is None:
         return Communication(0.0, 0.0, 0.0)
-    each_step = [xray.report.communication(step) for step in xray.report.updates]
+    each_step = [xray.report.communication(step) for step in xray.report.steps]
     medians = Communication(*map(statistics.median, zip(*each_step, strict=True)))
     travelling = 1000 * (medians.hidden + medians.exposed)
     hidden = 1000 * medians.hidden

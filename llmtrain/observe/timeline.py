@@ -95,7 +95,7 @@ class Report:
         buckets: the buckets of gradients by number.
         counted_bytes: bytes that the machines' network devices sent meanwhile, of any origin.
         cost: seconds per step that recording took, on the slowest process.
-        updates: the steps.
+        steps: their numbers.
     """
 
     processes: int
@@ -104,10 +104,10 @@ class Report:
     buckets: dict[int, Bucket]
     counted_bytes: int
     cost: float
-    updates: list[int] = field(init=False)
+    steps: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.updates = sorted({span.step for span in self.spans})
+        self.steps = sorted({span.step for span in self.spans})
 
         # A bucket begins to travel when the last process has filled it.
         last_ready: dict[tuple[int, int, int], float] = {}
@@ -137,7 +137,7 @@ class Report:
         """Return the mean seconds of a step in each phase, by rank."""
         sums = [dict.fromkeys(PHASES, 0.0) for _ in range(self.processes)]
         for span in self.spans:
-            sums[span.rank][span.phase] += (span.end - span.start) / len(self.updates)
+            sums[span.rank][span.phase] += (span.end - span.start) / len(self.steps)
         return sums
 
     def communication(self, step: int | None = None) -> Communication:
@@ -170,7 +170,7 @@ class Report:
     def collectives(self) -> list[list[int]]:
         """Return how many buckets rank 0 sent in each micro-batch, for each step."""
         counts = []
-        for step in self.updates:
+        for step in self.steps:
             micro_batches = {
                 span.micro_batch
                 for span in self.spans
@@ -183,7 +183,7 @@ class Report:
     def last_rank(self) -> LastRank:
         """Return the process that fills the first bucket last, in the mean over the steps."""
         lags_by_rank: list[list[float]] = [[] for _ in range(self.processes)]
-        for step in self.updates:
+        for step in self.steps:
             ready = [self._first_ready(step, rank) for rank in range(self.processes)]
             first = min(ready)
             for lags, seconds in zip(lags_by_rank, ready, strict=True):
@@ -226,7 +226,7 @@ def summary(report: Report) -> JsonObject:
     algorithm sends less (Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
     """
     numbers: JsonObject = {
-        "updates": report.updates,
+        "steps": report.steps,
         "processes": report.processes,
         "seconds": report.seconds(),
         "buckets": [],
@@ -240,7 +240,7 @@ def summary(report: Report) -> JsonObject:
 def _transfer_summary(report: Report) -> JsonObject:
     """Return the numbers of :func:`summary` that exist if DDP has sent buckets."""
     processes = report.processes
-    steps = len(report.updates)
+    steps = len(report.steps)
     communication = report.communication()
     last_rank = report.last_rank()
     all_bytes = sum(transfer.sent_bytes for transfer in report.transfers)
@@ -290,13 +290,13 @@ def as_trace(report: Report) -> JsonObject:
                 name=span.phase,
                 start=span.start,
                 end=span.end,
-                details={"update": span.step, "micro_batch": span.micro_batch},
+                details={"step": span.step, "micro_batch": span.micro_batch},
             )
         )
 
     for transfer in report.transfers:
         details: JsonObject = {
-            "update": transfer.step,
+            "step": transfer.step,
             "sent_bytes": transfer.sent_bytes,
             "blocked_s": transfer.blocked,
             **report.buckets[transfer.bucket]._asdict(),
@@ -383,8 +383,8 @@ def as_html(report: Report, title: str) -> str:
     """Return a page that needs no other file, with the table and a picture of each step."""
     trace = as_trace(report)["traceEvents"]
     pictures = []
-    for step in report.updates:
-        events = [event for event in trace if event["args"].get("update") == step]
+    for step in report.steps:
+        events = [event for event in trace if event["args"].get("step") == step]
         pictures.append(_picture(step, events))
     return _render(
         "timeline.html",

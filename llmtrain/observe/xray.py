@@ -225,7 +225,7 @@ class XRay:
 def write_report(report: Report, folder: Path) -> None:
     """Write the table as text and as JSON, the trace, and the page."""
     folder.mkdir(exist_ok=True)
-    title = f"x-ray of {folder.parent}: steps {report.updates[0]} to {report.updates[-1]}"
+    title = f"x-ray of {folder.parent}: steps {report.steps[0]} to {report.steps[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
     (folder / "summary.json").write_text(json_text(summary(report), indent=1))
     (folder / "trace.json").write_text(json.dumps(as_trace(report)))

@@ -234,7 +234,7 @@ def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> JsonObject:
         "step": checkpoint.step,
         "written": checkpoint.written,
         "size": checkpoint.size,
-        "held_out": checkpoint.eval_loss,
+        "eval_loss": checkpoint.eval_loss,
         "is_best": checkpoint.is_best,
     }
 

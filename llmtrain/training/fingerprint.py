@@ -20,7 +20,7 @@ def run_fingerprint(
     """Return everything that a run's steps depend on, as a JSON object.
 
     A run resumes from a checkpoint only if the fingerprints match. If the user names the
-    checkpoint, ``update``, ``exchange`` and ``stopping`` may differ. The parallel layout is not
+    checkpoint, ``optimizer``, ``gradient_exchange`` and ``early_stopping`` may differ. The parallel layout is not
     part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None

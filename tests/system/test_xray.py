@@ -44,7 +44,7 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
         "--processes",
         "2",
         *flags,
-        "--updates",
+        "--steps",
         "3:5",
         "--output_dir",
         str(tmp_path / "run"),
@@ -55,7 +55,7 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     buckets = {event["name"] for event in sent}
     assert len(buckets) > 1
     assert len(sent) == len(buckets) * 3 * 2, "updates and ranks"
-    assert {event["args"]["update"] for event in sent} == {3, 4, 5}
+    assert {event["args"]["step"] for event in sent} == {3, 4, 5}
     forwards = [event for event in events if event["name"] == "forward" and event["pid"] == 0]
     assert len(forwards) == 3 * micro_batches
     parameters = [name for event in sent[: len(buckets)] for name in event["args"]["parameters"]]
@@ -70,7 +70,7 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     assert float(counted[1]) > 0.9, "what DDP sends is what the kernel saw"
     assert (tmp_path / "run" / "xray" / "timeline.html").stat().st_size > 2000
     summary = json.loads((tmp_path / "run" / "xray" / "summary.json").read_text())
-    assert (summary["processes"], summary["updates"]) == (2, [3, 4, 5])
+    assert (summary["processes"], summary["steps"]) == (2, [3, 4, 5])
     assert summary["collectives"] == [[*[0] * (micro_batches - 1), len(buckets)]] * 3
     assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
     assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]

@@ -306,7 +306,9 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
     settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
     run: Any = SimpleNamespace(
-        step=3, settings=settings, resume_point=ResumePoint(Path(), named_fingerprint={"optimizer": before})
+        step=3,
+        settings=settings,
+        resume_point=ResumePoint(Path(), named_fingerprint={"optimizer": before}),
     )
     _say_changed_settings(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

@@ -261,7 +261,8 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
         begin({**FINGERPRINT, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
     assert "\n" not in str(error.value)
     assert (
-        begin({**FINGERPRINT, "optimizer": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1] == 10
+        begin({**FINGERPRINT, "optimizer": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1]
+        == 10
     )
     with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
         begin(resume_from_checkpoint=str(tmp_path))
