@@ -80,7 +80,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     _check(arguments)
     try:
-        from llmtrain.models.harness import evaluate_tasks, remove_answers
+        from llmtrain.models.lm_eval import evaluate_tasks, remove_answers
     except ImportError:
         raise UserError(
             "llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'."

@@ -12,8 +12,8 @@ import yaml
 from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
 from llmtrain.models.lora import is_adapter
-from llmtrain.models.untrusted import load_causal_lm, local_folder, refuse_pickles
 from llmtrain.models.weight_loading import load_buffers
 
 if TYPE_CHECKING:

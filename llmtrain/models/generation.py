@@ -11,8 +11,8 @@ import torch
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object
 from llmtrain.models.export import gives_scores
+from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, refuse_pickles
 from llmtrain.models.lora import adapted_model, is_adapter
-from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, refuse_pickles
 
 if TYPE_CHECKING:
     from peft import PeftModel

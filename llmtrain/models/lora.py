@@ -19,7 +19,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.untrusted import DATA_ONLY, load_causal_lm, origin_of
+from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, origin_of
 from llmtrain.types import JsonObject, Weights
 
 if TYPE_CHECKING:

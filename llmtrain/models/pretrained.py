@@ -22,10 +22,10 @@ from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.experts import balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles
+from llmtrain.models.hub_safety import local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import leaks, probe
-from llmtrain.models.untrusted import local_folder, origin_of
 from llmtrain.models.weight_loading import random_weights, stored_weights
 from llmtrain.types import Batch, JsonObject, ModelBundle, Objective, Weights
 

@@ -19,7 +19,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.models.untrusted import load_causal_lm
+from llmtrain.models.hub_safety import load_causal_lm
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
