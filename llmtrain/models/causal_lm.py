@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs for training: labels go in, and the summed negative log-likelihood comes out.
+"""Hugging Face causal LMs for training: labels go in, and the summed nll comes out.
 
 Model classes differ in ways that no configuration tells. Some change the logits after the head, for
 example. :mod:`llmtrain.models.probe` tries the model itself to find out.
@@ -36,9 +36,9 @@ else:
 class CausalLM(_Base):  # type: ignore[no-untyped-call]
     """The methods by which a Hugging Face model is trained.
 
-    :func:`make_causal_lm` changes the class of a model, at run time, to a new subclass of this class
-    and of the model's own: ``(CausalLM, LlamaForCausalLM)``, for example. There is no wrapper module,
-    so parameter names, tied weights and the modules that FSDP knows stay what they are.
+    :func:`make_causal_lm` changes the class of a model, at run time, to a new subclass of this
+    class and of the model's own: ``(CausalLM, LlamaForCausalLM)``, for example. There is no wrapper
+    module, so parameter names, tied weights and the modules that FSDP knows stay what they are.
 
     Attributes:
         own_class: the class that the model had before.
@@ -226,7 +226,9 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         return head
 
     def flops_per_token(self) -> int:
-        """Return the operations of forward and backward: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+        """Return the operations of forward and backward: 6 N + 12 L C T.
+
+        The formula is that of Chowdhery et al. (2022), arXiv:2204.02311, appendix B.
 
         These are the operations of matrix products. A frozen weight costs 4 instead of 6, because
         it needs no gradient. 0 for a mixture of experts, where a token meets some weights only.
@@ -337,8 +339,8 @@ def own_arguments(
 
     implementation = model.config._attn_implementation or ""
     if implementation == ATTENTION_NAME:
-        # Without a mask, transformers looks for documents in the position ids, and builds masks that
-        # are not needed here. Our attention ignores this one; `expand` takes no memory.
+        # Without a mask, transformers looks for documents in the position ids, and builds masks
+        # that are not needed here. Our attention ignores this one; `expand` takes no memory.
         sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
         if documents is None:

@@ -50,8 +50,8 @@ def target_positions_of(labels: Tensor, padded: bool = False) -> Tensor:
 def summed_nll(logits: Tensor, targets: Tensor, per_target: bool = False) -> Tensor:
     """Return the negative log-likelihood in nats, summed over the targets that are not ignored.
 
-    It is computed in float32 (or wider). It is a sum, because means do not add up over micro-batches
-    and processes.
+    It is computed in float32 (or wider). It is a sum, because means do not add up over
+    micro-batches and processes.
 
     Args:
         logits: [B, T, V].
@@ -94,9 +94,10 @@ def linear_nll(
         bias: [V].
         softcap: replace logits by softcap * tanh(logits / softcap), as in Gemma 2. It is computed
             in float32, in whatever dtype the products are.
-        target_positions: indices of :func:`target_positions_of`. Only these positions meet the head. The
-            default is all.
-        per_target: return the value of each target, [B * T] or [N] for ``target_positions``, instead of the sum.
+        target_positions: indices of :func:`target_positions_of`. Only these positions meet the
+            head. The default is all.
+        per_target: return the value of each target instead of the sum: [B * T], or [N] for
+            ``target_positions``.
 
     Raises:
         IndexError: The number of targets is not the number of positions. (A target outside the

@@ -45,8 +45,8 @@ class LogitLimits(NamedTuple):
     block: int
 
 
-# On a CPU, 32 MiB in float32, and tiles of 2 MiB, which stay in a processor's cache. A GPU wants few
-# large products: 2 GiB in bfloat16.
+# On a CPU, 32 MiB in float32, and tiles of 2 MiB, which stay in a processor's cache. A GPU wants
+# few large products: 2 GiB in bfloat16.
 LOGIT_LIMITS = {
     "cpu": LogitLimits(in_place=1 << 23, tile=1 << 19, block=1 << 23),
     "cuda": LogitLimits(in_place=1 << 30, tile=1 << 26, block=1 << 28),

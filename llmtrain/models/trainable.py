@@ -57,7 +57,10 @@ class TrainableModel(nn.Module):
         raise NotImplementedError
 
     def outputs(self, input_ids: Tensor, **columns: Any) -> Any:
-        """Return logits [B, T, V], or an object that has them. Call this inside ``forward`` only."""
+        """Return logits [B, T, V], or an object that has them.
+
+        Call this inside ``forward`` only.
+        """
         raise NotImplementedError
 
     @property
@@ -85,8 +88,8 @@ class _WithOwnForward(TrainableModel):
 def make_trainable(model: nn.Module) -> nn.Module:
     """Let objectives compute through the ``forward`` of any model, in place.
 
-    The model gets a subclass of its own class, and no wrapper: a wrapper would rename its parameters
-    and hide from FSDP which of its modules are blocks.
+    The model gets a subclass of its own class, and no wrapper: a wrapper would rename its
+    parameters and hide from FSDP which of its modules are blocks.
     """
     if not isinstance(model, TrainableModel):
         put_in_front(_WithOwnForward, model)

@@ -122,9 +122,9 @@ class _PhaseStart(NamedTuple):
 class Phases:
     """The phase that the main thread is in, and how long each phase took.
 
-    The loop names the phases that it begins (:meth:`at`). Hooks on the model, which :meth:`watching`
-    keeps, find the forward and backward passes, and the moment from which this process only waits
-    for the gradients of the others.
+    The loop names the phases that it begins (:meth:`begin`). Hooks on the model, which
+    :meth:`watching` keeps, find the forward and backward passes, and the moment from which this
+    process only waits for the gradients of the others.
 
     Args:
         device: the device of this process.

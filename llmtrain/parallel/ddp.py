@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the same weights and averages its gradients with the others'."""
+"""Distributed data parallel: all ranks hold the same weights, and average their gradients."""
 
 import contextlib
 import functools
@@ -25,7 +25,8 @@ def average_exactly(state: None, bucket: GradBucket) -> BucketMean:
     """Average a bucket over all ranks, with the bits of DDP without a hook.
 
     DDP multiplies by 1 / ranks. PyTorch's own ``allreduce_hook`` divides by the ranks, which rounds
-    differently unless their number is a power of two. A watched run must have the bits of any other.
+    differently unless their number is a power of two. A watched run must have the bits of any
+    other.
     """
     buffer = bucket.buffer().mul_(1 / dist.get_world_size())
     total: BucketMean = dist.all_reduce(buffer, async_op=True).get_future()
@@ -44,7 +45,8 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
     """The settings by which Accelerate wraps a model in DDP.
 
     Args:
-        bucket_mib: the size of a bucket; ``None`` for DDP's own sizes, of which the first is smaller.
+        bucket_mib: the size of a bucket; ``None`` for DDP's own sizes, of which the first is
+            smaller.
     """
 
     def __init__(self, bucket_mib: float | None = None) -> None:
@@ -82,7 +84,10 @@ class ReplicatedEngine(Engine):
             say("exchange", f"approximate: gradients are added up in {dtype}")
 
     def _register_hook(self) -> None:
-        """Let this engine average the buckets of DDP, which allows that once, before the first step."""
+        """Let this engine average the buckets of DDP.
+
+        DDP allows that once, before the first step.
+        """
         if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
             self.model.register_comm_hook(None, self._average)
 

@@ -1,4 +1,4 @@
-"""The interface between the training step and the parallel method: passes, gradients, sums over ranks.
+"""The interface between the training step and the parallel method.
 
 Each way to train has its own subclass:
 
@@ -112,7 +112,8 @@ class Engine(Ranks):
             denominator=denominators.sum(),
             stop_votes=denominators.new_tensor(int(stop_requested)),
         )
-        # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its fields.
+        # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its
+        # fields.
         totals = self.sum_over_ranks(torch.stack(local_counts))
         return StepTotals(*totals)
 
@@ -142,8 +143,8 @@ class Engine(Ranks):
     ) -> LossSums:
         """Leave the gradient of the mean loss of the global batch in ``.grad``.
 
-        The gradient is accumulated over the micro-batches, and reduced over the ranks after the last
-        one.
+        The gradient is accumulated over the micro-batches, and reduced over the ranks after the
+        last one.
 
         Args:
             batches: this rank's micro-batches.
@@ -153,7 +154,8 @@ class Engine(Ranks):
         Returns:
             This rank's sums.
         """
-        # DDP and FSDP2 average over the data-parallel ranks. Multiplying by their number undoes that.
+        # DDP and FSDP2 average over the data-parallel ranks. Multiplying by their number undoes
+        # that.
         scale = self.data_parallel_size
         loss_sum = torch.zeros((), device=self.device)
         metric_sums: dict[str, Tensor] = {}

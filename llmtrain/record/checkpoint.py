@@ -217,8 +217,8 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     """Return why a checkpoint cannot be trusted, or ``None`` if it is intact.
 
     The folder must hold exactly the files of its manifest, with their bytes. Its state must belong
-    to the step in its name, and to the run whose fingerprint has this sha256. Links are not followed,
-    and names in the manifest never lead out of the folder.
+    to the step in its name, and to the run whose fingerprint has this sha256. Links are not
+    followed, and names in the manifest never lead out of the folder.
 
     Raises:
         UserError: the checkpoint is in a newer format, which is no damage.

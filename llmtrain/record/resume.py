@@ -261,8 +261,8 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonOb
 
     Args:
         path: the folder of a checkpoint, or of a run, whose newest checkpoint is used.
-        fingerprint: the fingerprint of this run. It must be that of the checkpoint, except for a few keys
-            such as the optimizer settings.
+        fingerprint: the fingerprint of this run. It must be that of the checkpoint, except for a
+            few keys such as the optimizer settings.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it has another fingerprint.

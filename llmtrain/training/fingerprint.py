@@ -20,8 +20,8 @@ def run_fingerprint(
     """Return everything that a run's steps depend on, as a JSON object.
 
     A run resumes from a checkpoint only if the fingerprints match. If the user names the
-    checkpoint, ``optimizer``, ``gradient_exchange`` and ``early_stopping`` may differ. The parallel layout is not
-    part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
+    checkpoint, ``optimizer``, ``gradient_exchange`` and ``early_stopping`` may differ. The parallel
+    layout is not part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None
     if settings.loop.early_stopping_patience:

@@ -90,7 +90,7 @@ def train(
     with contextlib.ExitStack() as contexts:
         for callback in all_callbacks:
             contexts.enter_context(callback.context())
-        restore_garbage_collection()  # from now on, garbage collection skips the objects made so far
+        restore_garbage_collection()
         for callback in all_callbacks:
             callback.on_train_begin()
 
