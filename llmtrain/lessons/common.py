@@ -175,7 +175,7 @@ def train_steps(
     Yields:
         The number of steps made, after each.
     """
-    engine.on_phase(phases.at)
+    engine.on_phase(phases.begin)
     with phases.watching():
         for step in range(steps):
             phases.begin("data", step)

@@ -23,13 +23,13 @@ def test_the_last_output_dir_counts(
     monkeypatch.chdir(tmp_path)
     folders: list[str] = []
 
-    def run_to_end(command: list[str], **_: object) -> None:
+    def run_command(command: list[str], **_: object) -> None:
         folder = Path(command[-1])
         folders.append(folder.name)
         (folder / "xray").mkdir(parents=True)
         (folder / "xray" / "table.txt").write_text("a table")
 
-    monkeypatch.setattr("llmtrain.commands.xray.run_to_end", run_to_end)
+    monkeypatch.setattr("llmtrain.commands.xray.run_command", run_command)
     status, _, err = ended(capsys, "xray", str(ROOT / GPT), *words)
     assert (status, err) == (0, "")
     assert folders == ["last"]

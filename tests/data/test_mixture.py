@@ -126,8 +126,10 @@ def test_odd_proportions_are_met_to_a_thousandth(weights):
 def test_a_share_finer_than_a_thousandth_is_an_error(weights):
     with pytest.raises(UserError) as caught:
         mixed(weights)
-    said = f"--mixture {' '.join(map(str, weights))}: a share below one in 1000 cannot be drawn."
-    assert str(caught.value) == said
+    assert str(caught.value) == (
+        f"--mixture {' '.join(map(str, weights))}: a data set has a share below one in 1000, "
+        "which is too small; give it a larger number, or leave it out."
+    )
 
 
 SIZES, SHARES = [16, 3, 23], [0.5, 0.2, 0.3]

@@ -216,7 +216,7 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     assert made.train.dataset[:] == reference.train.dataset[:]
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
     assert (made.metadata.task, made.metadata.documents) == ("conversations", 3)
-    assert f"what assistants say: the records are {format}\n" in capsys.readouterr().out
+    assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
 def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):

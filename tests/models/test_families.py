@@ -279,7 +279,9 @@ def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
             if leaking
             else contextlib.nullcontext()
         ):
-            place(accelerator, load_model(config, None, SomeRows(words, packed=True), 0, precision))
+            place(
+                accelerator, load_model(config, None, SomeRows(words, is_packed=True), 0, precision)
+            )
         for dtype in (torch.float32, torch.bfloat16):  # as a frozen base may be
             model = place(
                 accelerator, load_model(config, None, SomeRows(words), 0, precision)

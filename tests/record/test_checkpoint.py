@@ -35,7 +35,7 @@ class Files:
     def tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
-    exported = tensors
+    export_tensors = tensors
 
 
 def save(folder: Path, step: int) -> Path:

@@ -246,7 +246,7 @@ def test_a_dry_run_shows_what_is_trained_and_writes_no_run(chats: Path, tmp_path
     ]
     ended = run_forked([*PYTHON, FINETUNE, *flags, "--dataset", str(chats)]).assert_ok()
     for shown in (
-        "tokens are trained",
+        "tokens are targets",
         "8 rows per step = 1 process x 4 micro-batches x 2 rows",
         "LlamaForCausalLM:",
         "===== row 0",

@@ -96,7 +96,7 @@ def test_what_cannot_be_made_again_is_one_line(
     assert "steps 1 to 12" in told("--step", "13")
     assert "steps 1 to 12" in told("--step", "0")
     record = json.loads((folder / "run.json").read_text())
-    monkeypatch.setattr(replay, "run_to_end", None)
+    monkeypatch.setattr(replay, "run_command", None)
     record["starts"][0]["sharded"] = "1x2"
     (folder / "run.json").write_text(json.dumps(record))
     assert "--config_file" in told("--step", "3")
