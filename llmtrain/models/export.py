@@ -85,9 +85,9 @@ class ModelFiles:
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
 
-        Together, the results for all tensors of a checkpoint are those of :meth:`exported`. That is
-        impossible if a published tensor is made of several tensors. The function then changes
-        nothing, and transformers can load these tensors, too.
+        Together, the results for all tensors of a checkpoint are those of :meth:`export_tensors`.
+        That is impossible if a published tensor is made of several tensors. The function then
+        changes nothing, and transformers can load these tensors, too.
         """
 
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """A few real steps on this machine, which measure the seconds of a plan.
 
-One ordinary run is enough. In some phases of a step every process computes by itself: ``OWN`` in
-:mod:`llmtrain.observe.phases`. They measure computing. In the other phases, ``MEETINGS``, processes
-also wait for each other. They measure how much of the processors' time it takes to send.
+One ordinary run is enough. In some phases of a step every process computes by itself:
+``OWN_PHASES`` in :mod:`llmtrain.observe.phases`. They measure computing. In the other phases,
+``SYNC_PHASES``, processes also wait for each other. They measure how much of the processors' time
+it takes to send.
 """
 
 import math

@@ -132,7 +132,7 @@ def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: 
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(two, key) == pytest.approx(series(one, key), rel=1e-5)
     assert (one / "rows.jsonl").read_text() == (two / "rows.jsonl").read_text()
-    assert ended.out.count("tokens are trained") == 1
+    assert ended.out.count("tokens are targets") == 1
     assert "fine-tuning on the assistant's turns: the records are messages" in ended.out
 
 
@@ -286,7 +286,7 @@ def dry_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> Iterator[Callable[
 def test_text_is_trained_on_as_text(dry_run: Callable[..., str], text_file: Path) -> None:
     out = dry_run("--dataset", str(text_file))
     assert "continued pretraining: the records are text" in out
-    assert "tokens are trained" not in out
+    assert "tokens are targets" not in out
     with pytest.raises(
         UserError, match=r"--overlong is for conversations, but .*text\.txt is text"
     ):
