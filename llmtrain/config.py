@@ -30,8 +30,8 @@ class Config:
     """The base class of every dataclass of settings. Each of its fields is a flag.
 
     Attributes:
-        affects: the parts of a run that its flags change, unless a flag names others. The command
-            ``llmtrain diff`` groups settings by it.
+        affects: the parts of a run that its flags change, unless a flag names others. They are the
+            words that :func:`flag` lists, separated by spaces.
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
     """
@@ -64,7 +64,20 @@ def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = 
         default: the default value.
         help: the text in ``--help``.
         affects: the parts of a run that the flag changes, separated by spaces. By default, those of
-            the dataclass.
+            the dataclass. If two runs diverge, ``llmtrain diff`` reports as causes only settings
+            that affect the first quantity that differs:
+
+            - ``seed``: what is drawn at random: initial weights, order of the rows, and dropout.
+            - ``data``: the rows, their tokens and their labels.
+            - ``model``: the weights and the function that they compute.
+            - ``pass``: how a forward pass computes the loss, with the same weights: dropout, the
+              implementation of attention, and the loss itself.
+            - ``gradient``: how gradients are added over micro-batches and processes.
+            - ``update``: what the optimizer does with the gradient, and when training ends.
+            - ``layout``: only where and in which order things are computed. That changes no more
+              than rounding errors, so it is never reported as a cause.
+            - ``nowhere``: nothing that is computed, such as logging. ``llmtrain diff`` leaves these
+              settings out.
         hidden: show the flag only in ``--help_all``.
     """
     metadata = {"help": help.replace("%", "%%"), "affects": affects, "hidden": hidden}

@@ -78,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    # Everything behind the recipe is in `arguments.flags` at first. This moves the options of this
+    # command, such as --processes, from there to attributes of `arguments`. --json is among them:
+    # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)
     from llmtrain.plan.ways import PlanRequest, make_plan
 
@@ -110,7 +113,11 @@ def as_json(plan: "Plan") -> JsonObject:
 
 
 def notes(way: "Way") -> list[str]:
-    """Return what the tables do not show: that smaller micro-batches may not fit."""
+    """Warn of micro-batches that do not fit although larger ones do.
+
+    A smaller micro-batch means more of them in a step. With several, a process may keep the full
+    gradient between them, which can take more memory than the smaller activations save.
+    """
     if not way.too_large:
         return []
     larger = [rows for rows in way.fitting if rows > min(way.too_large)]
@@ -167,22 +174,24 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
 
 def _print_tables(plan: "Plan") -> None:
-    from llmtrain.plan.ways import SCALES
+    from llmtrain.plan.ways import PROCESS_COUNTS
 
+    # The last field is the total. It shares a column with the largest micro-batch.
     *kinds, total = plan.ways[0].bytes._fields
     heads = [*kinds, f"{total:>13}{'largest':>10}"]
     _print_table(plan, "GiB per process", heads, _size_cells)
 
     if plan.compute is None:
         print(
-            "\nThe speed of this model is unknown, because not every token meets every weight. "
-            "--calibrate measures it."
+            "\nThe speed of this model is unknown, because the FLOPs of a mixture of experts, or "
+            "of a model without flops_per_token(), are not counted. --calibrate measures it."
         )
         return
 
     heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "hours"]
     _print_table(plan, "seconds", heads, _time_cells)
-    _print_table(plan, "efficiency at", [f"{scale:,}" for scale in SCALES], _efficiency_cells)
+    counts = [f"{processes:,}" for processes in PROCESS_COUNTS]
+    _print_table(plan, "efficiency at", counts, _efficiency_cells)
 
 
 def _print_table(
@@ -210,16 +219,22 @@ def _size_cells(way: "Way") -> list[str]:
 
 def _time_cells(way: "Way") -> list[str]:
     assert way.step is not None
-    seconds = [f"{number:.4g}" for number in (*way.step, way.step.total)]
     return [
         f"{way.accumulation} x {way.rows}",
-        *seconds,
+        f"{way.step.compute:.4g}",
+        f"{way.step.communication:.4g}",
+        f"{way.step.exposed:.4g}",
+        f"{way.step.total:.4g}",
         f"{way.tokens_per_second:,.0f}",
         f"{way.hours:.4g}",
     ]
 
 
 def _efficiency_cells(way: "Way") -> list[str]:
-    from llmtrain.plan.ways import SCALES
+    from llmtrain.plan.ways import PROCESS_COUNTS
 
-    return [f"{way.efficiency[scale]:.1%}" if scale in way.efficiency else "" for scale in SCALES]
+    cells = []
+    for processes in PROCESS_COUNTS:
+        efficiency = way.efficiency.get(processes)
+        cells.append(f"{efficiency:.1%}" if efficiency is not None else "")
+    return cells

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
@@ -20,6 +20,8 @@ Span: TypeAlias = tuple[int, int]  # of characters
 # An option of the template that asks for a prompt with or without reasoning. If it is empty, the
 # template decides.
 Switch: TypeAlias = dict[str, bool]
+# How a template takes the arguments of a call: as an object, or as JSON text.
+ArgumentsForm: TypeAlias = Literal["object", "text"]
 
 # The fields in which templates look for reasoning.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -39,6 +41,10 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "The other question."},
     {"role": "assistant", "content": "The other answer."},
 ]
+# What the probe adds to an answer or a call. The texts occur in no other place.
+_PROBE_THOUGHT = "One thought."
+_PLACE = "Utopia"
+_OTHER_PLACE = "Arcadia"
 # A tool, and its answer to a call.
 _RESULT: Message = {
     "role": "tool",
@@ -195,47 +201,20 @@ class ChatTemplate:
     def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._eos = str(tokenizer.eos_token)
-        eos_id = int(tokenizer.eos_token_id)
-        added_tokens = tokenizer.added_tokens_decoder
-        special_ids = {
-            token.content: id
-            for id, token in added_tokens.items()
-            if token.special and token.content.strip()
-        }
-        self._special = any_of(special_ids)
+        self._special_ids = _special_tokens(tokenizer)
+        self._special = any_of(self._special_ids)
 
-        self.stop_token_ids = {eos_id, *(id for id in stop_token_ids if id in added_tokens)}
-        last_of_answer = self._last_special_token_after_answer()
-        if last_of_answer is not None:
-            self.stop_token_ids.add(special_ids[last_of_answer])
-
-        self._arguments_as_text = self._find_form_of_arguments()
+        # The order counts: each step may use what the steps before it have found.
+        self._arguments_form = self._find_form_of_arguments()
         self._shows_several_calls = self._can_show_several_calls()
         self.reasoning_field = self._find_reasoning_field()
-        question = _PROBE[:1]
-        prompt = self._attempt(question, add_generation_prompt=True)
-        self.opens_reasoning = OPENED.search(prompt) is not None
-        prompts = {
-            self._attempt(question, add_generation_prompt=True, switch={_SWITCH: with_reasoning})
-            for with_reasoning in (True, False)
-        }
-        self.has_switch = len(prompts) == 2 and "" not in prompts
+        self.opens_reasoning = self._prompt_begins_reasoning()
+        self.has_switch = self._has_two_prompts()
 
         self._end_of_answer = self._find_end_token(_PROBE[1], following=_PROBE[2])
-        self._end_of_call = self._end_of_answer
-        if self._arguments_as_text is not None:
-            call = _call_message(self._arguments_as_text)
-            self._end_of_call = self._find_end_token(call, following=_RESULT)
-        for token in (self._end_of_answer, self._end_of_call):
-            if token in special_ids:
-                self.stop_token_ids.add(special_ids[token])
-
-        self.control_tokens = {
-            id: token.content
-            for id, token in added_tokens.items()
-            if token.special or id in self.stop_token_ids
-        }
-        self.control_tokens.setdefault(eos_id, self._eos)
+        self._end_of_call = self._find_end_of_call()
+        self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
+        self.control_tokens = self._find_control_tokens()
         stop_tokens = any_of(self.control_tokens[id] for id in self.stop_token_ids)
         self.end_pattern = re.compile(f"(?:{stop_tokens.pattern})+")
 
@@ -269,7 +248,17 @@ class ChatTemplate:
         return adapted_messages, thoughts
 
     def _adapt_reasoning(self, message: Message) -> tuple[Message, str]:
-        """Move the reasoning of a message to where the template looks for it, and return both."""
+        """Move the reasoning of a message to where the template looks for it, and return both.
+
+        There are four cases:
+
+        - The template has a field, and the message has reasoning: it goes into the field.
+        - The template has a field, but the message has no reasoning: the message has no such field
+          and no empty tags.
+        - The template has no field, and its prompts do not begin the reasoning: the content stays
+          as it is. Reasoning at its beginning is shown as a part of it.
+        - The template has no field, but its prompts begin the reasoning: the message loses it.
+        """
         thought = ""
         adapted = message
         if message["role"] == "assistant":
@@ -284,11 +273,11 @@ class ChatTemplate:
         return adapted, thought
 
     def _adapt_calls(self, calls: list[Fields], place: str) -> list[Fields]:
-        if self._arguments_as_text is None:
+        if self._arguments_form is None:
             raise BadRow(f"{place} calls a tool, and the chat template shows no calls")
         if len(calls) > 1 and not self._shows_several_calls:
             raise BadRow(f"{place} makes several calls; the chat template shows one")
-        return [_adapt_call(call, self._arguments_as_text) for call in calls]
+        return [_adapt_call(call, self._arguments_form) for call in calls]
 
     # --- properties that are found by rendering
 
@@ -312,34 +301,25 @@ class ChatTemplate:
             return ""
         return text
 
-    def _last_special_token_after_answer(self) -> str | None:
-        """Return the last of the special tokens that follow an answer, if there are any."""
-        text, _ = render(self.tokenizer, _PROBE)
-        after_answer = text.rpartition(_PROBE[-1]["content"])[2]
-        run = re.search(f"(?:{self._special.pattern})+", after_answer)
-        if run is None:
-            return None
-        tokens: list[str] = self._special.findall(run[0])
-        return tokens[-1]
-
-    def _find_form_of_arguments(self) -> bool | None:
-        """Return whether calls are shown with arguments as text; ``None`` if none are shown."""
-        for as_text in (False, True):
-            if self._shows_call(as_text):
-                return as_text
+    def _find_form_of_arguments(self) -> ArgumentsForm | None:
+        """Return the arguments with which calls are shown; ``None`` if no calls are shown."""
+        forms: tuple[ArgumentsForm, ...] = ("object", "text")
+        for form in forms:
+            if self._shows_call(form):
+                return form
         return None
 
-    def _shows_call(self, as_text: bool) -> bool:
+    def _shows_call(self, form: ArgumentsForm) -> bool:
         """Return whether a call is shown exactly once, neither escaped nor as a Python dict."""
-        text = self._attempt([_PROBE[0], _call_message(as_text)])
-        return text.count("Utopia") == 1 and not re.search(r"""'place': |\\"place""", text)
+        text = self._attempt([_PROBE[0], _call_message(form)])
+        return text.count(_PLACE) == 1 and not re.search(r"""'place': |\\"place""", text)
 
     def _can_show_several_calls(self) -> bool:
         """Return whether the template shows several calls of one message."""
-        if self._arguments_as_text is None:
+        if self._arguments_form is None:
             return False
-        calls = _call_message(self._arguments_as_text, ("Utopia", "Arcadia"))
-        return "Arcadia" in self._attempt([_PROBE[0], calls])
+        calls = _call_message(self._arguments_form, (_PLACE, _OTHER_PLACE))
+        return _OTHER_PLACE in self._attempt([_PROBE[0], calls])
 
     def _find_reasoning_field(self) -> str | None:
         """Return the field in which the template looks for reasoning."""
@@ -351,13 +331,31 @@ class ChatTemplate:
     def _shows_reasoning(self, field: str) -> bool:
         """Return whether the reasoning in a field is shown, with an answer or a call."""
         turns = [_PROBE[1]]
-        if self._arguments_as_text is not None:
-            turns.append(_call_message(self._arguments_as_text))
+        if self._arguments_form is not None:
+            turns.append(_call_message(self._arguments_form))
         for turn in turns:
-            messages = [_PROBE[0], {**turn, field: "One thought."}]
-            if "One thought." in self._attempt(messages):
+            messages = [_PROBE[0], {**turn, field: _PROBE_THOUGHT}]
+            if _PROBE_THOUGHT in self._attempt(messages):
                 return True
         return False
+
+    def _prompt_begins_reasoning(self) -> bool:
+        """Return whether a prompt ends with the tag that begins reasoning."""
+        prompt = self._attempt([_PROBE[0]], add_generation_prompt=True)
+        return OPENED.search(prompt) is not None
+
+    def _has_two_prompts(self) -> bool:
+        """Return whether the switch leads to two different prompts, with and without reasoning."""
+        question = [_PROBE[0]]
+        prompt_with_reasoning = self._attempt(
+            question, add_generation_prompt=True, switch={_SWITCH: True}
+        )
+        prompt_without_reasoning = self._attempt(
+            question, add_generation_prompt=True, switch={_SWITCH: False}
+        )
+        if not prompt_with_reasoning or not prompt_without_reasoning:
+            return False
+        return prompt_with_reasoning != prompt_without_reasoning
 
     def _find_end_token(self, turn: Message, following: Message) -> str:
         """Return the token that ends a turn.
@@ -376,36 +374,105 @@ class ChatTemplate:
         after_turn = self._special.match(longer_text[len(text) :].lstrip())
         return after_turn[0] if after_turn else self._eos
 
+    def _find_end_of_call(self) -> str:
+        """Return the token that ends a turn with a call."""
+        if self._arguments_form is None:
+            return self._end_of_answer
+        return self._find_end_token(_call_message(self._arguments_form), following=_RESULT)
 
-def _call_message(as_text: bool, places: tuple[str, ...] = ("Utopia",)) -> Message:
+    def _find_stop_token_ids(self, stop_token_ids: Collection[int]) -> set[int]:
+        """Return all tokens at which an answer ends.
+
+        Two searches find the tokens of the template, because a template may end the last turn of a
+        conversation with other tokens than the turns before it: one search looks behind the last
+        of two answers, the other looks for the end of a turn that is the first.
+
+        Args:
+            stop_token_ids: the stop tokens in the model's ``generation_config.json``.
+        """
+        # An id that is no added token is left out. Either it is an ordinary token, which messages
+        # may hold, or the tokenizer does not have it.
+        added_tokens = self.tokenizer.added_tokens_decoder
+        all_ids = {
+            int(self.tokenizer.eos_token_id),
+            *(id for id in stop_token_ids if id in added_tokens),
+        }
+        last_of_conversation = self._last_special_token_after_answer()
+        if last_of_conversation is not None:
+            all_ids.add(self._special_ids[last_of_conversation])
+        for token in (self._end_of_answer, self._end_of_call):
+            if token in self._special_ids:
+                all_ids.add(self._special_ids[token])
+        return all_ids
+
+    def _last_special_token_after_answer(self) -> str | None:
+        """Return the last of the special tokens that follow an answer, if there are any."""
+        text, _ = render(self.tokenizer, _PROBE)
+        after_answer = text.rpartition(_PROBE[-1]["content"])[2]
+        run = re.search(f"(?:{self._special.pattern})+", after_answer)
+        if run is None:
+            return None
+        tokens: list[str] = self._special.findall(run[0])
+        return tokens[-1]
+
+    def _find_control_tokens(self) -> dict[int, str]:
+        """Return the special tokens, the stop tokens and EOS."""
+        control_tokens = {
+            id: token.content
+            for id, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special or id in self.stop_token_ids
+        }
+        control_tokens.setdefault(int(self.tokenizer.eos_token_id), self._eos)
+        return control_tokens
+
+
+def _special_tokens(tokenizer: FastTokenizer) -> dict[str, int]:
+    """Return the special tokens by their text.
+
+    Tokens of white space are left out: templates put white space around messages, where it does
+    not mean that a turn ends.
+    """
+    return {
+        token.content: id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content.strip()
+    }
+
+
+def _call_message(form: ArgumentsForm, places: tuple[str, ...] = (_PLACE,)) -> Message:
     """Return a message that asks a tool for the weather at some places."""
     calls = []
     for number, place in enumerate(places, start=1):
         function = {"name": "forecast", "arguments": {"place": place}}
         call = {"id": f"call0000{number}", "function": function}
-        calls.append(_adapt_call(call, as_text))
+        calls.append(_adapt_call(call, form))
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _adapt_call(call: Fields, as_text: bool) -> Fields:
+def _adapt_call(call: Fields, form: ArgumentsForm) -> Fields:
     """Return a call in the format of OpenAI: name and arguments in a field ``function``.
 
     Args:
         call: a call in this format, or with name and arguments as its own fields.
-        as_text: make arguments JSON text instead of an object. Arguments that are no object stay as
-            they are.
+        form: ``text`` to make arguments JSON text instead of an object. Arguments that are no
+            object stay as they are.
     """
-    has_function = isinstance(call.get("function"), dict)
-    function: Fields = call["function"] if has_function else call
     moved = ("function", "name", "arguments")
-    rest = {key: value for key, value in call.items() if key not in moved}
+    outer_fields = {key: value for key, value in call.items() if key not in moved}
+    if isinstance(call.get("function"), dict):
+        # The call has this format. A field that is on both levels, such as an id, stays outside.
+        function = {
+            key: value for key, value in call["function"].items() if key not in outer_fields
+        }
+    else:
+        # Name and arguments are fields of the call, and move into the function.
+        function = {key: value for key, value in call.items() if key in moved}
 
     arguments = function.get("arguments", {})
-    if as_text and isinstance(arguments, dict):
+    if form == "text" and isinstance(arguments, dict):
         # Parquet has dates, which json cannot write.
         arguments = json.dumps(arguments, ensure_ascii=False, default=str)
-    own = {key: value for key, value in function.items() if key not in rest}
-    return {**rest, "type": "function", "function": {**own, "arguments": arguments}}
+    return {**outer_fields, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _separate_reasoning(message: Message, pattern: re.Pattern[str]) -> tuple[Message, str]:

@@ -54,14 +54,15 @@ def slots_of(
 
     An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
     With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
-    empty.
+    empty. A mixture needs a seed: without one, the rows of all sources follow in their stored
+    order, and the mixture is not used.
 
     Args:
         step: the number of the step, from 0.
         n: the number of rows.
         global_batch_size: the number of slots.
         seed: chooses the order; ``None`` keeps the stored order.
-        mixture: assigns positions of the run to sources.
+        mixture: assigns positions of the run to sources, if there is a seed.
     """
     first_position = step * global_batch_size
     if mixture is not None and seed is not None:
@@ -125,6 +126,10 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 class EvalSampler(Sampler[list[Slot]]):
     """Yields every row once, in the stored order. No batch has rows of two sources.
 
+    The position of a slot is the number of its row. Empty slots behind the last row of a source
+    count on from there, so the next source has the same positions again. Nothing depends on that:
+    positions are for dropout, and an evaluation has none.
+
     Args:
         parts: the number of rows of each source.
         batch_size: the number of slots in a batch.
@@ -161,22 +166,29 @@ class SlotRows(Dataset[ReadRows]):
     def __init__(self, rows: Rows) -> None:
         # Dataset.select() keeps the table, and stores the selected rows as indices.
         assert getattr(rows, "_indices", None) is None, "rows must not be a selection of a table"
+        # Arrow stores a column in chunks. So each column is a list of matrices [rows, length], one
+        # for each chunk. All columns have the same chunks.
         self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
-        lengths = [len(matrix) for matrix in next(iter(self.columns.values()))]
-        self.ends = np.cumsum(lengths)
-        self.starts = self.ends - lengths
+        first_column = next(iter(self.columns.values()))
+        chunk_lengths = [len(matrix) for matrix in first_column]
+        # Chunk i holds the rows from chunk_starts[i] to chunk_ends[i] - 1.
+        self.chunk_ends = np.cumsum(chunk_lengths)
+        self.chunk_starts = self.chunk_ends - chunk_lengths
 
     def __getitems__(self, slots: list[Slot]) -> ReadRows:
         """Return the rows of slots, with ``labels``; an empty slot has no label."""
+        # An empty slot reads row 0. Its labels are removed below.
         rows = np.array([slot.row or 0 for slot in slots])
-        chunks = np.searchsorted(self.ends, rows, side="right")
-        rows_in_chunks = rows - self.starts[chunks]
+        chunks = np.searchsorted(self.chunk_ends, rows, side="right")
+        rows_in_chunks = rows - self.chunk_starts[chunks]
         columns = {}
         for name, matrices in self.columns.items():
             places = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
             columns[name] = np.stack([matrices[chunk][row] for chunk, row in places])
 
-        # The tokens of a text are its labels, too. They are -100 after its end.
+        # Rows of plain text have no column of labels: their tokens are the labels, too, and are
+        # -100 after the end of the text. Both names then stand for the same array, which is not
+        # copied. So an empty slot gets -100 as its inputs, too; Collate replaces them.
         labels = columns.setdefault("labels", columns["input_ids"])
         labels[[slot.row is None for slot in slots]] = IGNORED
         return ReadRows(slots, columns)
@@ -207,6 +219,8 @@ class Collate:
 
     def __call__(self, read: ReadRows) -> LocalBatch:
         arrays = {name: _with_wide_integers(column) for name, column in read.columns.items()}
+        # Inputs of plain text are -100 in empty slots and after the end of the text: there they are
+        # the labels (see SlotRows). Any token may replace them, because those labels stay -100.
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.dropout_seed is not None:
@@ -243,8 +257,12 @@ def fingerprint(rows: np.ndarray) -> int:
     on the order of the rows, or on how they are divided among ranks.
     """
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
+        # Each place in a row has its own factor, so the order of the tokens counts. The factors are
+        # odd, because a product with an odd number changes whenever the token does.
         factors = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+        # 1 is added so that token 0 counts, too. A label of -100 becomes a large number.
         sums = ((rows + 1).astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
+        # Each row adds the upper 31 bits of its mixed sum. Float64 holds a sum of 2**22 of these.
         return int((mix(sums) >> np.uint64(33)).sum())
 
 
@@ -301,14 +319,27 @@ def eval_loader(
         parts: the number of rows of each source, if there are several.
     """
     parts = parts or [len(rows)]
+    sampler = EvalSampler(parts, _eval_batch_size(parts, processes, micro_batch))
+    collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
+    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
+
+
+def _eval_batch_size(parts: Sequence[int], processes: int, micro_batch: int) -> int:
+    """Return the number of slots in an eval batch that leaves the fewest empty rows to compute.
+
+    A smaller batch may leave fewer empty rows, but makes worse use of the device. So the result is
+    more than three quarters of the largest size, ``processes * micro_batch``. If several sizes
+    leave equally few empty rows, the largest is chosen.
+
+    Args:
+        parts: the number of rows of each source.
+        processes: the number of ranks that divide a batch; the result is a multiple of it.
+        micro_batch: the largest number of rows in a micro-batch.
+    """
 
     def empty_rows(batch_size: int) -> int:
         return sum(-count % batch_size for count in parts)
 
     largest = processes * micro_batch
-    smallest = processes * (micro_batch * 3 // 4)
-    batch_size = min(range(largest, smallest, -processes), key=empty_rows)
-
-    sampler = EvalSampler(parts, batch_size)
-    collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
-    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
+    below_smallest = processes * (micro_batch * 3 // 4)
+    return min(range(largest, below_smallest, -processes), key=empty_rows)

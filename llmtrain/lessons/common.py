@@ -18,7 +18,7 @@ from llmtrain.launching.children import start_command
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.observe.phases import Phases
-from llmtrain.parallel.collectives import BucketMean
+from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engines import engine_for
@@ -147,8 +147,8 @@ def recording_sent_bytes(engine: Engine) -> Iterator[list[int]]:
     sent: list[int] = []
 
     def watch(
-        bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
-    ) -> BucketMean:
+        bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
+    ) -> BucketFuture:
         sent.append(sent_bytes)
         return send(bucket)
 

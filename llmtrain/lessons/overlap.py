@@ -25,7 +25,7 @@ from llmtrain.lessons.common import (
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
-from llmtrain.parallel.collectives import BucketAverage, BucketMean
+from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler
 
 PROCESSES = 2
@@ -78,7 +78,7 @@ def _xray(
     phases = Phases(engine.device, engine.model)
     xray = XRay(engine, phases, engine.model, steps=XRAYED_STEPS)
 
-    def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketMean:
+    def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
         send = _delaying_last_bucket(average) if delays_last_bucket else average
         return xray.on_bucket(bucket, send, sent_bytes)
 
@@ -105,11 +105,11 @@ def _xray(
 def _delaying_last_bucket(average: BucketAverage) -> BucketAverage:
     """Return a function that averages buckets, but delays the last one."""
 
-    def average_late(bucket: GradBucket) -> BucketMean:
+    def average_late(bucket: GradBucket) -> BucketFuture:
         mean = average(bucket)
         return mean.then(wait) if bucket.is_last() else mean
 
-    def wait(mean: BucketMean) -> torch.Tensor:
+    def wait(mean: BucketFuture) -> torch.Tensor:
         time.sleep(DELAY_SECONDS)
         return mean.value()
 

@@ -1,4 +1,7 @@
-"""Settings of this package's GPT, of Hugging Face models, LoRA and preference losses."""
+"""Settings of this package's GPT, of Hugging Face models, LoRA and preference losses.
+
+:func:`llmtrain.config.flag` explains ``affects`` and its values.
+"""
 
 import re
 from dataclasses import dataclass

@@ -64,6 +64,7 @@ class TextModel:
         folder = Path(name)
         if folder.is_dir() and not holds_model(folder):
             raise UserError(f"{name} holds no model (no config.json).")
+        # If `name` is a hub name, there is no such file, and read_object returns an empty object.
         if gives_scores(read_object(folder / "config.json")):
             raise UserError(
                 f"{name} is a reward model, which scores answers and cannot write text; "
@@ -81,10 +82,11 @@ class TextModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        # This may hold None, if a setting is missing. No token equals it.
         self.stop_token_ids = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
 
     def _stop_token_ids(self, folder: Path) -> list[int | None]:
-        """Return the stop tokens of the generation settings."""
+        """Return the stop tokens of the generation settings; ``[None]`` if they name none."""
         stop_token_ids = getattr(self.model.generation_config, "eos_token_id", None)
         # The base of an adapter does not know the tokens that end the turns of a conversation. The
         # adapter's folder has its own settings.
@@ -114,19 +116,23 @@ class TextModel:
 
         Returns:
             The number of dropped messages, which are questions with their answers, and the tokens
-            of the prompt.
+            of the prompt. If even the last question does not fit, the prompt with only that and the
+            kept messages is returned, although it is too long.
         """
         template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         dropped = 0
         while True:
             remaining = [*messages[:kept], *messages[kept + dropped :]]
-            with as_user_error("the chat template refuses this", first_line):
+            # as_user_error describes errors of the hub, unless it gets another function.
+            with as_user_error("the chat template refuses this", describe=first_line):
                 text = self.tokenizer.apply_chat_template(
                     remaining, add_generation_prompt=True, tokenize=False, **template_options
                 )
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             fits = len(ids) + answer <= self.context
-            is_last_question = kept + dropped + 2 >= len(messages)
+            # Each question is dropped with its answer. The last question has no answer yet.
+            messages_after_next_pair = len(messages) - kept - dropped - 2
+            is_last_question = messages_after_next_pair <= 0
             if fits or is_last_question:
                 return dropped, ids
             dropped += 2
@@ -145,6 +151,7 @@ class TextModel:
         """
         generator = torch.Generator().manual_seed(sampling.seed)
         ids = self._prompt_ids(prompt)
+        # One less than the context: if the prompt filled it, the loop would drop the older half.
         ids = ids[-max(self.context - 1, 1) :]
 
         new_ids = ids  # tokens that the cache does not hold yet
@@ -211,15 +218,17 @@ def largest_logit_difference(first_name: str, second_name: str) -> tuple[float, 
 
 @torch.no_grad()
 def _some_logits(model: TextModel) -> torch.Tensor:
-    """Return float32 logits [1, T, V] for tokens from all over the vocabulary.
+    """Return float32 logits [1, T, V] for up to 64 fixed tokens.
 
-    The first tokens are the last of the vocabulary, which a chat template may have added.
+    The first 16 are the last of the vocabulary, which a chat template may have added. They are
+    followed by every seventh token from the beginning of the vocabulary, which starts again if it
+    is small.
     """
     model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
     size = len(model.tokenizer)
     newest = range(size - min(16, size), size)
-    spread = (7 * i % size for i in range(48))
-    ids = [*newest, *spread][: model.context]
+    every_seventh = (7 * i % size for i in range(48))
+    ids = [*newest, *every_seventh][: model.context]
     out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
     return cast(torch.Tensor, out.logits)
 
@@ -270,6 +279,7 @@ def model_folder(name: str) -> str:
     if holds_model(folder):
         return name
 
+    # The numbers in the names are padded with zeros, so the newest checkpoint comes first.
     checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
     for candidate in [folder / "model", *checkpoints]:
         if holds_model(candidate):

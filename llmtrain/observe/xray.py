@@ -27,8 +27,11 @@ from llmtrain.observe.timeline import (
     as_trace,
     summary,
 )
-from llmtrain.parallel.collectives import BucketMean
+from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
+
+# The phase in which the loop gets ready for its first step. Its passes are part of no step.
+WARM_UP_PHASE = "getting ready"
 
 _CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
 
@@ -43,10 +46,17 @@ class _PhaseStart(NamedTuple):
 
 
 class _MarkedTransfer(NamedTuple):
-    """A transfer whose times have not been read from their marks yet."""
+    """A transfer of this process whose times have not been read from their marks yet.
 
-    transfer: Transfer
+    The fields are those of :class:`Transfer`.
+    """
+
+    step: int
+    micro_batch: int
+    bucket: int
+    sent_bytes: int
     ready: Mark
+    blocked: float
     end: Mark
 
 
@@ -83,6 +93,8 @@ class XRay:
         }
 
         self._is_recording = False
+        # All times are measured from this moment. It is marked again when the recording begins,
+        # with `Clock.zero`, which first waits until the device has nothing to do.
         self._zero = self._clock.now()
         self._clock_offset = 0.0  # seconds by which this process's clock is ahead of rank 0's
         self._bytes_before = 0  # that this machine had sent when the recording began
@@ -114,8 +126,8 @@ class XRay:
             self._make_report()
 
     def on_bucket(
-        self, bucket: GradBucket, send: Callable[[GradBucket], BucketMean], sent_bytes: int
-    ) -> BucketMean:
+        self, bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
+    ) -> BucketFuture:
         """Send a full bucket of gradients, and record its transfer.
 
         Args:
@@ -123,16 +135,18 @@ class XRay:
             send: averages the bucket over the ranks.
             sent_bytes: bytes that are summed over the ranks.
         """
-        if not self._is_recording or self.phases.phase == "getting ready":
+        # If the recording begins with the first step of a resumed run, the warm-up before that step
+        # sends buckets, too.
+        if not self._is_recording or self.phases.phase == WARM_UP_PHASE:
             return send(bucket)
 
         start = time.perf_counter()
         number = bucket.index()
-        rank = self.ranks.rank
         step = self._step
         micro_batch = self._micro_batch
         names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
-        # DDP makes other buckets after the first step.
+        # DDP rebuilds its buckets after the first step of a run, and numbers them from 0 again. If
+        # that step is recorded, too, the later bucket of each number replaces the earlier one here.
         self._buckets[number] = Bucket(size=bucket.buffer().nbytes, parameters=names)
 
         ready = self._clock.now()
@@ -140,19 +154,18 @@ class XRay:
         future = send(bucket)
         send_seconds = time.perf_counter() - send_start
 
-        def on_arrival(done: BucketMean) -> torch.Tensor:
-            transfer = Transfer(
-                rank=rank,
+        def on_arrival(done: BucketFuture) -> torch.Tensor:
+            transfer = _MarkedTransfer(
                 step=step,
                 micro_batch=micro_batch,
                 bucket=number,
                 sent_bytes=sent_bytes,
-                ready=0.0,
-                # On a device with a queue, the call only adds work to it.
+                ready=ready,
+                # If the clock uses events, the call to send only adds work to the device's queue.
                 blocked=0.0 if self._clock.uses_events else send_seconds,
-                end=0.0,
+                end=self._clock.now(),
             )
-            self._transfers.append(_MarkedTransfer(transfer, ready, end=self._clock.now()))
+            self._transfers.append(transfer)
             return done.value()
 
         future = future.then(on_arrival)
@@ -166,6 +179,7 @@ class XRay:
 
         start = time.perf_counter()
         if phase == "data":
+            # `phases.step` counts the steps made so far. The data are those of the next one.
             self._step = self.phases.step + 1
             self._micro_batch = -1
         if phase == "forward":
@@ -212,13 +226,24 @@ class XRay:
         ]
 
     def _local_transfers(self) -> list[Transfer]:
+        """Return the transfers of this process, with the times that their marks have."""
         return [
-            transfer._replace(ready=self._seconds(ready), end=self._seconds(end))
-            for transfer, ready, end in self._transfers
+            Transfer(
+                rank=self.ranks.rank,
+                step=marked.step,
+                micro_batch=marked.micro_batch,
+                bucket=marked.bucket,
+                sent_bytes=marked.sent_bytes,
+                ready=self._seconds(marked.ready),
+                blocked=marked.blocked,
+                end=self._seconds(marked.end),
+            )
+            for marked in self._transfers
         ]
 
     def _seconds(self, mark: Mark) -> float:
         """Return when a mark passed, by the clock of rank 0."""
+        # `since` reads this process's clock, which is ahead of rank 0's by the offset.
         return self._clock.since(self._zero, mark) - self._clock_offset
 
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 from torch.distributed.device_mesh import DeviceMesh
 
-# The mean of a bucket of gradients over the ranks.
-BucketMean: TypeAlias = torch.futures.Future[torch.Tensor]
-# Begins to average a bucket over the ranks.
-BucketAverage: TypeAlias = Callable[[GradBucket], BucketMean]
+# The future of a bucket's mean over the ranks. It is complete once all ranks have sent the bucket.
+BucketFuture: TypeAlias = torch.futures.Future[torch.Tensor]
+# Begins to average a bucket over the ranks, and does not wait for the mean.
+BucketAverage: TypeAlias = Callable[[GradBucket], BucketFuture]
 # Takes a full bucket, the function that averages it, and the bytes that are summed over the ranks.
-# Returns the mean.
-BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketMean]
+# Returns the future of the mean.
+BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketFuture]
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -16,12 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.console import say
-from llmtrain.parallel.collectives import BucketMean, BucketWatcher
+from llmtrain.parallel.collectives import BucketFuture, BucketWatcher
 from llmtrain.parallel.engine import Engine
 from llmtrain.types import Batch
 
 
-def average_exactly(state: None, bucket: GradBucket) -> BucketMean:
+def average_exactly(state: None, bucket: GradBucket) -> BucketFuture:
     """Average a bucket over all ranks, with the bits of DDP without a hook.
 
     DDP multiplies by 1 / ranks. PyTorch's own ``allreduce_hook`` divides by the ranks, which rounds
@@ -29,11 +29,11 @@ def average_exactly(state: None, bucket: GradBucket) -> BucketMean:
     other.
     """
     buffer = bucket.buffer().mul_(1 / dist.get_world_size())
-    total: BucketMean = dist.all_reduce(buffer, async_op=True).get_future()
+    total: BucketFuture = dist.all_reduce(buffer, async_op=True).get_future()
     return total.then(lambda done: done.value()[0])
 
 
-COMM_HOOKS: dict[str, Callable[[Any, GradBucket], BucketMean]] = {  # by --ddp_comm_hook
+COMM_HOOKS: dict[str, Callable[[Any, GradBucket], BucketFuture]] = {  # by --ddp_comm_hook
     "none": average_exactly,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -91,7 +91,7 @@ class ReplicatedEngine(Engine):
         if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
             self.model.register_comm_hook(None, self._average)
 
-    def _average(self, state: None, bucket: GradBucket) -> BucketMean:
+    def _average(self, state: None, bucket: GradBucket) -> BucketFuture:
         """Average a bucket over the ranks, through the watcher if there is one."""
         average = functools.partial(COMM_HOOKS[self.comm_hook], None)
         if self.watcher is None:

@@ -27,6 +27,76 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return bool(accelerator.is_fsdp2)
 
 
+class Unit(NamedTuple):
+    """Modules whose weights are gathered and freed together.
+
+    Attributes:
+        modules: the modules.
+        is_autocast: whether autocast runs these modules. If so, their weights are cast to its
+            precision before they are gathered. Otherwise they are gathered as they are stored.
+        starts_backward: whether the backward pass starts with this unit. If so, it is not freed
+            after the forward pass.
+    """
+
+    modules: list[nn.Module]
+    is_autocast: bool = True
+    starts_backward: bool = False
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all modules."""
+        return itertools.chain.from_iterable(module.parameters() for module in self.modules)
+
+
+def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
+    """Yield the units of a model.
+
+    Each block is a unit, and so are the embedding and the head. If the embedding and the head share
+    weights, they are a single unit, because each weight belongs to exactly one unit. The rest of
+    the model, such as its last norm, is in no unit.
+
+    Args:
+        model: a model with repeated blocks.
+        separate_norms: whether the norms of each block are a separate unit, because they compute in
+            another precision than the rest of the block.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UserError(
+            f"{type(model).__name__} has no repeated blocks to shard. Use a DDP config."
+        )
+
+    # Blocks are nested if a model lists a class in `_no_split_modules` that contains another one of
+    # the list. Inner blocks come first here: a weight belongs to the first unit that has it.
+    for block in reversed(blocks):
+        norms = [module for module in block.modules() if _is_norm(module)]
+        if norms and separate_norms:
+            yield Unit(norms, is_autocast=False)
+        yield Unit([block])
+
+    if not isinstance(model, HasEmbeddings):
+        return
+    # Autocast casts the inputs of matrix products. An embedding is looked up instead, with the bits
+    # that are stored. A head that shares its weights is gathered together with it, in the same way.
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is None:
+        yield Unit([embedding], is_autocast=False)
+    elif {*embedding.parameters()} & {*head.parameters()}:
+        yield Unit([embedding, head], is_autocast=False, starts_backward=True)
+    else:
+        yield Unit([embedding], is_autocast=False)
+        yield Unit([head], starts_backward=True)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm that has weights."""
+    has_weights = any(True for _ in module.parameters(recurse=False))
+    return "Norm" in type(module).__name__ and has_weights
+
+
 def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Shard a model over the data-parallel ranks, in place, as the accelerate config asks.
 
@@ -35,7 +105,8 @@ def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]
     Args:
         accelerator: the Accelerator of this run.
         model: a model with repeated blocks.
-        ignored: parameters that are not sharded, because only other pipeline stages hold them.
+        ignored: parameters that are not sharded. In a pipeline, these are the parameters that only
+            other stages hold, which stay on the meta device here. Otherwise there are none.
 
     Raises:
         UserError: the model has no blocks.
@@ -72,71 +143,6 @@ def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]
     )
     if reduce_unused is not None:
         reduce_unused(True)
-
-
-class Unit(NamedTuple):
-    """Modules whose weights are gathered and freed together.
-
-    Attributes:
-        modules: the modules.
-        is_autocast: whether autocast casts their weights, which are then gathered in its precision.
-        starts_backward: whether the backward pass starts with this unit. If so, it is not freed
-            after the forward pass.
-    """
-
-    modules: list[nn.Module]
-    is_autocast: bool = True
-    starts_backward: bool = False
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of all modules."""
-        return itertools.chain.from_iterable(module.parameters() for module in self.modules)
-
-
-def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
-    """Yield the units of a model.
-
-    Each block is a unit, and so are the embedding and the head. If the embedding and the head share
-    weights, they are a single unit, because each weight belongs to exactly one unit. The rest of
-    the model, such as its last norm, is in no unit.
-
-    Args:
-        model: a model with repeated blocks.
-        separate_norms: whether the norms of each block are a separate unit, because they compute in
-            another precision than the rest of the block.
-
-    Raises:
-        UserError: the model has no blocks.
-    """
-    blocks = blocks_of(model)
-    if not blocks:
-        raise UserError(
-            f"{type(model).__name__} has no repeated blocks to shard. Use a DDP config."
-        )
-
-    for block in reversed(blocks):  # inner blocks before those that contain them
-        norms = [module for module in block.modules() if _is_norm(module)]
-        if norms and separate_norms:
-            yield Unit(norms, is_autocast=False)
-        yield Unit([block])
-
-    if not isinstance(model, HasEmbeddings):
-        return
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    if head is None:
-        yield Unit([embedding], is_autocast=False)
-    elif {*embedding.parameters()} & {*head.parameters()}:
-        yield Unit([embedding, head], is_autocast=False, starts_backward=True)
-    else:
-        yield Unit([embedding], is_autocast=False)
-        yield Unit([head], starts_backward=True)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm that has weights."""
-    has_weights = any(True for _ in module.parameters(recurse=False))
-    return "Norm" in type(module).__name__ and has_weights
 
 
 def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":

@@ -20,7 +20,7 @@ from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimate_compute, 
 from llmtrain.plan.subject import subject_of
 
 # Numbers of processes for which a plan tells the efficiency.
-SCALES = (1, 8, 64, 512, 4096)
+PROCESS_COUNTS = (1, 8, 64, 512, 4096)
 
 # Seconds of the shortest message from one process to another.
 NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
@@ -427,7 +427,7 @@ def _efficiency(
     computing = rows_seconds + compute.optimizer + compute.muon + compute.other
 
     efficiency = {}
-    for processes in SCALES:
+    for processes in PROCESS_COUNTS:
         if processes < sharding.model_parallel_size:
             continue
         groups = processes // sharding.model_parallel_size

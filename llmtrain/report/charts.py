@@ -151,8 +151,8 @@ def phase_bars(runs: Sequence[History]) -> Bars | None:
     """Return the median seconds per phase and process, or ``None`` if no run has logged any.
 
     If the number of processes has changed during a run, only log entries with the latest number
-    count. If there are too many processes for one chart, each run shows its slowest: those with the
-    most seconds in phases in which they do not wait for other processes.
+    count. If there are too many processes for one chart, it shows only the slowest processes of
+    each run: those with the most seconds in phases in which they do not wait for other processes.
     """
     names: list[str] = []
     medians: list[dict[str, float]] = []
@@ -160,6 +160,7 @@ def phase_bars(runs: Sequence[History]) -> Bars | None:
         medians_by_rank = _median_phases(run)
         limit = max(1, _MAX_PROCESSES // len(runs))
         for rank in _slowest_ranks(medians_by_rank, limit):
+            # If the page shows one run, its name would only repeat.
             names.append(f"{run_name}, rank {rank}" if len(runs) > 1 else f"rank {rank}")
             medians.append(medians_by_rank[rank])
     if not medians:
@@ -177,8 +178,10 @@ def _median_phases(run: History) -> list[dict[str, float]]:
     if not entries:
         return []
 
-    ranks = len(next(iter(entries[-1].values()), []))
-    entries = [phases for phases in entries if _rank_counts(phases) == {ranks}]
+    # Each phase has a list of seconds, with a number for each rank. Any phase tells their count.
+    seconds_of_any_phase = next(iter(entries[-1].values()), [])
+    ranks = len(seconds_of_any_phase)
+    entries = [phases for phases in entries if _has_ranks(phases, ranks)]
     if not entries:
         return []
 
@@ -188,9 +191,10 @@ def _median_phases(run: History) -> list[dict[str, float]]:
     return medians
 
 
-def _rank_counts(phases: JsonObject) -> set[int]:
-    """Return the numbers of ranks in a log entry's phases. If the entry is valid, there is one."""
-    return {len(phases[phase]) for phase in PHASES}
+def _has_ranks(phases: JsonObject, ranks: int) -> bool:
+    """Return whether every phase of a log entry has the seconds of so many ranks."""
+    rank_counts = {len(phases[phase]) for phase in PHASES}
+    return rank_counts == {ranks}
 
 
 def _median_seconds(entries: Sequence[JsonObject], phase: str, rank: int) -> float:
@@ -244,6 +248,8 @@ def _curves(
 
         indices = downsample([point.value for point in points])
         shown = [points[i] for i in indices]
+        # The legend names the run and the label. If the page shows one run, the label is enough. If
+        # there is no label, the name of the run stands alone.
         parts = [run_name, label] if len(runs) > 1 else [label]
         curve = Curve(
             name=", ".join(part for part in parts if part) or run_name,

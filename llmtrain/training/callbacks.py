@@ -19,7 +19,7 @@ from llmtrain.observe.phases import Phases
 from llmtrain.observe.progress import Progress
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.throughput import Throughput
-from llmtrain.observe.xray import XRay
+from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
@@ -62,8 +62,8 @@ class Timing(Callback):
 
     def _set_phase(self, phase: str) -> None:
         """Follow the phases of the step; the engine calls this."""
-        # The first step is slow (allocation, compilation), so its times are dropped when the second
-        # one begins, with the phase `data`.
+        # The first step of this start is slow (allocation, compilation), so its times are dropped
+        # when the second step begins. Every step begins with the phase `data`.
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
@@ -113,9 +113,11 @@ class LoopContext:
     def evaluates_after(self, info: StepInfo) -> bool:
         """Return whether the model is evaluated after a step.
 
-        A run that was asked to stop skips an evaluation that is due, to stop sooner. With early
-        stopping it evaluates all the same: the resumed run would not repeat this evaluation, and
-        could miss the best checkpoint.
+        If ``info.is_last``, all steps of the run are made, and the model is evaluated in any case.
+        ``info.should_stop`` means that a rank was asked to stop, which may be at any step. The run
+        then skips an evaluation that is due, to stop sooner. The resumed run begins with the next
+        step, so it does not make up for this evaluation. With early stopping the run evaluates all
+        the same, because it could otherwise miss the best checkpoint.
         """
         if info.is_last:
             return True
@@ -123,7 +125,11 @@ class LoopContext:
         return info.is_due(self.run.settings.loop.eval_steps) and not may_skip
 
     def saves_after(self, info: StepInfo) -> bool:
-        """Return whether a checkpoint is made after a step."""
+        """Return whether a checkpoint is made after a step.
+
+        A run that was asked to stop saves after any step. The last step of a run is due for every
+        ``--save_steps`` except 0.
+        """
         settings = self.run.settings
         may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
@@ -185,7 +191,7 @@ class WarmUp(LoopCallback):
         micro_batch = batch.batches[-1]  # any would do
         steps_to_come = self.run.settings.optim.max_steps - self.run.step
 
-        self.engine.set_phase("getting ready")
+        self.engine.set_phase(WARM_UP_PHASE)
         with self.timing.throughput.paused():
             self.run.compiled = choose_compiled_or_eager(
                 self.engine,
@@ -194,8 +200,9 @@ class WarmUp(LoopCallback):
                 mode=self._compile_mode(),
                 earlier_choice=self.run.compiled,
             )
-            # DDP orders its buckets anew in the first step of a run. A resumed run does so here, to
-            # add up gradients in the same order.
+            # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
+            # order gradients are added over the ranks. A run that resumes at a later step rebuilds
+            # them here, before its first step, so that it adds them like a run without a break.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
@@ -216,19 +223,20 @@ class Replay(LoopCallback):
         return context.is_replay
 
     @property
-    def _is_here(self) -> bool:
-        """Whether the next step is the one to repeat."""
+    def _is_next_step_replayed(self) -> bool:
+        """Whether the next step is the one to repeat; ``run.step`` counts the steps made so far."""
         return self.run.step + 1 == self.settings.replay_step
 
     def on_step_begin(self, batch: LocalBatch) -> None:
-        if not self._is_here:
+        if not self._is_next_step_replayed:
             return
         with eager_code(self.engine.model):
             rows = row_losses(self.engine, batch)
         self.run.folder.write("replay.json", {"step": self.run.step + 1, "rows": rows})
 
     def wants_to_stop(self) -> bool:
-        return self._is_here
+        # The loop asks before it makes the step, and stops after it.
+        return self._is_next_step_replayed
 
 
 class RowLedger(LoopCallback):
@@ -325,9 +333,10 @@ class Logging(LoopCallback):
     def _of_global_batch(self, fingerprints: list[float]) -> int:
         """Return the fingerprint of the global batch, given those of all ranks.
 
-        A fingerprint is a sum of an integer below 2^31 for each row, which float64 holds exactly.
-        So those of the ranks add up. Ranks that share a model have the same rows: their sum counts
-        every row ``model_parallel_size`` times.
+        A fingerprint is a sum with an integer below 2^31 for each row. So the fingerprint of all
+        rows is the sum over the ranks. They were gathered as float64, which holds a rank's sum
+        exactly. Ranks that share a model have the same rows, so the total counts each row
+        ``model_parallel_size`` times.
         """
         total = sum(int(fingerprint) for fingerprint in fingerprints)
         return total // self.engine.model_parallel_size
@@ -399,6 +408,8 @@ class Evaluation(LoopCallback):
         run = self.run
         start = time.monotonic()
         with self.timing.throughput.paused(), eager_code(self.engine.model):
+            # Some objectives need a pass over all eval batches before the loss, such as KTO for its
+            # baseline. For the others this makes no pass and returns nothing.
             extra = eval_extra(self.engine, self._batches())
             results = evaluate(
                 self.engine,

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket  # the stub of torch.distribut
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.collectives import BucketAverage, BucketMean
+from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
@@ -46,7 +46,7 @@ def weights_after(accelerator: Accelerator, watched: bool) -> torch.Tensor:
     """Return the weights after a few steps."""
     engine, optimizer = fresh(accelerator)
 
-    def only_average(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketMean:
+    def only_average(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
         return average(bucket)
 
     with engine.watching_buckets(only_average) if watched else contextlib.nullcontext():
@@ -82,7 +82,7 @@ def bytes_of(accelerator: Accelerator, hook: str = "none") -> list[int]:
     engine, _ = fresh(accelerator, hook)
     sent: list[int] = []
 
-    def note_bytes(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketMean:
+    def note_bytes(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
         sent.append(sent_bytes)
         return average(bucket)
 
