@@ -94,11 +94,11 @@ def test_json_says_what_the_lines_say(run: Path, capsys) -> None:
     assert (status, found["well"]) == (1, False)
     assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
     assert found["checkpoints"][0]["fault"] in lines[30]
-    assert [one["taken"] for one in found["checkpoints"]] == [False, True, False]
+    assert [one["is_resumable"] for one in found["checkpoints"]] == [False, True, False]
     assert [one["eval_loss"] for one in found["checkpoints"]] == [
         LOSSES[step] for step in (30, 20, 10)
     ]
-    assert "asked to stop by SIGTERM" in found["standing"]
+    assert "asked to stop by SIGTERM" in found["summary"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

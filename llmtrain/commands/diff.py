@@ -43,9 +43,9 @@ def _as_json(comparison: "Comparison") -> dict[str, object]:
         "first": None if first is None else _divergence_as_json(first),
         "all": [_divergence_as_json(divergence) for divergence in comparison.divergences],
         "causes": comparison.causes,
-        "also": comparison.other_differences,
-        "rounding": comparison.largest_loss_difference,
-        "readings": comparison.common_entries,
+        "other_differences": comparison.other_differences,
+        "largest_loss_difference": comparison.largest_loss_difference,
+        "common_entries": comparison.common_entries,
     }
 
 
@@ -53,6 +53,6 @@ def _divergence_as_json(divergence: "Divergence") -> dict[str, object]:
     return {
         "link": divergence.link,
         "step": divergence.step,
-        "one": divergence.value_a,
-        "other": divergence.value_b,
+        "value_a": divergence.value_a,
+        "value_b": divergence.value_b,
     }

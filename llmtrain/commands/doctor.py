@@ -218,7 +218,7 @@ def _as_json(finding: "Finding") -> JsonObject:
     return {
         "level": finding.level,
         "subject": finding.subject,
-        "said": finding.text,
+        "text": finding.text,
         "remedy": finding.remedy,
     }
 

@@ -160,10 +160,10 @@ def _check(path: Path, as_json: bool) -> bool:
         set_aside = _names(target.folder.glob("damaged-*"))
         leftovers = _names([*run_folder.glob(".tmp-*"), *target.folder.glob(".tmp-*")])
     is_lost = not target.checkpoints and _has_saved(history, set_aside)
-    standing = history.summary()
+    summary = history.summary()
 
     if not as_json:
-        say("run", f"{run_folder}: {standing}")
+        say("run", f"{run_folder}: {summary}")
         if target.checkpoints:
             print(f"{'step':>10}{'size':>12}  {'written':<19}{'eval loss':>10}")
     checked = []
@@ -176,7 +176,7 @@ def _check(path: Path, as_json: bool) -> bool:
     if as_json:
         content = {
             "run": str(run_folder),
-            "standing": standing,
+            "summary": summary,
             "well": is_well,
             "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in checked],
             "set_aside": set_aside,
@@ -294,7 +294,7 @@ def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> JsonObject:
         "written": checkpoint.written,
         "eval_loss": checkpoint.eval_loss,
         "fault": checkpoint.fault,
-        "taken": checkpoint.is_resumable,
+        "is_resumable": checkpoint.is_resumable,
         "best": checkpoint.is_best,
     }
 

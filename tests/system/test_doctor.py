@@ -48,7 +48,7 @@ def test_a_machine_that_can_train_has_nothing_bad(
         "hub",
     } == found.keys()
     assert not [one for ones in found.values() for one in ones if one["level"] == "bad"]
-    assert "torch 2." in found["versions"][0]["said"]
+    assert "torch 2." in found["versions"][0]["text"]
     assert [*tmp_path.iterdir()] == []
     status, out, _ = ended(capsys, "doctor", "--output_dir", str(tmp_path))
     assert all(line.startswith(("ok ", "look ")) for line in out.splitlines())
@@ -67,8 +67,8 @@ def test_a_version_that_is_too_old_is_bad(
     monkeypatch.setattr(local_checks.importlib.metadata, "requires", lambda _: needed)
     status, found = alone(capsys)
     assert status == 1
-    assert "accelerate is 1.0, but >=1.15 is needed" in found["versions"][0]["said"]
-    assert "peft" not in found["versions"][0]["said"]
+    assert "accelerate is 1.0, but >=1.15 is needed" in found["versions"][0]["text"]
+    assert "peft" not in found["versions"][0]["text"]
     assert found["versions"][0]["remedy"] == "pip install 'accelerate>=1.15'"
 
 
@@ -77,14 +77,14 @@ def test_without_a_launcher_the_config_is_shown_that_one_would_read(
 ) -> None:
     default = tmp_path / "default_config.yaml"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    assert alone(capsys)[1]["launch"][0]["said"] == "1 process; no accelerate config, no flags"
+    assert alone(capsys)[1]["launch"][0]["text"] == "1 process; no accelerate config, no flags"
     default.write_text("num_processes: 3\nmixed_precision: bf16\n")
-    said = alone(capsys)[1]["launch"][0]["said"]
+    said = alone(capsys)[1]["launch"][0]["text"]
     assert said.endswith(
         f"; config file {default}, num_processes 3 (config file), mixed_precision bf16 (config file)"
     )
     given = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_machines", "1"]
-    said = alone(capsys, *given)[1]["launch"][0]["said"]
+    said = alone(capsys, *given)[1]["launch"][0]["text"]
     assert "config file accelerate_configs/cpu_ddp.yaml, num_machines 1 (command line)," in said
     assert "num_processes 2 (config file)" in said
     assert "bf16" not in said
@@ -110,7 +110,7 @@ def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would
     status, found = alone(capsys)
     assert status == 0
     assert (found["wandb"][0]["level"], found["hub"][0]["level"]) == ("doubtful", "good")
-    assert "does not answer" in found["wandb"][0]["said"]
+    assert "does not answer" in found["wandb"][0]["text"]
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:port")
     status, found = alone(capsys)
     assert (status, found["wandb"][0]["level"]) == (0, "doubtful")
@@ -124,8 +124,8 @@ def test_a_mac_has_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     )
     monkeypatch.setattr(local_checks.torch.accelerator, "device_count", lambda: 1)
     _, found = alone(capsys)
-    assert found["devices"][0]["said"].startswith("1 x mps, usable by one process only, ")
-    assert found["precision"][0]["said"].startswith("float32")
+    assert found["devices"][0]["text"].startswith("1 x mps, usable by one process only, ")
+    assert found["precision"][0]["text"].startswith("float32")
 
 
 @pytest.fixture
@@ -198,8 +198,8 @@ def test_processes_meet_where_those_of_a_run_would(
 
     monkeypatch.setattr("llmtrain.doctor.group_checks.join_group", join_group)
     _, found = alone(capsys)
-    assert found["meeting"][0]["said"] == backend
-    bad = [one["said"] for one in found["launch"] if one["level"] == "bad"]
+    assert found["meeting"][0]["text"] == backend
+    bad = [one["text"] for one in found["launch"] if one["level"] == "bad"]
     assert any("5 processes were started on a machine with 4 GPUs" in said for said in bad) == (
         processes == 5
     )
