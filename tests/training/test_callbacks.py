@@ -15,7 +15,7 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.callbacks import Logging
+from llmtrain.training.callbacks import Logging, LoopContext
 from llmtrain.types import Batch, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
 
@@ -110,3 +110,31 @@ def test_answers_that_are_not_displaced_are_no_event(rewards: list[tuple[float, 
 
 def test_a_healthy_start_does_not_hide_a_later_displacement() -> None:
     assert events_of([(0.1, -0.1)] * 9 + [DISPLACED] * 9) == [14]
+
+
+@pytest.mark.parametrize(("keeps_best", "evaluates"), [(False, False), (True, True)])
+def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkpoint(
+    keeps_best: bool, evaluates: bool
+) -> None:
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(loop=SimpleNamespace(eval_steps=2)),
+        patience=SimpleNamespace(allowed=int(keeps_best)),
+    )
+    unused: Any = None
+    context = LoopContext(
+        run=run,
+        engine=unused,
+        optimizer=unused,
+        eval_batches=None,
+        metric=None,
+        timing=unused,
+    )
+    stopping = StepInfo(4, is_last=False, should_stop=True)
+    assert context.evaluates_after(stopping) == evaluates
+    assert context.evaluates_after(StepInfo(4, is_last=False, should_stop=False))
+    assert not context.evaluates_after(StepInfo(3, is_last=False, should_stop=False))
+
+
+def test_ranks_that_share_a_model_count_once_in_the_fingerprint_of_a_batch() -> None:
+    logging: Any = SimpleNamespace(engine=SimpleNamespace(model_parallel_size=2))
+    assert Logging._of_global_batch(logging, [5.0, 5.0, 7.0, 7.0]) == 12
