@@ -29,7 +29,7 @@ DEFAULTS = lt.Settings(
 
 
 def tokenized(settings: Settings) -> lt.Tokenized:
-    """Tokenize the data set with the model's tokenizer, and pack it into rows on disk."""
+    """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     model = settings.model
     model.fit_block_size()
     if not settings.data.tokenizer:

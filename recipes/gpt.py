@@ -23,7 +23,7 @@ DEFAULTS = lt.Settings(
 
 
 def tokenized(settings: Settings) -> lt.Tokenized:
-    """Tokenize the text, and pack it into rows on disk."""
+    """Tokenise the text, and pack it into rows on disk."""
     return lt.tokenize(settings.data, settings.model.block_size)
 
 

@@ -28,7 +28,7 @@ DEFAULTS = lt.Settings(
 
 
 def tokenized(settings: Settings) -> lt.Tokenized:
-    """Tokenize the data set with the model's tokenizer, and write it as rows to disk.
+    """Tokenise the data set with the model's tokenizer, and write it as rows to disk.
 
     By default the model is the newest one that ``recipes/finetune.py`` has made.
     """
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> object:
     # The model is sharded over the processes if the accelerate config asks for it.
     bundle = lt.place(accelerator, build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    # This opens the run's folder, chooses the checkpoint to resume from, and computes what the loss
-    # needs of the reference model.
+    # This opens the run's folder, chooses the checkpoint to resume from, and computes the reference
+    # model's part of the loss.
     with lt.open_run(accelerator, settings, rows, bundle) as run:
         train_batches, eval_batches = lt.loaders(run)
         lt.train(

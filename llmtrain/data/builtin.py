@@ -143,7 +143,7 @@ def _documentation(path: Path) -> str:
 
 
 def _signature(node: ast.ClassDef | _Function) -> str:
-    """Return the first line of a class or function, without decorators and annotated results."""
+    """Return the first line of a class or function, without decorators and return annotation."""
     if not isinstance(node, ast.ClassDef):
         return f"def {node.name}({ast.unparse(node.args)})"
     bases = ", ".join(map(ast.unparse, node.bases))

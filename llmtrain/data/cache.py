@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
-_WORTH_REMEMBERING = 1 << 20  # bytes; reading a smaller file again takes next to no time
+# The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
+_MIN_KEPT_SIZE = 1 << 20
 # Seconds in which a file may change again and show the same times: the clocks of file systems are
 # coarse, and another machine may set the times.
-_YOUNG = 60.0
+_SETTLING_TIME = 60.0
 
 
 def cache_folder() -> Path:
@@ -24,7 +25,7 @@ def file_digest(path: Path) -> bytes:
     """Return the sha256 of a file's content.
 
     The digest of a large file is kept in the cache. It is used again as long as the file system
-    reports that the file has not changed, just as git decides by its index which files to read. A
+    reports the same size and times, which is also how git decides whether a file has changed. A
     file that changed a short time ago is always read, because its times may hide the next change.
     """
     path_hash = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
@@ -32,14 +33,14 @@ def file_digest(path: Path) -> bytes:
     # A network file system asks its server for the state of a file only when the file is opened.
     with path.open("rb") as file:
         state = _state(file.fileno())
-        remembered = _read_record(record, state)
-        if remembered is not None:
-            return remembered
+        kept_digest = _read_record(record, state)
+        if kept_digest is not None:
+            return kept_digest
         digest = _digest(file)
         age = time.time() - max(state.modified, state.changed) / 1e9
-        is_settled = age > _YOUNG and _state(file.fileno()) == state
+        is_settled = age > _SETTLING_TIME and _state(file.fileno()) == state
 
-    if state.size >= _WORTH_REMEMBERING and is_settled:
+    if state.size >= _MIN_KEPT_SIZE and is_settled:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
             # This may be interrupted: half a record is not JSON, and is ignored.

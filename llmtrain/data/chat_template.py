@@ -41,7 +41,7 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "The other question."},
     {"role": "assistant", "content": "The other answer."},
 ]
-# What the probe adds to an answer or a call. The texts occur in no other place.
+# Reasoning, and arguments of calls, that the probe adds. The texts occur nowhere else in it.
 _PROBE_THOUGHT = "One thought."
 _PLACE = "Utopia"
 _OTHER_PLACE = "Arcadia"
@@ -75,7 +75,7 @@ def template_text(name: str) -> str:
     """Read the template of ``--chat_template``.
 
     Raises:
-        UserError: if there is none of that name.
+        UserError: if there is no such template.
     """
     try:
         path = _CHATML if name == "chatml" else Path(name).expanduser()
@@ -153,7 +153,7 @@ def render(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Its own annotation is wrong.
+    # The annotation of render_jinja_template is wrong.
     render_all = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
     try:
         template = tokenizer.get_chat_template(tools=tools)
@@ -188,7 +188,7 @@ class ChatTemplate:
 
     Attributes:
         stop_token_ids: the tokens at which an answer ends: the end of a text, those in
-            ``generation_config.json``, and the token that the template puts behind an answer or a
+            ``generation_config.json``, and the token that the template puts after an answer or a
             call.
         control_tokens: the id and the text of each token that no message may hold.
         end_pattern: matches one stop token or several in a row.
@@ -248,7 +248,7 @@ class ChatTemplate:
         return adapted_messages, thoughts
 
     def _adapt_reasoning(self, message: Message) -> tuple[Message, str]:
-        """Move the reasoning of a message to where the template looks for it, and return both.
+        """Move the reasoning of a message to the field in which the template looks for it.
 
         There are four cases:
 
@@ -258,6 +258,9 @@ class ChatTemplate:
         - The template has no field, and its prompts do not begin the reasoning: the content stays
           as it is. Reasoning at its beginning is shown as a part of it.
         - The template has no field, but its prompts begin the reasoning: the message loses it.
+
+        Returns:
+            The message, and its reasoning; an empty text if it has none.
         """
         thought = ""
         adapted = message
@@ -302,7 +305,7 @@ class ChatTemplate:
         return text
 
     def _find_form_of_arguments(self) -> ArgumentsForm | None:
-        """Return the arguments with which calls are shown; ``None`` if no calls are shown."""
+        """Return the form of arguments that the template shows; ``None`` if it shows no calls."""
         forms: tuple[ArgumentsForm, ...] = ("object", "text")
         for form in forms:
             if self._shows_call(form):
@@ -384,8 +387,8 @@ class ChatTemplate:
         """Return all tokens at which an answer ends.
 
         Two searches find the tokens of the template, because a template may end the last turn of a
-        conversation with other tokens than the turns before it: one search looks behind the last
-        of two answers, the other looks for the end of a turn that is the first.
+        conversation with other tokens than the turns before it: one search looks after the last
+        of two answers, the other looks for the end of the first turn.
 
         Args:
             stop_token_ids: the stop tokens in the model's ``generation_config.json``.

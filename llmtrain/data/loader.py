@@ -19,7 +19,7 @@ from llmtrain.data.packing import Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
 from llmtrain.types import IGNORED, Batch, LocalBatch
 
-_POSITIONS_AT_ONCE = 4096  # for which the order is computed in one call
+_POSITIONS_PER_CALL = 4096  # for which one call computes the order
 
 
 class Slot(NamedTuple):
@@ -35,8 +35,8 @@ class Slot(NamedTuple):
     row: int | None
 
 
-class ReadRows(NamedTuple):
-    """The rows of some slots.
+class RowBatch(NamedTuple):
+    """The rows of some slots, by column.
 
     Attributes:
         slots: the slots.
@@ -82,7 +82,7 @@ def _rows_of_epoch(step: int, n: int, global_batch_size: int, seed: int | None) 
     epoch, step_of_epoch = divmod(step, steps_per_epoch)
 
     # The order is computed for several steps at once, which takes numpy no longer than for one.
-    steps_per_block = max(_POSITIONS_AT_ONCE // global_batch_size, 1)
+    steps_per_block = max(_POSITIONS_PER_CALL // global_batch_size, 1)
     block, step_of_block = divmod(step_of_epoch, steps_per_block)
     rows = _order(n, steps_per_block * global_batch_size, seed, epoch, block)
     start = step_of_block * global_batch_size
@@ -126,27 +126,27 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
 class EvalSampler(Sampler[list[Slot]]):
     """Yields every row once, in the stored order. No batch has rows of two sources.
 
-    The position of a slot is the number of its row. Empty slots behind the last row of a source
+    The position of a slot is the number of its row. Empty slots after the last row of a source
     count on from there, so the next source has the same positions again. Nothing depends on that:
     positions are for dropout, and an evaluation has none.
 
     Args:
-        parts: the number of rows of each source.
+        source_rows: the number of rows of each source.
         batch_size: the number of slots in a batch.
     """
 
     drop_last = False  # Accelerate reads it
 
-    def __init__(self, parts: Sequence[int], batch_size: int) -> None:
-        self.parts = parts
+    def __init__(self, source_rows: Sequence[int], batch_size: int) -> None:
+        self.source_rows = source_rows
         self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return sum(-(-rows // self.batch_size) for rows in self.parts)
+        return sum(-(-rows // self.batch_size) for rows in self.source_rows)
 
     def __iter__(self) -> Iterator[list[Slot]]:
         first = 0
-        for rows in self.parts:
+        for rows in self.source_rows:
             end = first + rows
             for start in range(first, end, self.batch_size):
                 yield [
@@ -156,7 +156,7 @@ class EvalSampler(Sampler[list[Slot]]):
             first = end
 
 
-class SlotRows(Dataset[ReadRows]):
+class SlotRows(Dataset[RowBatch]):
     """Token rows, read by slot.
 
     They are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
@@ -175,7 +175,7 @@ class SlotRows(Dataset[ReadRows]):
         self.chunk_ends = np.cumsum(chunk_lengths)
         self.chunk_starts = self.chunk_ends - chunk_lengths
 
-    def __getitems__(self, slots: list[Slot]) -> ReadRows:
+    def __getitems__(self, slots: list[Slot]) -> RowBatch:
         """Return the rows of slots, with ``labels``; an empty slot has no label."""
         # An empty slot reads row 0. Its labels are removed below.
         rows = np.array([slot.row or 0 for slot in slots])
@@ -191,7 +191,7 @@ class SlotRows(Dataset[ReadRows]):
         # copied. So an empty slot gets -100 as its inputs, too; Collate replaces them.
         labels = columns.setdefault("labels", columns["input_ids"])
         labels[[slot.row is None for slot in slots]] = IGNORED
-        return ReadRows(slots, columns)
+        return RowBatch(slots, columns)
 
 
 class Collate:
@@ -217,18 +217,18 @@ class Collate:
         self.dropout_seed = dropout_seed
         self.prepare = prepare
 
-    def __call__(self, read: ReadRows) -> LocalBatch:
-        arrays = {name: _with_wide_integers(column) for name, column in read.columns.items()}
+    def __call__(self, row_batch: RowBatch) -> LocalBatch:
+        arrays = {name: _with_wide_integers(column) for name, column in row_batch.columns.items()}
         # Inputs of plain text are -100 in empty slots and after the end of the text: there they are
         # the labels (see SlotRows). Any token may replace them, because those labels stay -100.
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.dropout_seed is not None:
             # Without their lowest bit, keys fit into int64.
-            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in read.slots]
+            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in row_batch.slots]
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
 
-        rows = np.array([-1 if slot.row is None else slot.row for slot in read.slots])
+        rows = np.array([-1 if slot.row is None else slot.row for slot in row_batch.slots])
         is_row = rows >= 0
         targets = (arrays["labels"][:, 1:] != IGNORED).sum(axis=1)
         local_batch = LocalBatch(
@@ -276,7 +276,7 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-) -> DataLoader[ReadRows]:
+) -> DataLoader[RowBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
     Starting at a late step costs nothing.
@@ -303,8 +303,8 @@ def eval_loader(
     micro_batch: int,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-    parts: Sequence[int] = (),
-) -> DataLoader[ReadRows]:
+    source_rows: Sequence[int] = (),
+) -> DataLoader[RowBatch]:
     """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
     The last batch of each source is filled up with rows of weight zero. Micro-batches have up to a
@@ -316,15 +316,15 @@ def eval_loader(
         micro_batch: the largest number of rows in a micro-batch.
         prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
-        parts: the number of rows of each source, if there are several.
+        source_rows: the number of rows of each source, if there are several.
     """
-    parts = parts or [len(rows)]
-    sampler = EvalSampler(parts, _eval_batch_size(parts, processes, micro_batch))
+    source_rows = source_rows or [len(rows)]
+    sampler = EvalSampler(source_rows, _eval_batch_size(source_rows, processes, micro_batch))
     collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 
-def _eval_batch_size(parts: Sequence[int], processes: int, micro_batch: int) -> int:
+def _eval_batch_size(source_rows: Sequence[int], processes: int, micro_batch: int) -> int:
     """Return the number of slots in an eval batch that leaves the fewest empty rows to compute.
 
     A smaller batch may leave fewer empty rows, but makes worse use of the device. So the result is
@@ -332,13 +332,13 @@ def _eval_batch_size(parts: Sequence[int], processes: int, micro_batch: int) -> 
     leave equally few empty rows, the largest is chosen.
 
     Args:
-        parts: the number of rows of each source.
+        source_rows: the number of rows of each source.
         processes: the number of ranks that divide a batch; the result is a multiple of it.
         micro_batch: the largest number of rows in a micro-batch.
     """
 
     def empty_rows(batch_size: int) -> int:
-        return sum(-count % batch_size for count in parts)
+        return sum(-count % batch_size for count in source_rows)
 
     largest = processes * micro_batch
     below_smallest = processes * (micro_batch * 3 // 4)

@@ -203,17 +203,17 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class SecondAnswer(NamedTuple):
-    """The second answer of a pair, whose tokens are stored behind those of the first.
+    """The second answer of a pair, whose tokens are stored after those of the first.
 
     Attributes:
         start: the index of its first token.
         position: the position id of its first token.
-        desirable: whether the *first* answer is desirable.
+        is_first_desirable: whether the first answer is desirable.
     """
 
     start: int
     position: int
-    desirable: bool
+    is_first_desirable: bool
 
 
 class _Part(NamedTuple):
@@ -250,16 +250,18 @@ class TokenStore:
         self.pairs = 0
         self.digest = hashlib.sha256()
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, second: SecondAnswer | None = None) -> None:
+    def add(
+        self, ids: np.ndarray, loss_mask: np.ndarray, second: SecondAnswer | None = None
+    ) -> None:
         """Add a document or a pair.
 
         Args:
             ids: int32 [n], the tokens.
-            trained: bool [n], whether each token is a target.
+            loss_mask: bool [n], whether each token is a target.
             second: the second answer of a pair.
         """
-        self._file.write(np.where(trained, ids, ~ids).astype(np.int32).tobytes())
-        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(trained).tobytes())
+        self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32).tobytes())
+        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(loss_mask).tobytes())
         self.lengths.append(len(ids))
         if second is not None:
             self.seconds.append(second)
@@ -340,7 +342,7 @@ class TokenStore:
             return [_Part(tokens, first_position=0, answer=0)]
 
         second = self.seconds[document]
-        answer = 4 * number_in_row + (0 if second.desirable else 2)
+        answer = 4 * number_in_row + (0 if second.is_first_desirable else 2)
         return [
             _Part(tokens[: second.start], first_position=0, answer=answer),
             _Part(tokens[second.start :], first_position=second.position, answer=answer + 1),

@@ -95,13 +95,13 @@ class _RenderedPair(NamedTuple):
         place: the file and the line or row of the record.
         first: an answer.
         second: the other answer of a pair, or an answer to compare an unpaired one with.
-        desirable: whether the first answer is desirable.
+        is_first_desirable: whether the first answer is desirable.
     """
 
     place: str
     first: Document
     second: Document
-    desirable: bool
+    is_first_desirable: bool
 
 
 class Pairs(Records[PreferenceRecord]):
@@ -171,19 +171,20 @@ class Pairs(Records[PreferenceRecord]):
             second = pair.second
             shared = _shared_length(first, second) if self.share_prompts else 0
             ids = np.concatenate([first.ids, second.ids[shared:]])
-            trained = np.concatenate([first.trained, second.trained[shared:]])
-            store.add(
-                ids,
-                trained,
-                SecondAnswer(start=len(first.ids), position=shared, desirable=pair.desirable),
+            loss_mask = np.concatenate([first.loss_mask, second.loss_mask[shared:]])
+            second_answer = SecondAnswer(
+                start=len(first.ids),
+                position=shared,
+                is_first_desirable=pair.is_first_desirable,
             )
+            store.add(ids, loss_mask, second_answer)
 
             audit.kept += 1
             audit.tokens += len(first.ids) + len(second.ids)
             audit.shared += shared
-            audit.judged += int(trained.sum())
-            audit.desirable += self.unpaired and pair.desirable
-            target_bytes += first.trained_bytes + second.trained_bytes
+            audit.judged += int(loss_mask.sum())
+            audit.desirable += self.unpaired and pair.is_first_desirable
+            target_bytes += first.target_bytes + second.target_bytes
 
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
@@ -240,12 +241,12 @@ class Pairs(Records[PreferenceRecord]):
         return pair._replace(first=first, second=second)
 
     def _is_useless(self, pair: _RenderedPair) -> bool:
-        """Return whether an answer has no tokens left, or whether both answers have the same."""
-        if not pair.first.trained.any():
+        """Return whether an answer has no target left, or both answers have the same tokens."""
+        if not pair.first.loss_mask.any():
             return True
         if self.unpaired:
             return False
-        return not pair.second.trained.any() or np.array_equal(pair.first.ids, pair.second.ids)
+        return not pair.second.loss_mask.any() or np.array_equal(pair.first.ids, pair.second.ids)
 
     def _rendered_pairs(
         self, renderer: Renderer, split: Split, audit: PairAudit
@@ -273,8 +274,8 @@ class Pairs(Records[PreferenceRecord]):
                 continue
             for number, answer in enumerate(answers):
                 # Of two answers, the first is the chosen one.
-                desirable = record.desirable and number == 0
-                yield _RenderedPair(place, answer, compared[0], desirable)
+                is_desirable = record.desirable and number == 0
+                yield _RenderedPair(place, answer, compared[0], is_desirable)
 
     def _rendered_records(
         self, renderer: Renderer, split: Split, audit: PairAudit
@@ -352,6 +353,6 @@ def _shared_length(first: Document, second: Document) -> int:
 
 def _prompt_length(document: Document) -> int:
     """Return the number of tokens before the first target."""
-    if not document.trained.any():
+    if not document.loss_mask.any():
         return len(document.ids)
-    return int(np.argmax(document.trained))
+    return int(np.argmax(document.loss_mask))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Corpus: TypeAlias = Texts | Conversations | Pairs
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-FORMAT = 5
+_FORMAT_VERSION = 5
 
 
 @dataclass
@@ -278,7 +278,7 @@ def tokenize(
     stop_token_ids: list[int] = []
     if row_config and pretrained is not None:
         new_tokens = set_template(pretrained, row_config.chat_template)
-        stop_token_ids = tok.stop_ids(spec)
+        stop_token_ids = tok.stop_token_ids_of(spec)
     if row_config and spec == "char":
         raise UserError(
             "--tokenizer char knows only the characters of the data, and a chat template has "
@@ -286,7 +286,7 @@ def tokenize(
         )
 
     key: list[object] = [
-        FORMAT,
+        _FORMAT_VERSION,
         block_size,
         config.eval_fraction,
         [source.fingerprint() for source in sources],
@@ -322,7 +322,7 @@ def tokenize(
     if rows is None:
         rows = _make_once(folder, spec, make)
 
-    # The same content may have been read from other files before.
+    # The cache entry may have been made from other files with the same content.
     rows.metadata.dataset = " ".join(config.dataset)
     rows.metadata.tokenizer = spec
     rows.new_tokens = new_tokens
@@ -334,7 +334,7 @@ def tokenize(
 
 
 def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Source]:
-    """Return the sources in ``--dataset``, or the recipe's own one."""
+    """Return the sources in ``--dataset``, or the recipe's own source."""
     if records is None:
         return [open_source(name) for name in config.dataset]
     if config.is_set("dataset"):

@@ -1,9 +1,9 @@
 """Tokenise plain text, as one stream of tokens that is cut into rows.
 
-The stream is: end-of-text, document, end-of-text, document, ..., end-of-text. Row ``i`` holds the
-tokens ``i * B`` to ``i * B + B`` of it if the block size is B. That is B + 1 tokens, of which the
-last one is also the first of the next row. So every token except the first is a target exactly
-once. Positions of the last row behind the end of the stream hold -100.
+The stream is: end-of-text, document, end-of-text, document, ..., end-of-text. With a block size B,
+row ``i`` holds the tokens ``i * B`` to ``i * B + B`` of the stream. That is B + 1 tokens, of which
+the last one is also the first of the next row. So every token except the first is a target exactly
+once. Positions of the last row after the end of the stream hold -100.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from llmtrain.types import IGNORED
 # Characters in a call of the tokenizer, which divides the texts of a call among the CPU cores.
 _ENCODE_CHARACTERS = 1 << 20
 _SEGMENT_CHARACTERS = 1 << 16
-# Where white space follows something else. Python counts \x1c to \x1f as white space, Unicode does
-# not.
+# Matches before white space that follows something else. Python counts \x1c to \x1f as white space,
+# Unicode does not.
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
 _T = TypeVar("_T", bound=Sized)
 
@@ -119,7 +119,7 @@ class Texts:
     ) -> SplitStats:
         """Tokenise a split and write its rows, which hold ``block_size + 1`` tokens."""
         texts = self.texts(split) if self.bytes[split] else ()
-        splits_texts = is_trained(self.config.tokenizer or "")
+        has_trained_tokenizer = is_trained(self.config.tokenizer or "")
         with tqdm(
             total=self.bytes[split],
             unit="B",
@@ -127,7 +127,7 @@ class Texts:
             desc="tokenising",
             leave=False,
         ) as bar:
-            token_arrays = _encoded(tokenizer, texts, splits_texts, bar)
+            token_arrays = _encoded(tokenizer, texts, splits_texts=has_trained_tokenizer, bar=bar)
             stats = _write_rows(path, token_arrays, block_size)
         return stats._replace(documents=self.documents[split], bytes=self.bytes[split])
 
@@ -156,13 +156,13 @@ def _encoded(
     puts_bos = bos is not None and tokenizer.encode("")[:1] == [bos]
     begin = [bos] if puts_bos else []
 
-    # The call of encode() above has its own settings, so these are made after it.
+    # These come after the call of encode() above, which changes the same settings.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
 
-    before = begin or end
+    prefix = begin or end
     for batch in _batches(texts, _ENCODE_CHARACTERS):
         if splits_texts:
             documents_of_batch = [list(_segments(text)) for text in batch]
@@ -177,11 +177,11 @@ def _encoded(
             ) from None
 
         for document in documents_of_batch:
-            yield np.array(before, np.int32)
+            yield np.array(prefix, np.int32)
             for _ in document:
                 yield np.array(next(encodings).ids, np.int32)
             yield np.array(end, np.int32)
-            before = begin
+            prefix = begin
         bar.update(sum(len(text.encode()) for text in batch))
 
 

@@ -33,15 +33,15 @@ class Document(NamedTuple):
 
     Attributes:
         ids: int32 [n].
-        trained: bool [n], whether a token is a target.
-        trained_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        loss_mask: bool [n], whether a token is a target.
+        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
         turns: the number of assistant turns that are targets.
         ended: the number of these whose last target token ends a turn.
     """
 
     ids: np.ndarray
-    trained: np.ndarray
-    trained_bytes: int
+    loss_mask: np.ndarray
+    target_bytes: int
     turns: int
     ended: int
 
@@ -248,10 +248,10 @@ class Renderer:
     def cut(self, document: Document, width: int) -> Document:
         """Return the first ``width`` tokens of a document. Its turns are not counted."""
         ids = document.ids[:width]
-        trained = document.trained[:width]
-        target_ids = ids[trained & ~np.isin(ids, self.control_ids)].tolist()
+        loss_mask = document.loss_mask[:width]
+        target_ids = ids[loss_mask & ~np.isin(ids, self.control_ids)].tolist()
         text = self.backend.decode(target_ids, skip_special_tokens=False)
-        return Document(ids, trained, trained_bytes=len(text.encode()), turns=0, ended=0)
+        return Document(ids, loss_mask, target_bytes=len(text.encode()), turns=0, ended=0)
 
     # --- from a turn to its prompt and its target
 
@@ -272,13 +272,10 @@ class Renderer:
         return text
 
     def _prompted(self, turn: _Turn) -> _PromptedTurn | None:
-        """Return the prompt of a turn and its target.
+        """Return a turn as text, or ``None`` if the template does not show it after any prompt.
 
         Several ways to prompt are tried. If the turn has reasoning, a prompt that asks for
         reasoning comes first, and is taken only if the target shows some of the reasoning.
-
-        Returns:
-            The turn; ``None`` if the template does not show it behind any prompt.
         """
         choices = [True, False] if turn.thoughts else [False]
         for with_reasoning in choices:
@@ -384,31 +381,32 @@ class Renderer:
         prompt_ids = np.array(self.backend.encode(prompt, add_special_tokens=False).ids, np.int32)
         tokens = self._tokens_of_target(prompt, prompt_ids, target)
 
-        earlier = _NOTHING
+        earlier = _EMPTY_DOCUMENT
         if documents and np.array_equal(prompt_ids[: len(documents[-1].ids)], documents[-1].ids):
             earlier = documents.pop()
 
-        trained = np.zeros(len(tokens.ids), bool)
-        trained_bytes = 0
+        is_trained = np.zeros(len(tokens.ids), bool)
+        target_bytes = 0
         for start, stop in spans:
             inside = np.flatnonzero((start <= tokens.start) & (tokens.stop <= stop))
             if len(inside):
-                trained[inside] = True
+                is_trained[inside] = True
                 text = target[tokens.start[inside[0]] : tokens.stop[inside[-1]]]
-                trained_bytes += len(text.encode())
+                target_bytes += len(text.encode())
         for i in tokens.controls:
-            if trained[i]:
-                trained_bytes -= len(target[tokens.start[i] : tokens.stop[i]].encode())
-        has_end = trained.any() and int(tokens.ids[trained][-1]) in self.template.stop_token_ids
+            if is_trained[i]:
+                target_bytes -= len(target[tokens.start[i] : tokens.stop[i]].encode())
+        trained_ids = tokens.ids[is_trained]
+        has_end = len(trained_ids) > 0 and int(trained_ids[-1]) in self.template.stop_token_ids
 
         rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
-        all_trained = np.concatenate([earlier.trained, rest_of_prompt, trained])
-        all_trained[:1] = False  # the first token has no context
+        loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, is_trained])
+        loss_mask[:1] = False  # the first token has no context
         documents.append(
             Document(
                 ids=np.concatenate([prompt_ids, tokens.ids]),
-                trained=all_trained,
-                trained_bytes=earlier.trained_bytes + trained_bytes,
+                loss_mask=loss_mask,
+                target_bytes=earlier.target_bytes + target_bytes,
                 turns=earlier.turns + 1,
                 ended=earlier.ended + int(has_end),
             )
@@ -442,8 +440,8 @@ class Renderer:
         return _TargetTokens(ids, start, stop, controls)
 
 
-_NOTHING = Document(
-    ids=np.zeros(0, np.int32), trained=np.zeros(0, bool), trained_bytes=0, turns=0, ended=0
+_EMPTY_DOCUMENT = Document(
+    ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0, turns=0, ended=0
 )
 
 
@@ -459,7 +457,7 @@ def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
 
 
 def _turns_of(messages: list[Message]) -> Iterator[tuple[int, int]]:
-    """Yield the first message of each assistant turn, and the message after it.
+    """Yield the index of each assistant turn's first message, and of the message after the turn.
 
     A turn at the very beginning of a conversation has no prompt, and is left out.
     """
@@ -477,7 +475,7 @@ def _target_of_opened_reasoning(turn: _Turn, prompt: str, text: str) -> str | No
 
     Returns:
         The reasoning and the answer; ``None`` if the prompt has begun no reasoning, or if the text
-        does not begin with the prompt before that.
+        does not begin with the part of the prompt before the reasoning.
     """
     opened = OPENED.search(prompt)
     if opened is None or not text.startswith(prompt[: opened.start()]):

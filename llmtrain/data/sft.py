@@ -115,7 +115,7 @@ class Audit(Counts):
             name: the data set, as it is named in ``--dataset``.
 
         Raises:
-            UserError: they do not.
+            UserError: if there are no target tokens, or if no turn trains its end.
         """
         if not self.trained:
             reasons = f"{self.overlong:,} are overlong, {self.bad:,} bad"
@@ -173,8 +173,8 @@ class Records(Generic[R]):
         hashes = [_hash_of(record) for _, record in self._read()]
         if not hashes:
             raise UserError(f"--dataset {source.name} holds no conversation.")
-        self.limit = _eval_limit(hashes, config.eval_fraction)
-        eval_count = sum(number < self.limit for number in hashes)
+        self.eval_limit = _eval_limit(hashes, config.eval_fraction)
+        eval_count = sum(number < self.eval_limit for number in hashes)
         self.documents: dict[Split, int] = {
             "train": len(hashes) - eval_count,
             "eval": eval_count,
@@ -191,7 +191,7 @@ class Records(Generic[R]):
 
     def _split_of(self, record: R) -> Split:
         """Return the split that the hash of a record chooses."""
-        return "eval" if _hash_of(record) < self.limit else "train"
+        return "eval" if _hash_of(record) < self.eval_limit else "train"
 
     def _read(self, split: Split | None = None) -> Iterator[tuple[str, R]]:
         """Yield the readable records of one split, or of both, each with its place.
@@ -290,11 +290,11 @@ class Conversations(Records[Conversation]):
                 document = self._fitted(renderer, full_document, block_size, place, audit)
                 if document is None:
                     continue
-                store.add(document.ids, document.trained)
+                store.add(document.ids, document.loss_mask)
                 lengths.append(len(document.ids))
-                target_bytes += document.trained_bytes
+                target_bytes += document.target_bytes
                 audit.kept += 1
-                audit.trained += int(document.trained.sum())
+                audit.trained += int(document.loss_mask.sum())
                 audit.turns += document.turns
                 audit.ended += document.ended
             audit.tokens += sum(lengths)
@@ -329,7 +329,7 @@ class Conversations(Records[Conversation]):
             if not self._truncates(audit, complaint):
                 return None
             document = renderer.cut(document, width)
-        if not document.trained.any():
+        if not document.loss_mask.any():
             audit.untrained += 1
             return None
         return document

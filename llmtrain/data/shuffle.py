@@ -130,12 +130,13 @@ class Mixture:
         Returns:
             int64 [n].
         """
-        periods, places = np.divmod(positions, len(self.source_at))
+        periods, positions_in_period = np.divmod(positions, len(self.source_at))
         rows = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            is_source = self.source_at[places] == source
+            is_source = self.source_at[positions_in_period] == source
             # How many rows of this source come before each position of the run.
-            rows_before = periods[is_source] * count + self.rows_before[places[is_source]]
+            rows_before_in_period = self.rows_before[positions_in_period[is_source]]
+            rows_before = periods[is_source] * count + rows_before_in_period
             epochs, positions_in_epoch = np.divmod(rows_before, size)
 
             rows_of_source = np.empty(len(rows_before), np.int64)

@@ -151,7 +151,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_ids(name: str) -> list[int]:
+def stop_token_ids_of(name: str) -> list[int]:
     """Return the tokens at which a model stops generating, from its ``generation_config.json``.
 
     Args:

@@ -102,6 +102,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         run.layout.micro_batch,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
-        parts=[*rows.eval_sources.values()],
+        source_rows=[*rows.eval_sources.values()],
     )
     return batches, eval_batches

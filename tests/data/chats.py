@@ -150,7 +150,7 @@ def said(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list
     texts = []
     for document in Renderer(tokenizer)(conversation).documents:
         runs = itertools.groupby(
-            range(len(document.ids)), key=lambda place, of=document: of.trained[place]
+            range(len(document.ids)), key=lambda place, of=document: of.loss_mask[place]
         )
         texts += [
             tokenizer.decode(document.ids[list(places)]) for trained, places in runs if trained

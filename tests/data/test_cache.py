@@ -17,7 +17,7 @@ from llmtrain.data.cache import cache_folder, file_digest
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is worth remembering, and a clock that says that it was written long ago."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_WORTH_REMEMBERING", 3)
+    monkeypatch.setattr(cache, "_MIN_KEPT_SIZE", 3)
     path = tmp_path / "text"
     path.write_text("one")
     later = time.time() + 600
@@ -100,7 +100,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
 def test_a_small_file_is_read_each_time(
     large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_WORTH_REMEMBERING", 4)
+    monkeypatch.setattr(cache, "_MIN_KEPT_SIZE", 4)
     assert file_digest(large) == file_digest(large) == sha256("one")
     assert len(reads) == 2
 

@@ -42,7 +42,7 @@ def test_the_same_conversation_is_the_same_tokens_in_every_format():
     ]
     for other in rendered:
         np.testing.assert_array_equal(other.ids, rendered[0].ids)
-        np.testing.assert_array_equal(other.trained, rendered[0].trained)
+        np.testing.assert_array_equal(other.loss_mask, rendered[0].loss_mask)
 
 
 @pytest.mark.parametrize(

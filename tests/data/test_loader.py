@@ -14,7 +14,7 @@ from llmtrain.data.loader import (
     IGNORED,
     Collate,
     GlobalBatchSampler,
-    ReadRows,
+    RowBatch,
     Slot,
     SlotRows,
     eval_loader,
@@ -188,7 +188,7 @@ def test_evaluation_takes_smaller_batches_where_fewer_of_their_rows_are_empty(ro
         (1, [1] * 23),
     ]:
         assert [len(batch.rows) for batch in eval_loader(rows, 1, micro)] == sizes
-    loader = eval_loader(rows, 1, 8, parts=[7, 14, 2])
+    loader = eval_loader(rows, 1, 8, source_rows=[7, 14, 2])
     assert [len(batch.rows) for batch in loader] == [7, 7, 7, 7]
 
 
@@ -217,12 +217,12 @@ def test_rows_are_found_in_tables_of_several_chunks(rows):
     assert found == [rows[slot.row]["input_ids"] for slot in slots]
 
 
-def read_of(count: int) -> ReadRows:
+def read_of(count: int) -> RowBatch:
     """``count`` rows of tokens; the second is empty, the third ends early."""
     tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
     tokens[1:2] = IGNORED
     tokens[2:3, 3:] = IGNORED
-    return ReadRows(
+    return RowBatch(
         [Slot(i, None if i == 1 else i) for i in range(count)],
         {"input_ids": tokens, "labels": tokens},
     )
@@ -258,7 +258,7 @@ def test_a_place_without_a_token_has_no_label_and_the_input_0():
 
 def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
     tokens = np.zeros((len(positions), 5), np.int32)
-    read = ReadRows(
+    read = RowBatch(
         [Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens}
     )
     local_batch = Collate(micro, dropout_seed=seed)(read)

@@ -193,7 +193,7 @@ def cell_of(name: str, kind: str) -> str:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
     targets = []
     for document in rendered.documents:
-        for start, end in runs_of(document.trained):
+        for start, end in runs_of(document.loss_mask):
             assert tokenizer.decode(document.ids[end - 1]) in stops_of(name)
             target = tokenizer.decode(document.ids[start:end])
             (turn,) = [i for i in turns if is_said(shown[i], target)]

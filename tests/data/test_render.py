@@ -54,10 +54,10 @@ def test_only_what_the_assistant_says_and_the_end_of_its_turn_is_trained(name, s
         == sum(document.ended for document in documents)
         == 2
     )
-    trained_bytes = sum(document.trained_bytes for document in documents)
-    assert trained_bytes == len("The answer" + "yes, the answer") + 2 * len(space)
+    target_bytes = sum(document.target_bytes for document in documents)
+    assert target_bytes == len("The answer" + "yes, the answer") + 2 * len(space)
     assert all(
-        (document.ids.dtype, document.trained.dtype) == (np.int32, np.bool_)
+        (document.ids.dtype, document.loss_mask.dtype) == (np.int32, np.bool_)
         for document in documents
     )
 
@@ -81,9 +81,9 @@ def test_the_spans_are_the_same_with_and_without_generation_blocks(name, spec, c
     ]
     for first, second in zip(*(rendered.documents for rendered in both), strict=True):
         np.testing.assert_array_equal(first.ids, second.ids)
-        np.testing.assert_array_equal(first.trained, second.trained)
+        np.testing.assert_array_equal(first.loss_mask, second.loss_mask)
         assert first[2:] == second[2:]
-        assert first.trained.any()
+        assert first.loss_mask.any()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -118,7 +118,7 @@ def test_what_is_trained_is_a_matter_of_place_and_not_of_tokens(mark):
     tokenizer = make(mark(TEMPLATES["zephyr"]))
     tokenizer.pad_token = tokenizer.eos_token
     rendered = one(tokenizer, chat("yes", "yes", "yes", "yes"))
-    ends = rendered.trained[rendered.ids == tokenizer.eos_token_id]
+    ends = rendered.loss_mask[rendered.ids == tokenizer.eos_token_id]
     assert ends.tolist() == [False, True, False, True]
     assert rendered.ended == 2
 
@@ -132,8 +132,8 @@ def test_a_turn_is_trained_as_it_would_be_generated_where_later_prompts_show_it_
     asked.append(asked[0] + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     answers = ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
     for document, prompt, answer in zip(documents, asked, answers, strict=True):
-        assert tokenizer.decode(document.ids[~document.trained]) == prompt
-        assert tokenizer.decode(document.ids[document.trained]) == answer
+        assert tokenizer.decode(document.ids[~document.loss_mask]) == prompt
+        assert tokenizer.decode(document.ids[document.loss_mask]) == answer
     conversation.messages.append({"role": "user", "content": "e"})
     assert said(tokenizer, conversation) == answers
 
@@ -182,7 +182,7 @@ def test_a_turn_without_reasoning_is_prompted_for_without_it():
     tokenizer = make(SWITCHED)
     turns = chat("a", "b", "c", "<think>hm</think>d")
     first = one(tokenizer, Conversation(turns.messages[:2], None))
-    assert tokenizer.decode(first.ids[~first.trained]).endswith("assistant\n<think></think>")
+    assert tokenizer.decode(first.ids[~first.loss_mask]).endswith("assistant\n<think></think>")
     assert said(tokenizer, turns) == ["b<|im_end|>", "<think>hm</think>d<|im_end|>"]
 
 
@@ -228,7 +228,7 @@ def test_a_models_own_stops_end_a_turn():
     stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert said(tokenizer, chat("a", "b.c")) == ["b<|eot_id|>c<|im_end|>"]
     (document,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).documents
-    assert tokenizer.decode(document.ids[document.trained]) == "b<|eot_id|>"
+    assert tokenizer.decode(document.ids[document.loss_mask]) == "b<|eot_id|>"
 
 
 def test_a_turn_that_only_calls_a_tool_is_trained_without_generation_blocks_too():
@@ -268,7 +268,7 @@ def test_a_turn_may_be_marked_in_parts():
     tokenizer = make(marked(template))
     rendered = one(tokenizer, chat("a", "b", "c", "d"))
     assert said(tokenizer, chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
-    assert (rendered.turns, rendered.ended, rendered.trained_bytes) == (2, 2, 2)
+    assert (rendered.turns, rendered.ended, rendered.target_bytes) == (2, 2, 2)
 
 
 def test_two_ends_side_by_side_are_both_trained():
@@ -333,7 +333,7 @@ def test_no_token_holds_both_the_prompt_and_the_answer():
     document = one(tokenizer, chat("a", "question?"))
     prompt = tokenizer.encode("User: a\nAssistant: ")
     assert document.ids[: len(prompt)].tolist() == prompt
-    assert not document.trained[: len(prompt)].any()
+    assert not document.loss_mask[: len(prompt)].any()
     assert said(tokenizer, chat("a", "question?")) == ["question?</s>"]
 
 
@@ -342,14 +342,14 @@ def test_a_token_that_ends_behind_a_block_is_not_trained():
     document = one(tokenizer, chat("a", "?? questi"))
     assert tokenizer.decode(document.ids).endswith("Assistant: ?? question</s>")
     assert said(tokenizer, chat("a", "?? questi")) == ["??", "</s>"]
-    assert (document.turns, document.ended, document.trained_bytes) == (1, 1, 2)
+    assert (document.turns, document.ended, document.target_bytes) == (1, 1, 2)
 
 
 def test_a_turn_whose_block_leaves_out_its_end_is_counted():
     template = marked(TEMPLATES["llama"].replace("+ '<|eot_id|>' -}}»", "-}}»{{- '<|eot_id|>' -}}"))
     document = one(make(template), chat("a", "b", "c", "d"))
-    assert (document.turns, document.ended, document.trained_bytes) == (2, 0, 2)
-    assert document.trained.sum() == 2
+    assert (document.turns, document.ended, document.target_bytes) == (2, 0, 2)
+    assert document.loss_mask.sum() == 2
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
@@ -385,7 +385,7 @@ def test_a_character_of_many_tokens_is_trained_whole(make_tokenizer, text):
     tokenizer = make_tokenizer()
     rendered = one(tokenizer, chat("🙂" + text, text, text, text))
     assert said(tokenizer, chat("🙂" + text, text, text, text)) == [text + "<|im_end|>"] * 2
-    assert rendered.trained_bytes == 2 * len(text.encode())
+    assert rendered.target_bytes == 2 * len(text.encode())
 
 
 @pytest.mark.parametrize("mark", [marked, unmarked])
@@ -400,9 +400,9 @@ def test_an_end_of_turn_that_takes_in_the_white_space_beside_it_is_trained(mark,
     tokenizer = tok.as_pretrained(backend, block_size=32)
     tokenizer.chat_template = mark(TEMPLATES["chatml"])
     rendered = one(tokenizer, chat("a", "b", "c", "d"))
-    ends = rendered.trained[rendered.ids == tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    ends = rendered.loss_mask[rendered.ids == tokenizer.convert_tokens_to_ids("<|im_end|>")]
     assert ends.tolist() == [False, True, False, True]
-    assert (rendered.ended, rendered.trained_bytes) == (2, 2)
+    assert (rendered.ended, rendered.target_bytes) == (2, 2)
 
 
 def test_white_space_belongs_to_its_token_also_where_the_tokenizer_leaves_it_out_of_offsets():
@@ -411,8 +411,8 @@ def test_white_space_belongs_to_its_token_also_where_the_tokenizer_leaves_it_out
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     trimming = one(tokenizer, chat("a", " b "))
     assert said(tokenizer, chat("a", " b ")) == [" b</s>"]
-    np.testing.assert_array_equal(trimming.trained, plain.trained)
-    assert trimming.trained_bytes == plain.trained_bytes == 2
+    np.testing.assert_array_equal(trimming.loss_mask, plain.loss_mask)
+    assert trimming.target_bytes == plain.target_bytes == 2
 
 
 def test_a_tokenizer_that_reads_control_tokens_as_text_is_neither_minded_nor_changed():
@@ -536,7 +536,7 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
         tokenizer = make(unmarked(template))
         rendered = Renderer(tokenizer)(Conversation(messages, None))
         prompts = [
-            tokenizer.decode(document.ids[~document.trained]) for document in rendered.documents
+            tokenizer.decode(document.ids[~document.loss_mask]) for document in rendered.documents
         ]
         expected = [
             tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
@@ -581,8 +581,8 @@ def test_what_is_trained_reads_as_the_assistants_words_and_the_ends_of_its_turns
         tokenizer = RENDERERS[mark].tokenizer
         (rendered,) = RENDERERS[mark](chat(*itertools.chain(*turns))).documents
         expected = "".join(answer + "<|im_end|>" for answer in answers)
-        assert tokenizer.decode(rendered.ids[rendered.trained]) == expected
-        assert rendered.trained_bytes == sum(len(answer.encode()) for answer in answers)
+        assert tokenizer.decode(rendered.ids[rendered.loss_mask]) == expected
+        assert rendered.target_bytes == sum(len(answer.encode()) for answer in answers)
         assert rendered.turns == rendered.ended == len(turns)
 
 
@@ -598,7 +598,7 @@ def test_the_last_turns_alone_are_those_since_the_last_question(template):
     again = [{**CALLING[0], "content": "And 4 + 3?"}, *CALLING[1:]]
     documents = renderer(Conversation([*CALLING, *again], [TOOL])).documents
     assert sum(document.turns for document in documents) == 2
-    texts = [renderer.tokenizer.decode(document.ids[~document.trained]) for document in documents]
+    texts = [renderer.tokenizer.decode(document.ids[~document.loss_mask]) for document in documents]
     assert all("And 4 + 3?" in text and "2 + 3?" in text for text in texts)
     assert renderer(Conversation([*CALLING, USER], [TOOL])).documents == []
 

@@ -18,7 +18,7 @@ import gpt
 import preference
 
 from llmtrain import launch
-from llmtrain.data.loader import Collate, ReadRows
+from llmtrain.data.loader import Collate, RowBatch
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import loop, optim
@@ -50,7 +50,7 @@ def perturb_rank_1(engine: Engine, *arguments: Any, **settings: Any) -> StepResu
     return result
 
 
-def rows_of_first_step(collate: Collate, read: ReadRows) -> LocalBatch:
+def rows_of_first_step(collate: Collate, read: RowBatch) -> LocalBatch:
     """Every rank except the first reads the rows again that it has read in its first step."""
     first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
     if RANK and len(read.slots) == len(first.slots):
@@ -67,7 +67,7 @@ def pairs_of_one_rank(
     return totals._replace(denominator=pairs * WORLD)
 
 
-def divided_pairs(collate: Collate, read: ReadRows) -> LocalBatch:
+def divided_pairs(collate: Collate, read: RowBatch) -> LocalBatch:
     """The first rank has the chosen answers of the rows, the second the rejected ones."""
     local_batch = HONEST_COLLATE(collate, read)
     if WORLD > 1:
