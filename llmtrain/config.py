@@ -50,7 +50,7 @@ class Config:
         Args:
             name: the name of the flag.
             value: a number.
-            why: the remark behind the value in the log.
+            why: the remark after the value in the log.
         """
         if not self.is_set(name):
             setattr(self, name, value)
@@ -76,7 +76,7 @@ def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = 
             - ``update``: what the optimizer does with the gradient, and when training ends.
             - ``layout``: only where and in which order things are computed. That changes no more
               than rounding errors, so it is never reported as a cause.
-            - ``nowhere``: nothing that is computed, such as logging. ``llmtrain diff`` leaves these
+            - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
         hidden: show the flag only in ``--help_all``.
     """
@@ -118,8 +118,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         description: the text at the top of ``--help``.
 
     Raises:
-        UserError: a value is wrong, or a flag or key is unknown or abbreviated. The message then
-            has the nearest name.
+        UserError: if a value is wrong, or if a flag or key is unknown or abbreviated. The message
+            then suggests the nearest name.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     configs = configs_of(defaults)

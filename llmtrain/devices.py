@@ -67,7 +67,7 @@ def get_device(name: str) -> Device:
     """Return the device with a name that ``--device`` takes.
 
     Raises:
-        UserError: there is no such device. The message lists the names.
+        UserError: if there is no such device. The message lists the names.
     """
     from llmtrain.config import did_you_mean
 
@@ -96,7 +96,7 @@ def bytes_per_second(text: str) -> float:
     """Parse a rate, such as 400Gbit or 50GB or 50GB/s.
 
     Raises:
-        UserError: the text is not a rate, or the rate is 0.
+        UserError: if the text is not a rate, or if the rate is 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
     unit = _BYTES_PER_UNIT.get(match[2].lower()) if match else None

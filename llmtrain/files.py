@@ -108,7 +108,7 @@ def append_json_line(path: Path, content: "JsonObject") -> None:
     """Append one line of JSON to a file; see :func:`json_text`.
 
     Raises:
-        UserError: the line cannot be written, because the disk is full, for example.
+        UserError: if the line cannot be written, because the disk is full, for example.
     """
     try:
         with path.open("a") as file:
@@ -138,16 +138,16 @@ def drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text().splitlines()
-    _replace(path, "".join(f"{line}\n" for line in lines if _is_of_step_up_to(step, line)))
+    _replace(path, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
 
 
-def _is_of_step_up_to(step: int, line: str) -> bool:
-    """Return whether a line is a JSON object with a ``step`` that is not above ``step``.
+def _has_step_up_to(line: str, last_step: int) -> bool:
+    """Return whether a line is a JSON object whose ``step`` is not above ``last_step``.
 
     A crash may have left half a line.
     """
     try:
-        return bool(json.loads(line)["step"] <= step)
+        return bool(json.loads(line)["step"] <= last_step)
     except (ValueError, KeyError, TypeError):
         return False
 

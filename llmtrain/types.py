@@ -197,7 +197,7 @@ class Objective:
         """Check that the objective works with a model that has its weights; all ranks call this.
 
         Raises:
-            UserError: it does not.
+            UserError: if it does not.
         """
 
     def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:

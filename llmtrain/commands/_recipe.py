@@ -23,7 +23,7 @@ def separate_recipe_flags(arguments: argparse.Namespace) -> None:
     The command's own options among them are parsed into ``arguments``.
 
     Raises:
-        UserError: there is no such recipe.
+        UserError: if there is no such recipe.
     """
     if not Path(arguments.recipe).is_file():
         raise UserError(f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py.")

@@ -48,7 +48,7 @@ def load(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
     """Load the model that the arguments name, and return it with the sampling settings.
 
     Raises:
-        UserError: a value is out of range, or there is no model.
+        UserError: if a value is out of range, or if there is no model.
     """
     from llmtrain.models.generation import Sampling, TextModel, model_folder
 

@@ -63,7 +63,7 @@ class RequestedLayout(NamedTuple):
         """Parse ``2`` or ``2x1x4``.
 
         Raises:
-            UserError: the text is neither.
+            UserError: if the text is neither.
         """
         match = re.fullmatch(r"([1-9]\d*)(?:x(\d+)x(\d+))?", text.strip())
         if match is None:
@@ -107,7 +107,7 @@ class Trial:
         save_steps: steps between two checkpoints.
 
     Raises:
-        UserError: the layouts do not fit together, or cannot be started.
+        UserError: if the layouts do not fit together, or cannot be started.
     """
 
     def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
@@ -152,7 +152,7 @@ class Trial:
             name: what to call the run in messages, if not by its layout.
 
         Raises:
-            UserError: the recipe failed, with its own message.
+            UserError: if the recipe failed, with its own message.
         """
         try:
             run_command(self._command(layout, folder), self.on_cpu)
@@ -172,7 +172,7 @@ class Trial:
             The step that the run had reached by then.
 
         Raises:
-            UserError: the run ended before it could be killed.
+            UserError: if the run ended before it could be killed.
         """
         import psutil  # noqa: F401 - loaded now, so that the kill need not wait for it
 

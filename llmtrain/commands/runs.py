@@ -203,7 +203,7 @@ def _find_target(path: Path) -> _Target:
     """Find out whether the user has named a checkpoint, a run or its folder ``checkpoints``.
 
     Raises:
-        UserError: it is none of these.
+        UserError: if it is none of these.
     """
     from llmtrain.record.checkpoint import MANIFEST, checkpoints
 

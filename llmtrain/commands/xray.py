@@ -78,7 +78,7 @@ def _processes(arguments: argparse.Namespace) -> int:
     """Return how many processes to start.
 
     Raises:
-        UserError: the user asked for none.
+        UserError: if the user asked for none.
     """
     if arguments.processes is not None:
         processes: int = arguments.processes

@@ -45,7 +45,8 @@ def start_accelerator(
             more threads round differently.
 
     Raises:
-        UserError: the processes were not started as the user asked, or the run is not supported.
+        UserError: if the processes were not started as the user asked, or if the run is not
+            supported.
     """
     if "WORLD_SIZE" not in os.environ:
         # In a notebook, this process may have made an earlier run. Its state is no longer needed.
@@ -73,7 +74,7 @@ def start_accelerator(
     if is_sharding_requested() and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
-    _meet_after_restart(_backend(cpu, sharding), timeout)
+    _join_group_after_restart(_backend(cpu, sharding), timeout)
     accelerator = _make_accelerator(
         cpu=cpu,
         precision=precision,
@@ -170,7 +171,7 @@ def use_cpu(launcher: Launcher) -> bool:
     """Return whether this process runs on the CPU.
 
     Raises:
-        UserError: this machine has fewer GPUs than processes.
+        UserError: if this machine has fewer GPUs than processes.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or launcher.wants_cpu():
@@ -213,7 +214,7 @@ _SHARED_THREADS = "LLMTRAIN_SHARED_THREADS"
 def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
     """Set the number of threads of a CPU process, and return it.
 
-    It is the user's number. If there is none, the processes of this machine share its cores, or
+    It is the user's number. If the user set none, the processes of this machine share its cores, or
     each has one thread if the run is ``bitwise``. Sums over more threads round differently, so the
     number is always set, and recorded.
     """
@@ -278,7 +279,7 @@ def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
     return "no" if sharded else "fp16"  # sharded models do not support fp16
 
 
-def _meet_after_restart(backend: str, timeout: timedelta) -> None:
+def _join_group_after_restart(backend: str, timeout: timedelta) -> None:
     """Join the process group under new keys if the launcher has restarted its processes.
 
     With a static rendezvous, which is accelerate's default, the store still has the addresses of

@@ -143,7 +143,7 @@ def read_accelerate_config(config_file: str) -> "JsonObject":
     """Return the content of an accelerate config.
 
     Raises:
-        UserError: the file cannot be read, or has no number of processes.
+        UserError: if the file cannot be read, or has no number of processes.
     """
     import yaml
 

@@ -87,7 +87,7 @@ class Launcher:
 
     @classmethod
     def from_flags(cls, words: list[str]) -> "Launcher":
-        """Return the launcher that ``accelerate launch`` with these flags would be."""
+        """Return what :meth:`find` would return after ``accelerate launch`` with these flags."""
         config, config_file = _accelerate_config(words, ".")
         return cls(
             words=words,
@@ -185,7 +185,8 @@ def check_launch() -> None:
     """Check that this process was started as the user asked, before any work is done.
 
     Raises:
-        UserError: it was not, or the accelerate config asks for something unsupported.
+        UserError: if the number of processes is not as requested, or if the accelerate config asks
+            for something unsupported.
     """
     launcher = Launcher.find()
     world_size = os.environ.get("WORLD_SIZE")
@@ -194,7 +195,7 @@ def check_launch() -> None:
     requested_sharding(int(world_size or 1))
     _check_unsupported(recipe)
     if world_size is None:
-        _check_started_several(launcher, recipe)
+        _check_process_count(launcher, recipe)
     if int(world_size or 1) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise UserError(
             f"WORLD_SIZE is {world_size}, but RANK, MASTER_ADDR or MASTER_PORT is not set; "
@@ -226,7 +227,7 @@ def _check_unsupported(recipe: str) -> None:
         )
 
 
-def _check_started_several(launcher: Launcher, recipe: str) -> None:
+def _check_process_count(launcher: Launcher, recipe: str) -> None:
     """Check that accelerate did not start a single process although the user wanted several."""
     # Accelerate sets an address if the user wanted several processes.
     if not {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
@@ -300,7 +301,7 @@ def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
         ``None`` if every process holds the full model.
 
     Raises:
-        UserError: the sharding is not supported, or does not fit the number of processes.
+        UserError: if the sharding is not supported, or does not fit the number of processes.
     """
     uses_fsdp = _is_on("ACCELERATE_USE_FSDP")
     is_requested = is_sharding_requested()
@@ -311,11 +312,11 @@ def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
             )
         return None
     if stages > 1:
-        return _pipeline(processes, stages, is_requested)
-    return _sharded(processes, uses_fsdp)
+        return _pipeline_sharding(processes, stages, is_requested)
+    return _config_sharding(processes, uses_fsdp)
 
 
-def _sharded(processes: int, uses_fsdp: bool) -> "Sharding | None":
+def _config_sharding(processes: int, uses_fsdp: bool) -> "Sharding | None":
     """Return how FSDP2 and tensor parallelism divide the model, as the accelerate config says."""
     from llmtrain.parallel.mesh import Sharding
 
@@ -355,8 +356,8 @@ def _sharded(processes: int, uses_fsdp: bool) -> "Sharding | None":
     return Sharding(replicas=replicas, shards=shards, cpu_offload=offload, tensor=tensor)
 
 
-def _pipeline(processes: int, stages: int, config_shards: bool) -> "Sharding":
-    """Return the layout of a pipeline."""
+def _pipeline_sharding(processes: int, stages: int, config_shards: bool) -> "Sharding":
+    """Return how pipeline stages divide the model."""
     from llmtrain.parallel.mesh import Sharding
 
     if config_shards:

@@ -63,7 +63,7 @@ def claim(text: str, holds: bool, expected: bool = True) -> None:
     """Print whether a claim holds.
 
     Raises:
-        AssertionError: this is not as expected, on any rank.
+        AssertionError: if ``holds`` differs from ``expected`` on any rank.
     """
     show(f"{text}: {holds}")
     assert holds == expected, text
@@ -73,7 +73,7 @@ def error_of(check: Callable[..., object], *arguments: object) -> str:
     """Return the message of the ``UserError`` that a check raises.
 
     Raises:
-        AssertionError: the check raises no error.
+        AssertionError: if the check raises no error.
     """
     try:
         check(*arguments)
@@ -208,7 +208,7 @@ def training_run(
         The process of torchrun, which leads a session of its own.
 
     Raises:
-        AssertionError: the run fails.
+        AssertionError: if the run fails.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher]
     command = [

@@ -66,7 +66,7 @@ def build_model(
             token instead of a vocabulary.
 
     Raises:
-        UserError: there is no such model, or it cannot be used this way.
+        UserError: if there is no such model, or if it cannot be used this way.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -119,7 +119,7 @@ def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig
     """Load the configuration of a model from its folder or the hub.
 
     Raises:
-        UserError: its weights are pickles, or it is an adapter.
+        UserError: if its weights are pickles, or if it is an adapter.
     """
     from transformers import AutoConfig
 
@@ -139,7 +139,7 @@ def _reward_model_class(
     """Return the Auto class that builds a reward model, and complete the configuration for it.
 
     Raises:
-        UserError: the family has no class for sequence classification.
+        UserError: if the family has no class for sequence classification.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -165,7 +165,7 @@ def _load_quantized(
         is_frozen: whether the model's own weights are not trained.
 
     Raises:
-        UserError: weights are missing, or 4 bits cannot be used here.
+        UserError: if weights are missing, or 4 bits cannot be used here.
     """
     from transformers import BitsAndBytesConfig
 
@@ -203,7 +203,7 @@ def configuration_of(
     precedence over both.
 
     Raises:
-        UserError: ``--config_overrides`` is malformed or has a key that the configuration lacks.
+        UserError: if ``--config_overrides`` is malformed or has a key that the configuration lacks.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -250,7 +250,7 @@ def _overrides(text: str) -> dict[str, object]:
     """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
 
     Raises:
-        UserError: the text has another form.
+        UserError: if the text has another form.
     """
     try:
         overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")

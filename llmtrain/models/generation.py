@@ -57,7 +57,7 @@ class TextModel:
         name: the folder of a model or of an adapter, or a hub name.
 
     Raises:
-        UserError: there is no such model, or it cannot generate text.
+        UserError: if there is no such model, or if it cannot generate text.
     """
 
     def __init__(self, name: str) -> None:
@@ -249,7 +249,7 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a model folder or hub name.
 
     Raises:
-        UserError: there is none.
+        UserError: if no tokenizer can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -269,7 +269,7 @@ def model_folder(name: str) -> str:
     model folder or a hub name is returned as it is.
 
     Raises:
-        UserError: there is no such folder, or it holds no model yet.
+        UserError: if there is no such folder, or if it holds no model yet.
     """
     folder = Path(name)
     if not folder.is_dir():

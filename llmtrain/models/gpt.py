@@ -356,7 +356,7 @@ class GPT(TrainableModel):
         """Compute only one stage of a pipeline from now on.
 
         Raises:
-            UserError: there are more stages than layers.
+            UserError: if there are more stages than layers.
         """
         layers = self.config.n_layer
         if stages > layers:

@@ -31,7 +31,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: the weights are pickles.
+        UserError: if the weights are pickles.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -68,7 +68,7 @@ def local_folder(name: str) -> Path:
     If ``name`` is a hub name, the files are downloaded unless the cache has them.
 
     Raises:
-        UserError: the hub does not provide them.
+        UserError: if the hub does not provide them.
     """
     if Path(name).is_dir():
         return Path(name)

@@ -105,7 +105,7 @@ def evaluate_tasks(
         An entry for each metric of each task, on rank 0. An empty list on the other ranks.
 
     Raises:
-        UserError: the harness does not have a task, or cannot load or run one.
+        UserError: if the harness does not have a task, or cannot load or run one.
     """
     truncations = _TruncationCounter()
     log = logging.getLogger("lm_eval")

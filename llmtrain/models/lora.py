@@ -48,7 +48,7 @@ def add_lora(
         peft's view of the model, which can save the adapter.
 
     Raises:
-        UserError: peft is not installed, or ``--lora_target_modules`` does not fit the model.
+        UserError: if peft is not installed, or ``--lora_target_modules`` does not fit the model.
     """
     try:
         import peft
@@ -344,8 +344,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         dtype: of the base's weights. ``auto`` is the dtype in which they are stored.
 
     Raises:
-        UserError: the base is not the one that the adapter was trained on, or one of them cannot be
-            loaded.
+        UserError: if the base is not the one that the adapter was trained on, or if one of them
+            cannot be loaded.
     """
     from peft import PeftConfig, PeftModel
 

@@ -100,7 +100,7 @@ def linear_nll(
             ``target_positions``.
 
     Raises:
-        IndexError: The number of targets is not the number of positions. (A target outside the
+        IndexError: if the number of targets is not the number of positions. (A target outside the
             vocabulary makes the result NaN instead: an error would have to wait for the device.)
     """
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None

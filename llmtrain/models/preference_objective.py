@@ -142,7 +142,8 @@ class PreferenceObjective(Objective):
         """Check that two answers which share a prompt do not attend to each other.
 
         Raises:
-            UserError: they do, so the model needs rows with one answer each.
+            UserError: if they do. The model then needs rows in which each answer has its own
+                prompt.
         """
         if not self.rows.share_prompts:
             return

@@ -94,9 +94,9 @@ def load_model(
             the family's class for sequence classification.
 
     Raises:
-        UserError: there is no such model, or it does not fit the rows or the other settings. The
-            stream of weights raises it if a weight is missing. ``check`` of the result raises it if
-            packed documents would attend to each other.
+        UserError: if there is no such model, or if it does not fit the rows or the other settings.
+            The stream of weights raises it if a weight is missing. ``check`` of the result raises
+            it if packed documents would attend to each other.
     """
     if lora is not None and not lora.lora_r:
         lora = None
@@ -226,7 +226,7 @@ def _set_balance_weight(
     """Set the weight of the balancing loss in the configuration of a mixture of experts.
 
     Raises:
-        UserError: the user has set a weight, and the run has no balancing loss.
+        UserError: if the user has set a weight, and the run has no balancing loss.
     """
     if not is_mixture_of_experts(text_config):
         if weight is not None:
@@ -379,7 +379,7 @@ def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, s
     """Add embeddings for tokens that a chat template has added.
 
     Raises:
-        UserError: other tokens of the tokenizer have no embedding.
+        UserError: if other tokens of the tokenizer have no embedding.
     """
     embeddings = cast(nn.Embedding, model.get_input_embeddings())
     size = len(embeddings.weight)
@@ -406,7 +406,7 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     """Freeze the parameters whose names contain a match of a regular expression.
 
     Raises:
-        UserError: no parameter matches, or every parameter does.
+        UserError: if no parameter matches, or if every parameter does.
     """
     parameters = dict(model.named_parameters())
     matching = [parameter for name, parameter in parameters.items() if re.search(pattern, name)]
@@ -470,7 +470,8 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
     """Try a model whose weights are in place, and log what might surprise the user.
 
     Raises:
-        UserError: packed documents, or two answers that share a prompt, would attend to each other.
+        UserError: if packed documents, or two answers that share a prompt, would attend to each
+            other.
     """
     probe(model)
     if packed and leaks(model):

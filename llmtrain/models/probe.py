@@ -28,7 +28,7 @@ def probe(model: CausalLM) -> None:
     """Choose the model's attention, and find out whether its head is linear.
 
     Raises:
-        UserError: tokens attend to later tokens, so the model is no causal LM.
+        UserError: if tokens attend to later tokens, so the model is no causal LM.
     """
     with trying(model):
         _choose_attention(model)
@@ -244,7 +244,7 @@ def trying(model: CausalLM) -> Iterator[None]:
     The rounding of autocast would hide differences.
 
     Raises:
-        UserError: the model raises an error.
+        UserError: if the model raises an error.
     """
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()

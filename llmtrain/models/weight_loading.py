@@ -136,8 +136,8 @@ def stored_weights(
         one, because it may be mapped from its file.
 
     Raises:
-        UserError: a file cannot be read, a parameter is missing or has another shape, or two tied
-            parameters are stored with different values.
+        UserError: if a file cannot be read, if a parameter is missing or has another shape, or if
+            two tied parameters are stored with different values.
     """
     tied_names = model.get_expanded_tied_weights_keys(all_submodels=True)
     tensors = [*_stored_tensors(model, folder)]
@@ -166,7 +166,7 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
     Buffers are small, and every rank holds them in full.
 
     Raises:
-        UserError: a file cannot be read, or a buffer is missing.
+        UserError: if a file cannot be read, or if a buffer is missing.
     """
     buffers = {
         name: tensor.detach()
@@ -224,7 +224,7 @@ class _ParameterStream:
         """Yield those parameters of a module that have values and were not yielded before.
 
         Raises:
-            UserError: a parameter was yielded before, under its other name, and differs.
+            UserError: if a parameter was yielded before, under its other name, and differs.
         """
         for own_name, parameter in module.named_parameters(prefix):
             if parameter.is_meta:
@@ -295,7 +295,7 @@ def _load_part(
     """Replace parameters of a model by stored tensors, converted by transformers.
 
     Raises:
-        UserError: a tensor has another shape than its parameter, or cannot be converted.
+        UserError: if a tensor has another shape than its parameter, or cannot be converted.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -334,7 +334,7 @@ def _stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTe
     """Yield the tensors in the safetensors files of a folder, which are not read yet.
 
     Raises:
-        UserError: the index or a file cannot be read.
+        UserError: if the index or a file cannot be read.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -359,7 +359,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers would load. A folder may hold other tensors, too.
 
     Raises:
-        UserError: the index cannot be read.
+        UserError: if the index cannot be read.
     """
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"

@@ -60,7 +60,7 @@ def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
             another precision than the rest of the block.
 
     Raises:
-        UserError: the model has no blocks.
+        UserError: if the model has no blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -109,7 +109,7 @@ def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]
             other stages hold, which stay on the meta device here. Otherwise there are none.
 
     Raises:
-        UserError: the model has no blocks.
+        UserError: if the model has no blocks.
     """
     sharding = sharding_of(accelerator)
     plugin = accelerator.state.fsdp_plugin

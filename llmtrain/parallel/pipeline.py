@@ -33,7 +33,7 @@ class PipelinedEngine(ShardedEngine):
         settings: the other arguments of :class:`Engine`.
 
     Raises:
-        UserError: the objective is not the default one.
+        UserError: if the objective is not the default one.
     """
 
     runs_whole_forward = False

@@ -36,7 +36,7 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
         The same ``bundle``.
 
     Raises:
-        UserError: there is not enough memory, or the model cannot be sharded.
+        UserError: if there is not enough memory, or if the model cannot be sharded.
     """
     model = bundle.model
     class_name = type(model).__name__  # before FSDP renames it
@@ -78,8 +78,8 @@ def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) 
             is in memory at a time.
 
     Raises:
-        UserError: the model does not support the parallel layout, because it has no blocks, no plan
-            for tensor parallelism, or no way to be split into stages.
+        UserError: if the model does not support the parallel layout, because it has no blocks, no
+            plan for tensor parallelism, or no way to be split into stages.
     """
     sharding = sharding_of(accelerator)
     if sharding.tensor > 1:
@@ -160,7 +160,7 @@ def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
     weight and Muon keeps one, so one is counted. The check allocates nothing.
 
     Raises:
-        UserError: the GPU has less memory.
+        UserError: if the GPU has less memory.
     """
     sharding = sharding_of(accelerator)
     if accelerator.device.type != "cuda" or sharding.cpu_offload:

@@ -50,7 +50,7 @@ def select_stage(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
         The parameters that only other stages hold. The set is empty if there is one stage.
 
     Raises:
-        UserError: there are several stages and the model cannot be split.
+        UserError: if there are several stages and the model cannot be split.
     """
     if sharding.stages == 1:
         return set()

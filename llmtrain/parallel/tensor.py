@@ -75,7 +75,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: a one-dimensional mesh.
 
     Raises:
-        UserError: the model has no plan, or a size cannot be divided among the ranks.
+        UserError: if the model has no plan, or if a size cannot be divided among the ranks.
     """
     class_name = type(model).__name__
     plan = _plan_of(model)

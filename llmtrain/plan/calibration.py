@@ -42,7 +42,7 @@ def calibrate(
         The seconds of the slowest process.
 
     Raises:
-        UserError: the recipe failed, with its own message.
+        UserError: if the recipe failed, with its own message.
     """
     forced: JsonObject = {
         "global_batch_size": rows * processes,

@@ -151,7 +151,7 @@ class Memory:
         """The units that FSDP2 gathers. The last one is the rest of the model.
 
         Raises:
-            UserError: the model has no blocks.
+            UserError: if the model has no blocks.
         """
         names = {p: name for name, p in self.subject.model.named_parameters()}
         units = []
@@ -176,7 +176,7 @@ class Memory:
             tensor: the number of processes over which tensor parallelism shards matrices.
 
         Raises:
-            UserError: the matrices cannot be sharded over so many processes.
+            UserError: if the matrices cannot be sharded over so many processes.
         """
         model = self.subject.model
         if tensor > 1:
@@ -214,7 +214,7 @@ class Memory:
             gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
 
         Raises:
-            UserError: the activations depend on the values of tensors.
+            UserError: if the activations depend on the values of tensors.
         """
         gathered_in_bf16: frozenset[str] = frozenset()
         if gathers_weights:
@@ -496,7 +496,7 @@ def fake_mesh(count: int) -> DeviceMesh:
     """Return a mesh of ``count`` processes, of which only this one, the first, exists.
 
     Raises:
-        UserError: this process belongs to a group of real processes.
+        UserError: if this process belongs to a group of real processes.
     """
     # Lets collectives run on tensors that have a shape and no memory.
     import torch.distributed._tools.fake_collectives  # noqa: F401

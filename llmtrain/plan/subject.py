@@ -49,7 +49,7 @@ class Subject(NamedTuple):
         """The size of the hidden states.
 
         Raises:
-            UserError: the width is unknown.
+            UserError: if the width is unknown.
         """
         if isinstance(self.model, Staged):
             return self.model.width
@@ -89,7 +89,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
         precision: mixed precision, ``no`` or ``bf16``.
 
     Raises:
-        UserError: the file is not a recipe, or its model cannot be built without weights.
+        UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
     names = _load_recipe(recipe)
     settings: AnySettings = parse(names["DEFAULTS"], flags)

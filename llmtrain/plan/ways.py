@@ -119,7 +119,7 @@ def make_plan(request: PlanRequest) -> Plan:
     """Return the ways to train a recipe, and what they cost.
 
     Raises:
-        UserError: no way is possible, or the recipe cannot be planned.
+        UserError: if no way is possible, or if the recipe cannot be planned.
     """
     _check(request)
     device, cluster = _hardware(request)
@@ -165,7 +165,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
     """Return the device of each process, and the machines.
 
     Raises:
-        UserError: something about them is unknown.
+        UserError: if something about them is unknown.
     """
     name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
@@ -203,7 +203,7 @@ def device_name(requested: str | None) -> str:
     """Return the name of the device to plan for: this machine's, if none is requested.
 
     Raises:
-        UserError: this machine's GPU is unknown.
+        UserError: if this machine's GPU is unknown.
     """
     if requested:
         return requested
@@ -329,7 +329,7 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
     """Return what it costs to train with one sharding.
 
     Raises:
-        UserError: the global batch does not divide among the processes.
+        UserError: if the global batch does not divide among the processes.
     """
     memory = plan.memory
     settings = memory.subject.settings

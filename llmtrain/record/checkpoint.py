@@ -61,7 +61,7 @@ def write_checkpoint(
         The path of the checkpoint.
 
     Raises:
-        UserError: the checkpoint cannot be written. Earlier checkpoints are left unchanged.
+        UserError: if the checkpoint cannot be written. Earlier checkpoints are left unchanged.
     """
     target = path_of(folder, step)
     try:
@@ -114,7 +114,7 @@ def _check_space(folder: Path, needed: int) -> None:
     """Check that the disk of a folder has room for so many bytes of tensors.
 
     Raises:
-        OSError: it has not.
+        OSError: if the disk has less room.
     """
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE_BYTES:
@@ -190,8 +190,9 @@ def newest_valid(
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
 
     Raises:
-        UserError: there are checkpoints, and none is intact: starting afresh would hide the loss.
-            Or the newest is in a newer format: an older one would silently repeat its steps.
+        UserError: if there are checkpoints, and none is intact: starting afresh would hide the
+            loss. Also if the newest is in a newer format: an older one would silently repeat its
+            steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -221,7 +222,7 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     followed, and names in the manifest never lead out of the folder.
 
     Raises:
-        UserError: the checkpoint is in a newer format, which is no damage.
+        UserError: if the checkpoint is in a newer format, which is no damage.
     """
     try:
         return next(_faults(path, fingerprint), None)
@@ -272,7 +273,7 @@ def read_state(path: Path) -> JsonObject:
     """Return the content of a checkpoint's ``state.json``.
 
     Raises:
-        UserError: a newer llmtrain has written the checkpoint.
+        UserError: if a newer llmtrain has written the checkpoint.
     """
     state = dict(json.loads((path / "state.json").read_text()))
     check_not_newer(path / "state.json", state)

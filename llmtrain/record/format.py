@@ -25,7 +25,7 @@ def check_not_newer(path: Path, content: JsonObject) -> None:
     """Check that the content of a file is not in a newer format.
 
     Raises:
-        UserError: it is.
+        UserError: if a newer llmtrain has written it.
     """
     version = content.get(_KEY)
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -55,7 +55,7 @@ def read_versioned(path: Path) -> JsonObject:
     """Return the JSON object in a file, or an empty one if the file cannot be read.
 
     Raises:
-        UserError: a newer llmtrain has written the file.
+        UserError: if a newer llmtrain has written the file.
     """
     content = read_object(path)
     check_not_newer(path, content)

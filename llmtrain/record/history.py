@@ -37,7 +37,7 @@ class History(NamedTuple):
         """Read a run's folder.
 
         Raises:
-            UserError: the folder holds no run, or another version of llmtrain has written it.
+            UserError: if the folder holds no run, or another version of llmtrain has written it.
         """
         if not is_run(folder):
             raise UserError(
@@ -56,7 +56,7 @@ class History(NamedTuple):
         """Read whatever is in a folder, which need not be a complete run.
 
         Raises:
-            UserError: a newer llmtrain has written ``run.json``.
+            UserError: if a newer llmtrain has written ``run.json``.
         """
         return cls(
             folder=folder,

@@ -45,8 +45,8 @@ def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iter
         fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
 
     Raises:
-        UserError: the checkpoint that ``resume`` names cannot be used, no checkpoint of the run is
-            complete, or a newer llmtrain has written it.
+        UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
+            run is complete, or if a newer llmtrain has written it.
     """
     point = ResumePoint(
         folder=Path(output_dir),
@@ -131,7 +131,7 @@ def newest_model(output_dir: str, command: str) -> str:
         command: a command that makes such a run, for the error message.
 
     Raises:
-        UserError: no run is finished.
+        UserError: if no run is finished.
     """
     models = []
     for folder in candidate_folders(output_dir):
@@ -154,7 +154,7 @@ def is_free(folder: Path) -> bool:
     """Return whether a folder is absent or holds only leftovers.
 
     Raises:
-        UserError: it is a file.
+        UserError: if ``folder`` is a file.
     """
     if not folder.exists():
         return True
@@ -242,7 +242,7 @@ def _unfinished_record(
         ``None`` for any other run.
 
     Raises:
-        UserError: a newer llmtrain has written the unfinished run.
+        UserError: if a newer llmtrain has written the unfinished run.
     """
     if read_object(folder / "status.json").get("state") == "finished":
         return None
@@ -265,7 +265,8 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonOb
             few keys such as the optimizer settings.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it has another fingerprint.
+        UserError: if there is no such checkpoint, if it is damaged, or if it has another
+            fingerprint.
     """
     flag = f"--resume_from_checkpoint {path}"
     if (path / "checkpoints").is_dir():

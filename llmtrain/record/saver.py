@@ -74,8 +74,8 @@ class Saver:
             done: called on rank 0 when the checkpoint is committed.
 
         Raises:
-            UserError: the checkpoint cannot be written, or an earlier save in the background has
-                failed.
+            UserError: if the checkpoint cannot be written, or if an earlier save in the background
+                has failed.
         """
         self.wait()
         weights_share = Share(weights, self.team, divisible=self.files.may_split_weights)

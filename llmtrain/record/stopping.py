@@ -125,7 +125,7 @@ class Patience:
             reading: the metrics of the evaluation.
 
         Raises:
-            UserError: the evaluation does not have the metric.
+            UserError: if the evaluation does not have the metric.
         """
         if self.metric not in reading:
             names = ", ".join(name for name in reading if name.startswith("eval/"))

@@ -345,7 +345,7 @@ def _within(seconds: float, action: Callable[[], GeneralTracker]) -> GeneralTrac
     If it takes longer, it is left running on its thread.
 
     Raises:
-        TimeoutError: it takes longer. Errors of the function are raised, too.
+        TimeoutError: if it takes longer. Errors of the function are raised, too.
     """
     future: Future[GeneralTracker] = Future()
 

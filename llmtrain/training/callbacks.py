@@ -82,7 +82,7 @@ class Timing(Callback):
 
 @dataclass
 class LoopContext:
-    """What callbacks may look at.
+    """The objects that the loop's own callbacks work with.
 
     Attributes:
         run: the open run.
@@ -242,7 +242,7 @@ class Replay(LoopCallback):
 class RowLedger(LoopCallback):
     """Writes to ``rows.jsonl`` which rows every step has, and how many target tokens each row has.
 
-    Padding has the row -1. The tokens are counted in the data, independently of the loop.
+    Padding has the row -1. The loader counted the target tokens, independently of the loop.
     """
 
     @classmethod
@@ -258,7 +258,7 @@ class RowLedger(LoopCallback):
 
 
 class CompareReplicas(LoopCallback):
-    """Compares the ranks' weights now and then, and before each checkpoint."""
+    """Compares the ranks' weights every 100 steps, and before each checkpoint."""
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
@@ -352,7 +352,7 @@ class Logging(LoopCallback):
 
 
 class _ByRank(NamedTuple):
-    """What the ranks have measured; lists have a number for each rank."""
+    """Measurements of all ranks; lists have a number for each rank."""
 
     phase_seconds: dict[str, list[float]]  # mean seconds of a step in each phase
     memory_kind: str  # ``gpu`` or ``host``
@@ -360,8 +360,8 @@ class _ByRank(NamedTuple):
     batch_fingerprint: str  # of the global batch's tokens and labels, to compare two runs by
 
 
-class XRayed(LoopCallback):
-    """Records some steps as a timeline."""
+class XRayRecording(LoopCallback):
+    """Records the steps of ``--xray_steps`` as a timeline."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
@@ -517,7 +517,7 @@ _CALLBACKS: tuple[type[LoopCallback], ...] = (
     RowLedger,
     CompareReplicas,
     Logging,
-    XRayed,
+    XRayRecording,
     Evaluation,
     Samples,
     Checkpoints,

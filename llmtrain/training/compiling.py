@@ -68,7 +68,7 @@ def choose_compiled_or_eager(
         Whether the blocks are compiled.
 
     Raises:
-        UserError: the user asked for compiled code, and it does not work.
+        UserError: if the user asked for compiled code, and it does not work.
     """
     if mode == "always" and engine.blocks_communicate:
         raise UserError(
@@ -86,7 +86,7 @@ def choose_compiled_or_eager(
         failure = _compile_on_all_ranks(engine, batch)
         if failure:
             raise UserError(
-                f"torch.compile does not work here: {failure}. Leave it out: --torch_compile never."
+                f"torch.compile does not work here: {failure}. Use --torch_compile never."
             )
         return True
 

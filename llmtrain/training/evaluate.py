@@ -42,7 +42,7 @@ class EvalSums:
             metrics: sums of further metrics, by name.
 
         Raises:
-            UserError: the names differ from those of earlier micro-batches.
+            UserError: if the names differ from those of earlier micro-batches.
         """
         if self._ratios and self._ratios.keys() != ratios.keys():
             raise UserError(
@@ -109,7 +109,7 @@ def evaluate(
         extra: what the objective's ``prepass`` returned for all eval rows.
 
     Raises:
-        UserError: the names of a metric differ between micro-batches.
+        UserError: if the names of a metric differ between micro-batches.
     """
     source_rows = sources or {}
     sums = EvalSums(engine)

@@ -53,7 +53,7 @@ class Layout(NamedTuple):
             bitwise: whether the run has ``--bitwise``.
 
         Raises:
-            UserError: the numbers do not divide. The message has values that do.
+            UserError: if the numbers do not divide. The message has values that do.
         """
         rows = data.global_batch_size
         if rows % processes:

@@ -56,7 +56,7 @@ def train(
         callbacks: custom callbacks, called after those of the loop.
 
     Raises:
-        UserError: the model or the settings do not allow training.
+        UserError: if the model or the settings do not allow training.
     """
     settings = run.settings
     check_wrapping(run.accelerator, model)
@@ -255,7 +255,7 @@ def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
     """Check that the loop supports the accelerator and the wrapping of the model.
 
     Raises:
-        UserError: it does not.
+        UserError: if it does not.
     """
     if not isinstance(accelerator, TrainingAccelerator):
         raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")

@@ -45,7 +45,7 @@ def with_reference(
     ranks call this.
 
     Raises:
-        UserError: a log-probability is not finite.
+        UserError: if a log-probability is not finite.
     """
     if not bundle.objective.reference_size:
         return rows
@@ -152,8 +152,8 @@ def _compute(
         own_values = []
         for i in range(passes_of_rank):
             pass_index = ranks.data_parallel_rank + i * shares
-            read = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
-            (batch,) = collate(read).to(accelerator.device).batches
+            row_batch = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
+            (batch,) = collate(row_batch).to(accelerator.device).batches
             with accelerator.autocast():
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())

@@ -170,8 +170,8 @@ def open_run(
     run makes no folder.
 
     Raises:
-        UserError: the ranks do not have the same settings, code or data, or the folder cannot be
-            used.
+        UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
+            be used.
     """
     layout = Layout.of(
         settings.data,

@@ -76,7 +76,7 @@ class LoopConfig(Config):
     early_stopping_patience: int = flag(
         0,
         "stop after this many evaluations in a row without improvement, and keep the best weights "
-        "as the final model; each evaluation then saves a checkpoint; 0: no early stopping",
+        "as the finished model; each evaluation then saves a checkpoint; 0: no early stopping",
         affects="update",
     )
     metric_for_best_model: str = flag(
@@ -178,8 +178,8 @@ class RunConfig(Config):
 
     output_dir: str = flag(
         "runs/run",
-        "folder for the run's log, checkpoints and final model; if another run has it, a number is "
-        "appended (run-2)",
+        "folder for the run's metrics, checkpoints and finished model; if another run has it, a "
+        "number is appended (run-2)",
     )
     run_name: str | None = flag(
         None, "name of the run in trackers (default: the name of the run's folder)"

@@ -28,8 +28,8 @@ def start(settings: AnySettings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
     Raises:
-        UserError: the launched processes do not fit the settings, or the global batch cannot be
-            divided among them.
+        UserError: if the launched processes do not fit the settings, or if the global batch cannot
+            be divided among them.
     """
     accelerator = start_accelerator(settings.parallel, settings.loop.bitwise)
     layout = Layout.of(
