@@ -73,7 +73,7 @@ def main() -> None:
         f"{here / 2**20:.1f} of {everywhere / 2**20:.1f} MiB here, the largest {largest / 2**20:.1f} MiB",
     )
 
-    team = Team.of_all(sees_folder=True)
+    team = Team.with_new_group(can_write=True)
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])
     state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
     for name, in_background in (("saving", False), ("saving in the background", True)):

@@ -266,7 +266,7 @@ class ModelBundle:
     prepare_batch: Callable[[Batch], Batch] | None = None
 
 
-class Rows(Protocol):
+class RowSequence(Protocol):
     """Rows of tokens, by column."""
 
     def __len__(self) -> int: ...

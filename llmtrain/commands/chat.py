@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
         messages.append({"role": "user", "content": line})
         dropped, prompt = model.fitting_prompt(
             messages,
-            len(system_messages),
-            sampling.max_new_tokens,
+            kept_messages=len(system_messages),
+            answer_tokens=sampling.max_new_tokens,
             thinking=not arguments.no_thinking,
         )
         if dropped:

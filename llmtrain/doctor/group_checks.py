@@ -175,7 +175,7 @@ def findings(output_dir: Path) -> list[Finding]:
 
 def gather(value: T) -> list[T]:
     """Gather an object from every rank, in rank order."""
-    return Team.everyone().each(lambda: value)
+    return Team.everyone().on_all(lambda: value)
 
 
 def _device() -> torch.device:

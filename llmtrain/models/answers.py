@@ -46,7 +46,7 @@ class AnswerRows:
         return unfolded
 
     def answer_of_targets(self, labels: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the answer that each target belongs to, and whether it is a target token.
+        """Return the answer that each position's target belongs to, and whether the target counts.
 
         Args:
             labels: unfolded [R, T].
@@ -54,7 +54,7 @@ class AnswerRows:
 
         Returns:
             The number of the answer among those of all rows, int64 [R * (T - 1)], and whether the
-            target is a target token, bool [R * (T - 1)].
+            target is trained on, bool [R * (T - 1)].
         """
         codes = targets_of(answers)
         rows = torch.arange(len(codes), device=codes.device)[:, None]

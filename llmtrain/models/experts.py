@@ -89,7 +89,7 @@ def expert_weights(counts: Tensor, target_tokens: Tensor, weight: float) -> tupl
 
 
 def balancing_loss(router_logits: Iterable[Tensor], is_routed: Tensor, factors: Tensor) -> Tensor:
-    """Return what a micro-batch adds to the balancing loss, times the target tokens of the step.
+    """Return a micro-batch's part of the balancing loss, times the target tokens of the step.
 
     Args:
         router_logits: [B * T, E] of each layer.

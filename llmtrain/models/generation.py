@@ -103,14 +103,18 @@ class TextModel:
             )
 
     def fitting_prompt(
-        self, messages: list[dict[str, str]], kept: int, answer: int, thinking: bool = True
+        self,
+        messages: list[dict[str, str]],
+        kept_messages: int,
+        answer_tokens: int,
+        thinking: bool = True,
     ) -> tuple[int, list[int]]:
         """Render the prompt for the next answer, without the oldest messages if they do not fit.
 
         Args:
             messages: the conversation, which ends with a question.
-            kept: how many messages at its beginning are never dropped.
-            answer: how many tokens to leave for the answer.
+            kept_messages: how many messages at its beginning are never dropped.
+            answer_tokens: how many tokens to leave for the answer.
             thinking: if false, ask the template for an answer without reasoning. Templates without
                 such a switch ignore this.
 
@@ -122,16 +126,16 @@ class TextModel:
         template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         dropped = 0
         while True:
-            remaining = [*messages[:kept], *messages[kept + dropped :]]
+            remaining = [*messages[:kept_messages], *messages[kept_messages + dropped :]]
             # as_user_error describes errors of the hub, unless it gets another function.
             with as_user_error("the chat template refuses this", describe=first_line):
                 text = self.tokenizer.apply_chat_template(
                     remaining, add_generation_prompt=True, tokenize=False, **template_options
                 )
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            fits = len(ids) + answer <= self.context
+            fits = len(ids) + answer_tokens <= self.context
             # Each question is dropped with its answer. The last question has no answer yet.
-            messages_after_next_pair = len(messages) - kept - dropped - 2
+            messages_after_next_pair = len(messages) - kept_messages - dropped - 2
             is_last_question = messages_after_next_pair <= 0
             if fits or is_last_question:
                 return dropped, ids

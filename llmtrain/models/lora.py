@@ -58,11 +58,11 @@ def add_lora(
     targets = config.lora_target_modules
     is_all_linear = targets == ["all-linear"]
     linear_layers = _linear_layers(model)
-    expert_weights = _fused_experts(model)
-    expert_targets = [name for name in expert_weights if is_all_linear or _is_target(name, targets)]
+    expert_names = _expert_parameter_names(model)
+    expert_targets = [name for name in expert_names if is_all_linear or _is_target(name, targets)]
     _check_expert_targets(model, config, expert_targets)
 
-    module_targets = _module_targets(targets, linear_layers, expert_weights)
+    module_targets = _module_targets(targets, linear_layers, expert_names)
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -139,17 +139,17 @@ def _check_module_targets(model: "PreTrainedModel", module_targets: list[str]) -
 
 
 def _module_targets(
-    targets: list[str], linear_layers: list[str], expert_weights: list[str]
+    targets: list[str], linear_layers: list[str], expert_names: list[str]
 ) -> list[str]:
     """Return the targets that are modules, not only parameters of fused experts.
 
     Args:
         targets: ``--lora_target_modules``.
         linear_layers: the names of the linear layers.
-        expert_weights: the names of the parameters of fused experts.
+        expert_names: the names of the parameters of fused experts.
     """
     modules = [
-        target for target in targets if not any(_matches(target, name) for name in expert_weights)
+        target for target in targets if not any(_matches(target, name) for name in expert_names)
     ]
     # A target may match both, such as gate_proj if some layers are dense.
     for target in targets:
@@ -191,10 +191,10 @@ def _ignore_warnings() -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
-def _fused_experts(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that hold a matrix for each expert.
+def _expert_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold the fused weights of experts.
 
-    Their shapes are [E, in, out] or [E, out, in]. The weight of a convolution has three dimensions,
+    They have a matrix for each expert: [E, in, out] or [E, out, in]. The weight of a convolution has three dimensions,
     too, but its module is one of torch's. A parameter with a dimension of size 1 holds vectors.
     """
     names = []
@@ -282,7 +282,7 @@ class AdapterFiles(ModelFiles):
     may_split_weights: ClassVar[bool] = False
 
     def write_config(self, folder: Path) -> None:
-        """Write the adapter's settings, and the identity of its base."""
+        """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
         (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
 

@@ -46,7 +46,7 @@ class _Metadata(Protocol):
     shared: bool  # whether the two answers of a pair share one copy of their prompt
 
 
-class Rows(Protocol):
+class PreparedRows(Protocol):
     """The rows that a model is built for."""
 
     tokenizer: "PreTrainedTokenizerFast"
@@ -68,7 +68,7 @@ class Rows(Protocol):
 def load_model(
     config: ModelConfig,
     lora: LoraConfig | None,
-    rows: Rows,
+    rows: PreparedRows,
     seed: int,
     precision: str,
     bitwise: bool = False,
@@ -167,7 +167,7 @@ def load_model(
 
 
 def _objective(
-    model: CausalLM, rows: Rows, preference: PreferenceConfig | None
+    model: CausalLM, rows: PreparedRows, preference: PreferenceConfig | None
 ) -> tuple[Objective, Callable[[Batch], Batch]]:
     """Return what is minimised, and a function that prepares its micro-batches on the host."""
     if preference is not None:
@@ -322,7 +322,7 @@ class _InitialWeights:
         )
 
 
-def _model_files(model: "PreTrainedModel", name: str | None, rows: Rows) -> ModelFiles:
+def _model_files(model: "PreTrainedModel", name: str | None, rows: PreparedRows) -> ModelFiles:
     """Return the files of the finished model's folder.
 
     Args:
@@ -375,7 +375,9 @@ def _start(
     return start
 
 
-def _fit_vocabulary(model: "PreTrainedModel", config: ModelConfig, rows: Rows, seed: int) -> None:
+def _fit_vocabulary(
+    model: "PreTrainedModel", config: ModelConfig, rows: PreparedRows, seed: int
+) -> None:
     """Add embeddings for tokens that a chat template has added.
 
     Raises:
@@ -422,7 +424,7 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     say("frozen", f"{count:,} parameters in {len(matching)} of {len(parameters)} tensors")
 
 
-def _generation_config(model: "PreTrainedModel", rows: Rows) -> JsonObject:
+def _generation_config(model: "PreTrainedModel", rows: PreparedRows) -> JsonObject:
     """Return ``generation_config.json`` of the finished model.
 
     It is the one of the base, with the tokens that end an answer added to its stop tokens.

@@ -1,4 +1,4 @@
-"""The one door to a model that is trained: a ``forward`` that any objective can compute through."""
+"""The interface of a model that is trained: a ``forward`` in which any objective can compute."""
 
 import inspect
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class TrainableModel(nn.Module):
 
 
 class _WithOwnForward(TrainableModel):
-    """A model of the user's own, whose ``forward`` returns the summed loss if it gets labels."""
+    """A custom model of the user, whose ``forward`` returns the summed loss if it gets labels."""
 
     def nll(self, input_ids: Tensor, labels: Tensor, **columns: Any) -> Tensor:
         loss: Tensor = super(TrainableModel, self).forward(input_ids, labels, **columns)
@@ -86,7 +86,7 @@ class _WithOwnForward(TrainableModel):
 
 
 def make_trainable(model: nn.Module) -> nn.Module:
-    """Let objectives compute through the ``forward`` of any model, in place.
+    """Let objectives compute inside the ``forward`` of any model. The model is changed in place.
 
     The model gets a subclass of its own class, and no wrapper: a wrapper would rename its
     parameters and hide from FSDP which of its modules are blocks.

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import rank
-from llmtrain.types import IGNORED, Rows
+from llmtrain.types import IGNORED, RowSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,7 +27,7 @@ _QUOTES = _TargetMarks(
 )
 
 
-def preview(rows: Rows, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
+def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
     Target tokens are green on a terminal, and in angle quotes elsewhere.

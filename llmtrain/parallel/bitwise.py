@@ -25,8 +25,8 @@ from llmtrain.types import Batch, LossSums
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     """Return the sum of the next ``count`` terms, added in a binary tree.
 
-    Terms are added as soon as they come. At most one subtree of each height is held at a time,
-    which waits for its sibling.
+    Terms are added as soon as they come. At most one sum of each height of the tree is in memory
+    at a time; it waits for its sibling.
 
     Args:
         terms: tensors of one shape. They are overwritten.

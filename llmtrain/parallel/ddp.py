@@ -65,7 +65,7 @@ class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accele
 
 
 class ReplicatedEngine(Engine):
-    """Data parallelism: every rank holds the whole model. One process alone is a special case.
+    """Data parallelism: every rank holds the full model. A single process is a special case.
 
     Args:
         comm_hook: ``bf16`` or ``fp16`` to add up gradients in 16 bits, or ``none``.

@@ -2,7 +2,7 @@
 
 Each way to train has its own subclass:
 
-- :class:`llmtrain.parallel.ddp.ReplicatedEngine`: every rank holds the whole model.
+- :class:`llmtrain.parallel.ddp.ReplicatedEngine`: every rank holds the full model.
 - :class:`llmtrain.parallel.sharded.ShardedEngine`: every rank holds a shard of it.
 - :class:`llmtrain.parallel.pipeline.PipelinedEngine`: every rank holds some of its layers.
 - :class:`llmtrain.parallel.bitwise.BitwiseEngine`: as replicated, and the same bits on any number

@@ -51,9 +51,9 @@ def engine_for(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         say(
             "gradients",
-            f"of {accumulation} micro-batches are held whole, "
-            f"{4 * trained / 2**20:.1f} MiB a process, and reduced once; "
-            "--sync_each_batch holds this process's shard",
+            f"full gradients add up over {accumulation} micro-batches, "
+            f"{4 * trained / 2**20:.1f} MiB per process, and are reduced once; "
+            "with --sync_each_batch a process holds only its shard",
         )
     return ShardedEngine(
         accelerator, model, objective=objective, sync_each_batch=config.sync_each_batch

@@ -15,12 +15,12 @@ class Sharding:
     the same rows of the batch.
 
     Attributes:
-        replicas: Copies of the model.
-        shards: Ranks over which FSDP2 shards each weight.
-        cpu_offload: Whether FSDP2 keeps the weights in the memory of the host.
-        tensor: Ranks over which tensor parallelism shards each matrix.
-        stages: Pipeline stages.
-        mesh: The mesh of all ranks, which :meth:`set_mesh` makes.
+        replicas: copies of the model.
+        shards: ranks over which FSDP2 shards each weight.
+        cpu_offload: whether FSDP2 keeps the weights in the memory of the host.
+        tensor: ranks over which tensor parallelism shards each matrix.
+        stages: pipeline stages.
+        mesh: the mesh of all ranks, which :meth:`set_mesh` makes.
     """
 
     replicas: int

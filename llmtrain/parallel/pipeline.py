@@ -1,4 +1,4 @@
-"""Pipeline parallelism: consecutive layers of a model are stages, each on ranks of its own.
+"""Pipeline parallelism: consecutive layers of a model form stages, each on a separate rank.
 
 The micro-batches of a step follow each other through the stages, which pass activations on and
 gradients back. Once the pipeline is full, a stage makes one forward and one backward pass in turn
@@ -131,7 +131,7 @@ class PipelinedEngine(ShardedEngine):
         return loss
 
     def _make_step_function(self, batches: int, shape: torch.Size) -> Callable[..., object]:
-        """Return what computes a step of some micro-batches of one shape."""
+        """Return a function that computes a step of ``batches`` micro-batches of one shape."""
         # The import brings torch's compiler, for which `--help` and a mistyped flag must not wait.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

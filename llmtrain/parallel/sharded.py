@@ -1,4 +1,4 @@
-"""Training a model of which every rank holds a part: FSDP2, tensor parallelism, or both."""
+"""Train a model that is sharded over the ranks: with FSDP2, tensor parallelism, or both."""
 
 import math
 

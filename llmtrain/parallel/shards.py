@@ -123,8 +123,8 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Cut this rank's shard out of a full tensor. Nothing is communicated.
 
     Args:
-        full: The full tensor, the same on every rank.
-        like: A tensor of the same shape. The result is sharded in the same way.
+        full: the full tensor, the same on every rank.
+        like: a tensor of the same shape. The result is sharded in the same way.
     """
     if not isinstance(like, DTensor):
         return full
@@ -149,8 +149,8 @@ def fill(targets: Mapping[str, torch.Tensor], weights: Weights) -> None:
     another pipeline stage holds them.
 
     Args:
-        targets: The tensors to fill, by name.
-        weights: Pairs of a name and a full tensor of the same shape as the target of this name.
+        targets: the tensors to fill, by name.
+        weights: pairs of a name and a full tensor of the same shape as the target of this name.
             Each target must occur once.
     """
     missing = set(targets)

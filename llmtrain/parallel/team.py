@@ -28,24 +28,24 @@ class Team(NamedTuple):
     def everyone(cls) -> "Team":
         """Return the ranks of the default process group, or this rank if there is no group."""
         if not dist.is_initialized():
-            return ALONE
+            return THIS_RANK
         return cls(dist.get_rank(), group=dist.group.WORLD)
 
     @classmethod
-    def of_all(cls, sees_folder: bool, timeout: float = 1800) -> "Team":
+    def with_new_group(cls, can_write: bool, timeout: float = 1800) -> "Team":
         """Return all ranks with a new gloo group; all of them call this.
 
         A save in the background needs a separate group, because its collectives would otherwise mix
         with those of training.
 
         Args:
-            sees_folder: whether this rank can write to the run's folder.
+            can_write: whether this rank can write to the run's folder.
             timeout: seconds after which an action fails if a rank is missing.
         """
         rank = dist.get_rank()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        answers = cls(rank, group=group).each(lambda: sees_folder)
-        writers = tuple(i for i, can_write in enumerate(answers) if can_write)
+        answers = cls(rank, group=group).on_all(lambda: can_write)
+        writers = tuple(i for i, is_writer in enumerate(answers) if is_writer)
         return cls(rank, writers, group)
 
     @property
@@ -53,7 +53,7 @@ class Team(NamedTuple):
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def each(self, action: Callable[[], T]) -> list[T]:
+    def on_all(self, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank, and return the results of all ranks in rank order.
 
         Raises:
@@ -82,18 +82,18 @@ class Team(NamedTuple):
             results.append(outcome)
         return results
 
-    def main(self, action: Callable[[], T]) -> T:
+    def on_main(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0, and return its result on all ranks.
 
         Raises:
             UserError: on all ranks, if the action failed with an error that the user can fix.
         """
 
-        def on_main() -> list[T]:
+        def run_if_main() -> list[T]:
             return [action()] if self.is_main else []
 
-        [result] = self.each(on_main)[0]
+        [result] = self.on_all(run_if_main)[0]
         return result
 
 
-ALONE = Team()
+THIS_RANK = Team()

@@ -47,7 +47,7 @@ class Style(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether the outputs of all ranks have to be summed."""
+        """Whether the module's outputs on all ranks are summed."""
         return self.along in ("input", "first")
 
 

@@ -31,7 +31,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, temporary_sibling, write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill
-from llmtrain.parallel.team import ALONE, Team
+from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
 from llmtrain.record.tensors import Share, unchanged, write_tensors
@@ -89,11 +89,11 @@ def _commit(
             (working / "optimizer").mkdir()
             return working
 
-        working = team.main(begin)
-        written_weights = team.each(
+        working = team.on_main(begin)
+        written_weights = team.on_all(
             lambda: write_tensors(working, f"model/{files.weights}", weights)
         )
-        written_optimizer = team.each(
+        written_optimizer = team.on_all(
             lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
         )
         if not team.is_main:
@@ -127,7 +127,7 @@ def write_model(
     folder: Path,
     files: ModelWriter,
     tensors: DistributedTensors,
-    team: Team = ALONE,
+    team: Team = THIS_RANK,
     convert: TensorConverter = unchanged,
 ) -> None:
     """Write a complete model folder. The ranks of a team call this together.
@@ -141,8 +141,8 @@ def write_model(
     """
     weights = Share(tensors, team, divisible=files.may_split_weights, convert=convert)
     with contextlib.ExitStack() as committing:
-        working = team.main(lambda: committing.enter_context(new_folder(folder)))
-        team.each(lambda: write_tensors(working, files.weights, weights))
+        working = team.on_main(lambda: committing.enter_context(new_folder(folder)))
+        team.on_all(lambda: write_tensors(working, files.weights, weights))
         if team.is_main:
             _write_all_but_weights(working, files, weights)
 

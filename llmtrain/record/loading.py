@@ -35,7 +35,7 @@ def tensors_from_main(folder: Path, device: torch.device) -> Iterator[tuple[str,
         return
 
     tensors = read_tensors(folder) if team.is_main else None
-    for name, shape, dtype in team.main(lambda: read_headers(folder)):
+    for name, shape, dtype in team.on_main(lambda: read_headers(folder)):
         if tensors is not None:
             _, tensor = next(tensors)
         else:

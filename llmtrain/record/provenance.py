@@ -168,7 +168,7 @@ def check_ranks_agree(team: Team, description: JsonObject) -> None:
     Raises:
         UserError: on all ranks, if a rank is about to train something else than rank 0.
     """
-    main_description, *descriptions = team.each(lambda: description)
+    main_description, *descriptions = team.on_all(lambda: description)
     for rank, other_description in enumerate(descriptions, start=1):
         for key in main_description:
             expected, actual = _comparable(key, main_description, other_description)

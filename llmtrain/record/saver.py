@@ -9,7 +9,7 @@ import torch
 
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
-from llmtrain.parallel.team import ALONE, Team
+from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.record.checkpoint import prune, write_checkpoint
 from llmtrain.record.tensors import Share
 from llmtrain.types import JsonObject, ModelWriter
@@ -38,7 +38,7 @@ class Saver:
         files: ModelWriter,
         keep: int,
         in_background: bool = False,
-        team: Team = ALONE,
+        team: Team = THIS_RANK,
     ) -> None:
         self.folder = folder
         self.files = files

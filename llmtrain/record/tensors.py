@@ -19,7 +19,7 @@ from safetensors.torch import _TYPES, load_file
 from llmtrain.files import write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
-from llmtrain.parallel.team import ALONE, Team
+from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.types import JsonObject, TensorConverter
 
 # With "pread", tensors have memory of their own instead of pages of a file that may be deleted, and
@@ -61,7 +61,7 @@ class Share(NamedTuple):
     """
 
     source: DistributedTensors
-    team: Team = ALONE
+    team: Team = THIS_RANK
     divisible: bool = True
     convert: TensorConverter = unchanged
 

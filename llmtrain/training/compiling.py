@@ -143,7 +143,7 @@ def _compile_on_all_ranks(engine: Engine, batch: Batch) -> str:
     blocks may be left compiled.
     """
     if engine.is_sharded:
-        # A rank that failed in a pass through the whole model would leave the others waiting for
+        # A rank that failed in a pass through the full model would leave the others waiting for
         # its shards. So each rank first tries the blocks one by one.
         failure = _first_failure(engine, _error_of_blocks(engine, batch))
         if failure:

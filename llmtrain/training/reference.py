@@ -81,7 +81,7 @@ def _with_column(
     team = Team.everyone()
     path = cache_folder() / "references" / f"{key}-{name}"
 
-    values, is_damaged = team.main(lambda: _read(path, len(rows), size))
+    values, is_damaged = team.on_main(lambda: _read(path, len(rows), size))
     damage = "; damaged entries are computed again" if is_damaged else ""
     say(
         "reference",
@@ -95,7 +95,7 @@ def _with_column(
                 "log-probabilities under the initial weights are not finite, so they cannot serve "
                 "as the reference. Check the model, or use another precision."
             )
-        team.main(functools.partial(_append, path, len(values), chunk))
+        team.on_main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
     return _append_column(rows, values)
 

@@ -205,7 +205,7 @@ def open_run(
         if settings.loop.dry_run:
             resume_point = ResumePoint(Path(settings.run.output_dir))
         else:
-            resume_point = team.main(choose)
+            resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
 
         run = _new_run(
@@ -283,11 +283,11 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         return {key: record["starts"][-1][key] for key in _TRACKED_KEYS}
 
     values = {name: setting["value"] for name, setting in settings.items()}
-    tracked = values | team.main(begin)
+    tracked = values | team.on_main(begin)
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.of_all(run.folder.can_write(), timeout)
+        run.saver.team = Team.with_new_group(run.folder.can_write(), timeout)
 
     with stop_signals(run.ask_to_stop):
         try:

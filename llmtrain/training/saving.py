@@ -36,7 +36,7 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     tensors = tensors_from_main(path / "optimizer", engine.device)
     checkpoint.restore_optimizer(model, optimizer.optimizer, tensors)
 
-    state = Team.everyone().main(lambda: checkpoint.read_state(path))
+    state = Team.everyone().on_main(lambda: checkpoint.read_state(path))
     run.skipped = state["skipped"]
     run.compiled = state["compiled"]
     # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
@@ -115,7 +115,7 @@ def load_best(run: Run, engine: Engine) -> None:
         return
 
     path = checkpoint.path_of(run.folder.path / "checkpoints", best_step)
-    fault = Team.everyone().main(lambda: checkpoint.find_fault(path))
+    fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
     if fault:
         run.record_event(
             "damaged",
@@ -156,6 +156,6 @@ def _on_writers(run: Run, action: Callable[[], None]) -> None:
     """Run an action on the ranks that write files. An error of one rank is raised on all ranks."""
     team = Team.everyone()
     if run.saver.team.group is None:
-        team.main(action)
+        team.on_main(action)
     else:
-        team.each(action)
+        team.on_all(action)

@@ -121,9 +121,9 @@ def test_an_answer_ends_at_any_of_the_tokens_that_the_folder_names(chatting):
 
 def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting):
     system = [{"role": "system", "content": "s"}]
-    assert chatting.fitting_prompt([*system, *turns(1)], 1, answer=10)[0] == 0
+    assert chatting.fitting_prompt([*system, *turns(1)], 1, answer_tokens=10)[0] == 0
     told = [*system, *turns(9)]
-    dropped, ids = chatting.fitting_prompt(told, 1, answer=10)
+    dropped, ids = chatting.fitting_prompt(told, 1, answer_tokens=10)
     assert dropped > 0
     assert dropped % 2 == 0
     assert len(ids) + 10 <= 64
@@ -136,7 +136,7 @@ def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting)
 
 def test_a_question_too_long_by_itself_is_kept(chatting):
     dropped, ids = chatting.fitting_prompt(
-        [*turns(2)[:2], {"role": "user", "content": "x" * 90}], 0, answer=10
+        [*turns(2)[:2], {"role": "user", "content": "x" * 90}], 0, answer_tokens=10
     )
     assert dropped == 2
     assert len(ids) > 90

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.team import ALONE, Team
+from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.resume import choose_folder
 
@@ -20,7 +20,7 @@ def failing(error: Exception) -> Callable[[], None]:
     return action
 
 
-@pytest.mark.parametrize("together", [ALONE.main, ALONE.each, Team.everyone().main])
+@pytest.mark.parametrize("together", [THIS_RANK.on_main, THIS_RANK.on_all, Team.everyone().on_main])
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -43,7 +43,7 @@ def test_an_error_that_a_person_can_mend_is_one_line(
 
 def test_a_mistake_in_the_program_keeps_its_traceback() -> None:
     with pytest.raises(KeyError):
-        ALONE.each(failing(KeyError("a")))
+        THIS_RANK.on_all(failing(KeyError("a")))
 
 
 class Two(Team):
@@ -51,7 +51,7 @@ class Two(Team):
 
     other: Any = None
 
-    def each(self, action: Callable[[], Any]) -> list[Any]:
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
         return [action(), self.other]
 
 

@@ -186,7 +186,7 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
     tensors = bundle.files.export_tensors(engine.unwrapped)
     if engine.is_sharded:
-        team = Team.of_all(sees_folder=True)
+        team = Team.with_new_group(can_write=True)
         write_model(folder, bundle.files, engine.gatherable(tensors), team)
     elif engine.is_main:
         write_model(folder, bundle.files, DistributedTensors(tensors))

@@ -64,7 +64,7 @@ def refused(action: Callable[[], None]) -> str:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, root = dist.get_rank(), Path(sys.argv[1])
-    team, found = Team.of_all(sees_folder=True), {}
+    team, found = Team.with_new_group(can_write=True), {}
     saver = Saver(root / "checkpoints", Files(), 2, team=team)
 
     def save(saver: Saver, step: int) -> Path:
@@ -101,7 +101,7 @@ def main() -> None:
     dist.barrier()  # the main process cleans up
     found["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
     dist.barrier()
-    alone = Saver(root / "elsewhere", Files(), 2, team=Team.of_all(sees_folder=rank == 0))
+    alone = Saver(root / "elsewhere", Files(), 2, team=Team.with_new_group(can_write=rank == 0))
     found["one disk"] = gives_back(save(alone, 4), 4.0)
     found["files on one disk"] = sorted(
         path.name for path in (root / "elsewhere").rglob("*.safetensors")
