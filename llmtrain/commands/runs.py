@@ -92,7 +92,7 @@ def _listed(history: History) -> JsonObject:
         "step": history.step,
         "max_steps": history.settings.get("max_steps"),
         **losses,
-        "age": round(history.age(), 1),
+        "age": round(history.seconds_since_write(), 1),
     }
 
 

@@ -194,8 +194,9 @@ def _ignore_warnings() -> None:
 def _expert_parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the fused weights of experts.
 
-    They have a matrix for each expert: [E, in, out] or [E, out, in]. The weight of a convolution has three dimensions,
-    too, but its module is one of torch's. A parameter with a dimension of size 1 holds vectors.
+    They have a matrix for each expert: [E, in, out] or [E, out, in]. The weight of a convolution
+    has three dimensions, too, but its module is one of torch's. A parameter with a dimension of
+    size 1 holds vectors.
     """
     names = []
     for module_name, module in model.named_modules():

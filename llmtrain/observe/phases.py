@@ -147,13 +147,13 @@ class Phases:
         self.has_dropped_first_step = False
         self.on_change: list[Callable[[str, Mark], None]] = []
 
-        # Since the last reading: seconds of each phase, and the number of steps.
+        # Since the last call of `read`: seconds of each phase, and the number of steps.
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps = 0
         # Phases whose end has not been added to the seconds yet.
         self._starts: deque[_PhaseStart] = deque()
 
-        # Rank and phase of the straggler in the last reading, and those that were reported before.
+        # Rank and phase of the straggler in the last log entry, and those that were reported before.
         self._suspect: tuple[int, str] | None = None
         self._reported: set[tuple[int, str]] = set()
 
@@ -208,7 +208,7 @@ class Phases:
         self.has_dropped_first_step = True
 
     def read(self) -> dict[str, float]:
-        """Return the mean seconds of a step in each phase, since the last reading."""
+        """Return the mean seconds of a step in each phase, since the last call."""
         if self._starts:
             event = self._starts[-1].mark.event
             if event is not None:
@@ -218,16 +218,16 @@ class Phases:
         self._forget()
         return seconds
 
-    def new_straggler(self, readings: dict[str, list[float]]) -> Straggler | None:
+    def new_straggler(self, phase_seconds: dict[str, list[float]]) -> Straggler | None:
         """Return the process that keeps the others waiting, when that is news.
 
-        It must be the straggler of two readings in a row, in the same phase, because one may be
+        It must be the straggler of two log entries in a row, in the same phase, because one may be
         chance. Each rank and phase is returned once.
 
         Args:
-            readings: mean seconds of a step by phase, with a number for each rank.
+            phase_seconds: mean seconds of a step by phase, with a number for each rank.
         """
-        straggler = find_straggler(readings) if self.has_dropped_first_step else None
+        straggler = find_straggler(phase_seconds) if self.has_dropped_first_step else None
         previous_suspect = self._suspect
         if straggler is None:
             self._suspect = None
@@ -277,29 +277,29 @@ class Phases:
         self._steps = 0
 
 
-def find_straggler(readings: dict[str, list[float]]) -> Straggler | None:
+def find_straggler(phase_seconds: dict[str, list[float]]) -> Straggler | None:
     """Return the process whose own phases take longest, with the phase in which it lags most.
 
     Args:
-        readings: mean seconds of a step by phase, with a number for each rank.
+        phase_seconds: mean seconds of a step by phase, with a number for each rank.
 
     Returns:
         ``None`` unless the process takes longer than the median of the others, by more than a fifth
         of a step.
     """
-    own_phases = [readings[phase] for phase in OWN_PHASES]
+    own_phases = [phase_seconds[phase] for phase in OWN_PHASES]
     own_seconds = [sum(rank_seconds) for rank_seconds in zip(*own_phases, strict=True)]
     if len(own_seconds) < 2:
         return None
 
     rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     lag = _lag(own_seconds, rank)
-    step_seconds = sum(readings[phase][rank] for phase in PHASES)
+    step_seconds = sum(phase_seconds[phase][rank] for phase in PHASES)
     if lag <= _LATE_SHARE * step_seconds:
         return None
     return Straggler(
         rank=rank,
-        phase=max(OWN_PHASES, key=lambda phase: _lag(readings[phase], rank)),
+        phase=max(OWN_PHASES, key=lambda phase: _lag(phase_seconds[phase], rank)),
         seconds=lag,
         share=lag / step_seconds,
     )

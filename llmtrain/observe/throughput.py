@@ -28,7 +28,7 @@ class CountsFlops(Protocol):
 
 
 class Throughput:
-    """Counts tokens and positions between two readings. Time inside :meth:`paused` is left out.
+    """Counts tokens and positions between two log entries. Time inside :meth:`paused` is left out.
 
     Args:
         accelerator: the Accelerator of this run.
@@ -58,7 +58,7 @@ class Throughput:
         self.positions += positions
 
     def read(self) -> dict[str, float]:
-        """Return ``train/tokens_per_second`` since the last reading.
+        """Return ``train/tokens_per_second`` since the last call.
 
         The result also has ``train/mfu`` if the model's FLOPs are known.
         """

@@ -31,7 +31,7 @@ from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
-WARM_UP_PHASE = "getting ready"
+WARM_UP_PHASE = "the warm-up"
 
 _CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
 

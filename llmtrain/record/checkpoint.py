@@ -51,8 +51,8 @@ def write_checkpoint(
 
     Args:
         folder: the folder of the checkpoints.
-        step: the steps made so far.
-        files: how the model becomes a folder.
+        step: steps made so far.
+        files: writes the other files of the model's folder.
         weights: the tensors of the model.
         optimizer: the state of the optimizer.
         state: the content of ``state.json``, except for its format version.
@@ -134,7 +134,7 @@ def write_model(
 
     Args:
         folder: the folder, which is replaced if it exists.
-        files: how the model becomes a folder.
+        files: writes the other files of the model's folder.
         tensors: the tensors of the model.
         team: the ranks that write.
         convert: see :class:`llmtrain.record.tensors.Share`.
@@ -190,8 +190,8 @@ def newest_valid(
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
 
     Raises:
-        UserError: if there are checkpoints, and none is intact: starting afresh would hide the
-            loss. Also if the newest is in a newer format: an older one would silently repeat its
+        UserError: if there are checkpoints, and none is intact: starting from the beginning would
+            hide the loss. Also if the newest is in a newer format: an older one would silently repeat its
             steps.
     """
     candidates = checkpoints(folder)

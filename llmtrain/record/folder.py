@@ -78,7 +78,7 @@ class RunFolder:
 
         Args:
             state: ``running``, ``finished``, ``preempted`` or ``failed``.
-            step: the steps made so far.
+            step: steps made so far.
             reason: why the run is in this state.
         """
         if not self.is_main or self.is_taken_over():

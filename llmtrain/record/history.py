@@ -83,7 +83,7 @@ class History(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The steps made so far; 0 if the record does not say."""
+        """The steps made so far; 0 if the record does not have them."""
         candidates = [self.status.get("step")]
         if self.entries:
             candidates.append(self.entries[-1].get("step"))
@@ -154,7 +154,7 @@ class History(NamedTuple):
             hours.append(total_seconds / 3600)
         return hours
 
-    def age(self) -> float:
+    def seconds_since_write(self) -> float:
         """Return the seconds since the run last wrote to its folder."""
         files = [self.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
         newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)

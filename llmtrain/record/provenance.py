@@ -248,10 +248,10 @@ def _redacted_setting(name: str, setting: JsonObject) -> JsonObject:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the repository that holds the script, or ``None`` without a repository.
+    """Return the git commit of the script, or ``None`` if it is in no repository.
 
     The commit ends in ``-dirty`` if a tracked file has changed since then, and in ``-unknown`` if
-    git could not tell.
+    git does not say.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:

@@ -22,7 +22,7 @@ class Saver:
 
     Args:
         folder: the folder of the checkpoints.
-        files: how the model becomes a folder.
+        files: writes the other files of the model's folder.
         keep: how many of the newest checkpoints stay.
         in_background: copy the tensors to the host, and write them while training goes on.
         team: the ranks that save together.
@@ -62,16 +62,16 @@ class Saver:
         weights: DistributedTensors,
         optimizer: DistributedTensors,
         state: JsonObject,
-        done: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
         """Commit a checkpoint of the tensors as they are now.
 
         Args:
-            step: the steps made so far.
+            step: steps made so far.
             weights: the tensors of the model.
             optimizer: the state of the optimizer.
             state: the content of ``state.json``.
-            done: called on rank 0 when the checkpoint is committed.
+            on_commit: called on rank 0 when the checkpoint is committed.
 
         Raises:
             UserError: if the checkpoint cannot be written, or if an earlier save in the background
@@ -81,13 +81,13 @@ class Saver:
         weights_share = Share(weights, self.team, divisible=self.files.may_split_weights)
         optimizer_share = Share(optimizer, self.team)
         if self._pool is None:
-            self._write(step, weights_share, optimizer_share, state, done)
+            self._write(step, weights_share, optimizer_share, state, on_commit)
             return
 
         weights_copy = self._copy_to_host("weights", weights_share)
         optimizer_copy = self._copy_to_host("optimizer", optimizer_share)
         self._pending = self._pool.submit(
-            self._write, step, weights_copy, optimizer_copy, state, done
+            self._write, step, weights_copy, optimizer_copy, state, on_commit
         )
 
     def wait(self) -> None:
@@ -127,7 +127,7 @@ class Saver:
         weights: Share,
         optimizer: Share,
         state: JsonObject,
-        done: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
         start = time.monotonic()
         path = write_checkpoint(
@@ -141,5 +141,5 @@ class Saver:
         self.verified.append(path)
         if self.team.is_main:
             prune(self.folder, self.keep, self.verified)
-            done()
+            on_commit()
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)

@@ -115,20 +115,20 @@ class Patience:
         self.best_step = best_step
         self.worse = worse
 
-    def record(self, step: int, reading: JsonObject) -> None:
+    def record(self, step: int, metrics: JsonObject) -> None:
         """Record an evaluation.
 
         The evaluation before the first step is never the best, but it must have the metric, too.
 
         Args:
-            step: the steps made so far.
-            reading: the metrics of the evaluation.
+            step: steps made so far.
+            metrics: the metrics of the evaluation.
 
         Raises:
             UserError: if the evaluation does not have the metric.
         """
-        if self.metric not in reading:
-            names = ", ".join(name for name in reading if name.startswith("eval/"))
+        if self.metric not in metrics:
+            names = ", ".join(name for name in metrics if name.startswith("eval/"))
             raise UserError(
                 f"--metric_for_best_model {self.metric} is not measured; choose one of {names}."
             )
@@ -136,7 +136,7 @@ class Patience:
             return
 
         is_lower_better = re.search("loss|perplexity|bits", self.metric) is not None
-        value = float(reading[self.metric]) * (1 if is_lower_better else -1)
+        value = float(metrics[self.metric]) * (1 if is_lower_better else -1)
         if value < self.best:
             self.best = value
             self.best_step = step

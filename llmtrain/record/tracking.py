@@ -45,8 +45,8 @@ def wants_model() -> bool:
 class Metrics:
     """Writes ``metrics.jsonl``, a line for each log entry. Every rank uses it; rank 0 writes.
 
-    The trackers follow the file at their own pace, each on a thread of its own. Training never
-    waits for them.
+    The trackers follow the file at their own pace, each on a separate thread. Training never waits
+    for them.
 
     Args:
         accelerator: the Accelerator of this run.
@@ -116,7 +116,7 @@ class Metrics:
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or None
-        needs_login = mode is None and not _logged_in()
+        needs_login = mode is None and not _is_logged_in()
         if needs_login:
             mode = "offline"
         online_init = self._wandb_init(run_name, run_id) | {"mode": mode, "resume": "allow"}
@@ -167,14 +167,14 @@ class Metrics:
             "settings": settings,
         }
 
-    def write(self, reading: JsonObject) -> None:
+    def write(self, entry: JsonObject) -> None:
         """Write a log entry, on rank 0. This waits for no tracker.
 
         Args:
-            reading: the metrics of the entry, and its ``step``.
+            entry: the metrics of the entry, and its ``step``.
         """
         if self.ranks.is_main:
-            append_json_line(self.path, reading)
+            append_json_line(self.path, entry)
         for mirror in self.mirrors:
             mirror.news.set()
 
@@ -340,7 +340,7 @@ def _redacted_command() -> Iterator[None]:
 
 
 def _within(seconds: float, action: Callable[[], GeneralTracker]) -> GeneralTracker:
-    """Call a function that may take only so many seconds.
+    """Call a function, and wait at most some seconds for its result.
 
     If it takes longer, it is left running on its thread.
 
@@ -361,7 +361,7 @@ def _within(seconds: float, action: Callable[[], GeneralTracker]) -> GeneralTrac
     return future.result()
 
 
-def _logged_in() -> bool:
+def _is_logged_in() -> bool:
     """Return whether W&B has credentials for its server, in its settings or in a netrc file."""
     import wandb
 

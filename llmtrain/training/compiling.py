@@ -184,7 +184,7 @@ def _first_failure(engine: Engine, error: str) -> str:
         return error
     for rank, error_of_rank in enumerate(errors):
         if error_of_rank:
-            return f"process {rank}: {error_of_rank}"
+            return f"rank {rank}: {error_of_rank}"
     return ""
 
 

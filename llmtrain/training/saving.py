@@ -75,7 +75,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
             engine.gatherable(weights),
             engine.gatherable(optimizer_state),
             _state(run, engine),
-            done=functools.partial(run.folder.set_status, "running", run.step),
+            on_commit=functools.partial(run.folder.set_status, "running", run.step),
         )
 
     _on_writers(run, prepare)

@@ -82,9 +82,9 @@ def test_a_pass_outside_an_update_is_not_one_of_its_phases(clock: list[float]) -
     model = Slow(clock)
     watched = Phases(CPU, model)
     with watched.watching():
-        watched.begin("getting ready")
+        watched.begin("the warm-up")
         model(torch.ones(1, 2)).sum().backward()
-        assert watched.phase == "getting ready"
+        assert watched.phase == "the warm-up"
         watched.begin("count")
         with torch.no_grad():
             model(torch.ones(1, 2))

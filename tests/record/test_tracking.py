@@ -200,7 +200,7 @@ def test_who_is_logged_in_is_whom_wandb_takes_for_it(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     settings = SimpleNamespace(base_url=base_url, api_key=api_key, identity_token_file=None)
     monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
-    assert tracking._logged_in() is known
+    assert tracking._is_logged_in() is known
 
 
 def test_a_model_is_sent_for_no_longer_than_the_other_processes_wait(

@@ -9,8 +9,8 @@ from tests.launching import accelerate, long_form, read_json
 
 SCRIPT = "tests/system/compile_ranks.py"
 FAILURES = {
-    "fails at once": "process 1: no C++ compiler here",
-    "fails in backward": "process 1: no room for the backward pass",
+    "fails at once": "rank 1: no C++ compiler here",
+    "fails in backward": "rank 1: no room for the backward pass",
 }
 CASES = [f"{case}, {wanted}" for case in ("works", *FAILURES) for wanted in ("always", "auto")]
 
