@@ -143,7 +143,7 @@ class Trial:
             "resume_from_checkpoint": "auto",
         }
 
-    def run(self, layout: RequestedLayout, folder: Path, name: str | None = None) -> "Outcome":
+    def run(self, layout: RequestedLayout, folder: Path, name: str | None = None) -> "FinishedRun":
         """Start the recipe, and wait until it ends.
 
         Args:
@@ -158,7 +158,7 @@ class Trial:
             run_command(self._command(layout, folder), self.on_cpu)
         except UserError as error:
             raise UserError(f"{layout}: {error}") from None
-        return Outcome(name or str(layout), folder, is_float64=self.arguments.float64)
+        return FinishedRun(name or str(layout), folder, is_float64=self.arguments.float64)
 
     def run_and_kill(self, layout: RequestedLayout, folder: Path, step: int) -> int:
         """Start the recipe, and SIGKILL all its processes when it reaches a step.
@@ -215,7 +215,7 @@ def last_step(folder: Path) -> int:
     return int(entries[-1]["step"]) if entries else -1
 
 
-class Outcome:
+class FinishedRun:
     """A run that has ended.
 
     Attributes:
@@ -241,8 +241,8 @@ class Outcome:
         """Return whether a setting was switched on. Not every recipe has every setting."""
         return bool(self.history.settings.get(setting))
 
-    def miscounted(self) -> list[str]:
-        """Return a fault if the logged target tokens are not those of the run's rows.
+    def token_count_faults(self) -> list[str]:
+        """Return the faults of the logged target tokens: one if they are not those of the rows.
 
         A wrong count is the same on every layout, so comparing layouts cannot show it.
         """
@@ -256,7 +256,7 @@ class Outcome:
                 ]
         return []
 
-    def compare(self, other: "Outcome", same_bits: bool) -> "Comparison":
+    def compare(self, other: "FinishedRun", same_bits: bool) -> "ComparedRun":
         """Compare another run with this one.
 
         Args:
@@ -277,7 +277,7 @@ class Outcome:
         if same_bits and self.digest != other.digest:
             faults.append("weights or optimizer differ in some bits")
 
-        return Comparison(
+        return ComparedRun(
             layout=other.name,
             same_rows=deviations["rows"].first_step is None,
             loss=_largest_loss_deviation(deviations),
@@ -293,8 +293,8 @@ class Outcome:
         return max((entry.get("train/gradient_syncs") or 0 for entry in entries), default=0)
 
 
-class Comparison(NamedTuple):
-    """How a run differs from the reference.
+class ComparedRun(NamedTuple):
+    """A run, and how it differs from the reference.
 
     Attributes:
         layout: the name of the run.
@@ -315,7 +315,7 @@ class Comparison(NamedTuple):
     wrong: list[str]
 
 
-def table(reference: Outcome, comparisons: list[Comparison]) -> list[str]:
+def table(reference: FinishedRun, comparisons: list[ComparedRun]) -> list[str]:
     """Return the lines of a table with the reference and the runs compared with it."""
     head = f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}"
     lines = [head, f"{reference.name:<18}{reference.digest[:7]:>49}"]

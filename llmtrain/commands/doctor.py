@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output_dir", default="runs", metavar="DIR", help="where runs are kept (default: runs)"
     )
     parser.add_argument(
-        "--config_file", metavar="FILE", help="accelerate config with the values of the next four"
+        "--config_file",
+        metavar="FILE",
+        help="accelerate config that sets the following four options",
     )
     parser.add_argument(
         "--num_machines", type=int, metavar="N", help="number of machines that train together"

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="folder of a run, which then keeps the scores, or of a model, or a hub name",
+        help="folder of a run (which then keeps the scores) or of a model, or a hub name",
     )
     parser.add_argument(
         "--tasks",
@@ -95,7 +95,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         accelerator = start_accelerator()
         # If the run is still training, it may save a newer model now. So all ranks take the model
-        # that the first rank has found.
+        # that rank 0 has found.
         [source] = broadcast_object_list([model_folder(arguments.model)])
         step = _step_of(source, arguments.model)
         answers = _answers_path(source, arguments, options, accelerator)
@@ -153,7 +153,7 @@ def _answers_path(
 ) -> Path:
     """Return where ranks keep their answers, so that an interrupted evaluation can go on.
 
-    Its name depends on everything that the answers depend on, among it the content of the model.
+    Its name depends on everything that the answers depend on, including the content of the model.
     """
     from llmtrain.data.cache import cache_folder, file_digest
     from llmtrain.files import json_text

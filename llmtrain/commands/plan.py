@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="such as h100-80gb, or cpu (default: this machine's)",
+        help="device to plan for, such as h100-80gb, or cpu (default: this machine's)",
     )
     parser.add_argument(
         "--link",
@@ -43,13 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per_machine",
         type=int,
         metavar="N",
-        help="processes of a machine (default: the usual number of this device)",
+        help="processes per machine (default: the usual number for this device)",
     )
     parser.add_argument(
         "--tensor",
         type=int,
         metavar="N",
-        help="processes of tensor parallelism (default: as many as a machine has)",
+        help="processes that shard each matrix, by tensor parallelism (default: as many as a "
+        "machine has)",
     )
     parser.add_argument(
         "--stages",
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    # Everything behind the recipe is in `arguments.flags` at first. This moves the options of this
+    # All words after the recipe are in `arguments.flags` at first. This moves the options of this
     # command, such as --processes, from there to attributes of `arguments`. --json is among them:
     # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)

@@ -71,7 +71,7 @@ def _list(path: Path, as_json: bool) -> None:
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
 
-    histories.sort(key=History.age)
+    histories.sort(key=History.seconds_since_write)
     runs = [_listed(history) for history in histories]
     if not runs and not refusals and not as_json:
         raise UserError(f"{path} contains no runs.")

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.commands._trial import (
-    Comparison,
-    Outcome,
+    ComparedRun,
+    FinishedRun,
     RequestedLayout,
     Trial,
     last_step,
@@ -85,8 +85,8 @@ class _Result(NamedTuple):
         history: lines that tell what was started and killed.
     """
 
-    reference: Outcome
-    comparisons: list[Comparison]
+    reference: FinishedRun
+    comparisons: list[ComparedRun]
     failures: list[str]
     history: list[str]
 
@@ -139,7 +139,7 @@ def _verify_layouts(arguments: argparse.Namespace, scratch: Path) -> _Result:
         reference = trial.run(RequestedLayout(processes=1), scratch / "again")
 
     outcomes = []
-    failures = reference.miscounted()
+    failures = reference.token_count_faults()
     for i, layout in enumerate(other_layouts, start=1):
         try:
             outcomes.append(trial.run(layout, scratch / str(i)))

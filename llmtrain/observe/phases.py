@@ -153,7 +153,7 @@ class Phases:
         # Phases whose end has not been added to the seconds yet.
         self._starts: deque[_PhaseStart] = deque()
 
-        # Rank and phase of the straggler in the last log entry, and those that were reported before.
+        # Rank and phase of the straggler in the last log entry, and those that were reported.
         self._suspect: tuple[int, str] | None = None
         self._reported: set[tuple[int, str]] = set()
 

@@ -127,7 +127,7 @@ def _check_divides(columns: int, *, ranks: int, style: Style, name: str) -> None
     may_be_uneven = style.along == "first" or style.gathers
     if columns % (ranks * style.pieces) and not may_be_uneven:
         raise UserError(
-            f"{name} has {columns} columns, which do not divide among {ranks} processes. "
+            f"{name} has {columns} columns, which cannot be divided among {ranks} processes. "
             "Use another number of processes for tensor parallelism."
         )
 
@@ -158,7 +158,7 @@ def _plan_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def _check_heads(model: nn.Module, class_name: str, ranks: int) -> None:
-    """Raise :class:`UserError` if the attention heads do not divide among the ranks."""
+    """Raise :class:`UserError` if the attention heads cannot be divided among the ranks."""
     config: object = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -166,7 +166,7 @@ def _check_heads(model: nn.Module, class_name: str, ranks: int) -> None:
         heads = getattr(config, name, None)
         if heads is not None and heads % ranks:
             raise UserError(
-                f"{class_name} has {heads} heads ({name}), which do not divide among {ranks} "
+                f"{class_name} has {heads} heads ({name}), which cannot be divided among {ranks} "
                 "processes. Use another number of processes for tensor parallelism."
             )
 

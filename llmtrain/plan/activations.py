@@ -55,7 +55,7 @@ class MicroBatch(NamedTuple):
 
 
 class PeakBytes(NamedTuple):
-    """Bytes at the moment when most are held.
+    """Bytes of a process at the peak of its memory use.
 
     Attributes:
         activations: everything but the logits.
@@ -77,7 +77,7 @@ class ActivationBytes(NamedTuple):
     Attributes:
         before_blocks: kept by the layers before the first block.
         per_block: kept by one block.
-        peak: at the moment when most are held.
+        peak: at the peak of the memory use.
         end_of_backward: the most from the first block's backward pass on. By then, the other blocks
             have freed theirs.
         blocks: the number of blocks.
@@ -180,7 +180,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are alive, apart from weights and gradients.
 
     Attributes:
-        peak: bytes by kind when most are held, before the first block's backward pass.
+        peak: bytes by kind at the peak before the first block's backward pass.
         end_of_backward: the most bytes from the first block's backward pass on.
         after_block: bytes at the end of each block's forward pass.
     """

@@ -54,7 +54,7 @@ class Bytes(NamedTuple):
         activations: what the forward pass keeps for the backward pass, without the logits.
         logits: what the head makes, and its gradient.
         buckets: gathered weights, and gradients that are being sent, if they have separate memory.
-        total: at the moment when most is held. Not every kind has to be at its largest then.
+        total: at the peak of the memory use. Not every kind has to be at its largest then.
     """
 
     weights: float

@@ -81,7 +81,7 @@ class Subject(NamedTuple):
 def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     """Return the model that a recipe would train with these flags.
 
-    The recipe's data is tokenized first, because the vocabulary determines the size of the model.
+    The recipe's data is tokenised first, because the vocabulary determines the size of the model.
 
     Args:
         recipe: path of the recipe.

@@ -19,7 +19,7 @@ from llmtrain.plan.memory import Bytes, Memory
 from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimate_compute, step_time
 from llmtrain.plan.subject import subject_of
 
-# Numbers of processes for which a plan tells the efficiency.
+# Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)
 
 # Seconds of the shortest message from one process to another.
@@ -165,7 +165,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
     """Return the device of each process, and the machines.
 
     Raises:
-        UserError: if something about them is unknown.
+        UserError: if the device or a link is unknown.
     """
     name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
@@ -305,7 +305,7 @@ def _shardings(
 def _tensor_parallel_size(memory: Memory, processes: int, largest: int) -> int:
     """Return the largest number of processes that can share the model's matrices.
 
-    If no number is possible, return ``largest``: the plan then tells why it is not.
+    If no number is possible, return ``largest``: the plan then says why it cannot be used.
 
     Args:
         memory: the model.
@@ -329,7 +329,7 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
     """Return what it costs to train with one sharding.
 
     Raises:
-        UserError: if the global batch does not divide among the processes.
+        UserError: if the global batch cannot be divided among the processes.
     """
     memory = plan.memory
     settings = memory.subject.settings
@@ -338,8 +338,8 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
     if global_batch % groups != 0:
         divisible = -(-global_batch // groups) * groups
         raise UserError(
-            f"--global_batch_size {global_batch} does not divide among {groups} groups of "
-            f"processes, each with rows of its own; use {divisible}."
+            f"--global_batch_size {global_batch} cannot be divided among {groups} data-parallel "
+            f"groups of processes; use {divisible}."
         )
 
     share = global_batch // groups

@@ -191,8 +191,8 @@ def newest_valid(
 
     Raises:
         UserError: if there are checkpoints, and none is intact: starting from the beginning would
-            hide the loss. Also if the newest is in a newer format: an older one would silently repeat its
-            steps.
+            hide the loss. Also if the newest is in a newer format: an older one would silently
+            repeat its steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):

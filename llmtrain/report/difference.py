@@ -22,7 +22,7 @@ from llmtrain.types import Json, JsonObject
 
 
 class Link(NamedTuple):
-    """What a difference in one quantity means if all quantities before it in the chain are equal.
+    """How to explain a difference in one quantity if all quantities before it are equal.
 
     Attributes:
         groups: the groups of settings that influence this quantity.
@@ -91,7 +91,7 @@ _MODEL = (
     f"{_LABELS}"
 )
 _TOKENS = (
-    "the text is tokenized differently: the file differs, or a special token is added twice or "
+    "the text is tokenised differently: the file differs, or a special token is added twice or "
     "is missing; or the rows are in a different order (--log_rows logs it)"
 )
 _GRADIENT = (
@@ -473,7 +473,9 @@ def _later_divergence_lines(comparison: Comparison) -> list[str]:
         return []
 
     later.sort(key=lambda divergence: divergence.step)
-    parts = [f"{QUANTITIES[each.link].name} at step {each.step}" for each in later]
+    parts = [
+        f"{QUANTITIES[divergence.link].name} at step {divergence.step}" for divergence in later
+    ]
     return [f"then      {', '.join(parts)}"]
 
 

@@ -221,7 +221,10 @@ def test_a_few_real_updates_correct_a_plan(
         (["--device", "abacus"], "abacus is not known"),
         (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
         (["--n_lyer", "2"], "did you mean --n_layer"),
-        (["--processes", "3", "--device", "h100-80gb"], "does not divide among 3 groups"),
+        (
+            ["--processes", "3", "--device", "h100-80gb"],
+            "cannot be divided among 3 data-parallel groups",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(

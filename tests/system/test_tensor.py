@@ -31,7 +31,7 @@ def test_logits_and_gradients_are_those_of_the_whole_model(
     assert "GPT2LMHeadModel has no plan for tensor parallelism" in said["gpt2"]
     assert "is not supported. Use FSDP" in said["mixtral"]
     assert (
-        f"1 heads (num_key_value_heads), which do not divide among {processes} processes"
+        f"1 heads (num_key_value_heads), which cannot be divided among {processes} processes"
         in said["llama"]
     )
 
