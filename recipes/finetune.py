@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> object:
     # The model is sharded over the processes if the accelerate config asks for it.
     bundle = lt.place(accelerator, build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    # This opens the run's folder, and chooses the checkpoint to resume from.
+    # This opens the run folder, and chooses the checkpoint to resume from.
     with lt.open_run(accelerator, settings, rows, bundle) as run:
         train_batches, eval_batches = lt.loaders(run)
         lt.train(

@@ -256,9 +256,9 @@ def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["check", "no/such/run"], "no/such/run is neither a run's folder nor a checkpoint"),
-        (["check", "{here}"], "is neither a run's folder nor a checkpoint"),
-        (["check", "{here}/file"], "is neither a run's folder nor a checkpoint"),
+        (["check", "no/such/run"], "no/such/run is neither a run folder nor a checkpoint"),
+        (["check", "{here}"], "is neither a run folder nor a checkpoint"),
+        (["check", "{here}/file"], "is neither a run folder nor a checkpoint"),
         (["check"], "RUN"),
         (["mend", "{here}"], "give one folder"),
     ],

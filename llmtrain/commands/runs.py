@@ -117,7 +117,7 @@ class _Target(NamedTuple):
     """The checkpoints to check.
 
     Attributes:
-        folder: the run's folder ``checkpoints``.
+        folder: the run's ``checkpoints`` folder.
         checkpoints: the checkpoints to read, the oldest first.
         is_single: whether the user has named a single checkpoint.
     """
@@ -219,9 +219,7 @@ def _find_target(path: Path) -> _Target:
     if is_folder and (absolute.name == "checkpoints" or checkpoints(path)):
         return _Target(folder=absolute, checkpoints=checkpoints(absolute))
 
-    raise UserError(
-        f"{path} is neither a run's folder nor a checkpoint; name one, such as runs/gpt."
-    )
+    raise UserError(f"{path} is neither a run folder nor a checkpoint; name one, such as runs/gpt.")
 
 
 def _names(paths: Iterable[Path]) -> list[str]:

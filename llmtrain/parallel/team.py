@@ -16,7 +16,7 @@ class Team(NamedTuple):
 
     Attributes:
         rank: the number of this process.
-        writers: the ranks that can write to the run's folder. They write the tensors of all ranks.
+        writers: the ranks that can write to the run folder. They write the tensors of all ranks.
         group: the process group; ``None`` if the team is this rank only.
     """
 
@@ -39,7 +39,7 @@ class Team(NamedTuple):
         with those of training.
 
         Args:
-            can_write: whether this rank can write to the run's folder.
+            can_write: whether this rank can write to the run folder.
             timeout: seconds after which an action fails if a rank is missing.
         """
         rank = dist.get_rank()

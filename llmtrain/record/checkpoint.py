@@ -185,7 +185,7 @@ def newest_valid(
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
     Args:
-        folder: the run's folder ``checkpoints``.
+        folder: the run's ``checkpoints`` folder.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
 

@@ -1,4 +1,4 @@
-"""A run's folder, as the run itself writes it: status, events and logs. Only rank 0 writes."""
+"""A run folder, as the run itself writes it: status, events and logs. Only rank 0 writes."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Reads a run's folder, while the run writes it or long after. It changes nothing."""
+"""Reads a run folder, while the run writes it or long after. It changes nothing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class History(NamedTuple):
 
     @classmethod
     def of_run(cls, folder: Path) -> History:
-        """Read a run's folder.
+        """Read a run folder.
 
         Raises:
             UserError: if the folder holds no run, or another version of llmtrain has written it.
         """
         if not is_run(folder):
             raise UserError(
-                f"{folder} is not a run's folder: it has neither run.json nor status.json."
+                f"{folder} is not a run folder: it has neither run.json nor status.json."
             )
         history = cls.read(folder)
         if history.record and version_fault("run.json", history.record):

@@ -1,4 +1,4 @@
-"""Load tensors from a run's folder onto all ranks, and check tensors before they are saved."""
+"""Load tensors from a run folder onto all ranks, and check tensors before they are saved."""
 
 from collections.abc import Iterator
 from pathlib import Path

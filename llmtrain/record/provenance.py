@@ -201,7 +201,7 @@ def run_record(
     """Return the new content of ``run.json``: that of the file so far, plus this start.
 
     Args:
-        folder: the run's folder.
+        folder: the run folder.
         fingerprint: the fingerprint of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         details: further keys of the file, about the data.

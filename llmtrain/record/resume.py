@@ -116,7 +116,7 @@ def candidate_folders(output_dir: str) -> Iterator[Path]:
     if not base.name or base.name == "..":
         base = base.resolve()
     if not base.name:
-        raise UserError(f"--output_dir {output_dir} cannot be a run's folder; use one inside it.")
+        raise UserError(f"--output_dir {output_dir} cannot be a run folder; use one inside it.")
 
     yield base
     for number in itertools.count(2):
@@ -280,7 +280,7 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonOb
             raise UserError(f"{flag} is damaged: {fault}.")
     else:
         raise UserError(
-            f"{flag} is neither a run's folder nor a checkpoint; use auto, never or such a folder."
+            f"{flag} is neither a run folder nor a checkpoint; use auto, never or such a folder."
         )
 
     named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]

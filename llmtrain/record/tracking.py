@@ -50,7 +50,7 @@ class Metrics:
 
     Args:
         accelerator: the Accelerator of this run.
-        folder: the run's folder.
+        folder: the run folder.
         model_seconds: the longest time for sending the model, while the other ranks wait.
     """
 
@@ -278,7 +278,7 @@ class _Mirror:
         import wandb
 
         run: wandb.Run = self.tracker.tracker
-        with _errors_as_notes("wandb", "the run's folder has everything"):
+        with _errors_as_notes("wandb", "the run folder has everything"):
             columns = ("step", "prompt", "text")
             samples = read_lines(self.metrics.path.with_name("samples.jsonl"))
             rows = [[sample.get(name) for name in columns] for sample in samples]

@@ -77,7 +77,7 @@ class Run:
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
-        folder: the run's folder.
+        folder: the run folder.
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
@@ -131,7 +131,7 @@ class Run:
             self.last_eval = EvalResult(self.step, metrics)
 
     def record_event(self, kind: str, text: str) -> None:
-        """Print an event, and record it in the run's folder."""
+        """Print an event, and record it in the run folder."""
         say(kind, text)
         self.folder.record_event(self.step, kind, text)
 
@@ -163,7 +163,7 @@ def open_run(
     rows: Tokenized,
     bundle: ModelBundle,
 ) -> Iterator[Run]:
-    """Open the run's folder until the block ends: a new folder, or that of an unfinished run.
+    """Open the run folder until the block ends: a new folder, or that of an unfinished run.
 
     An unfinished run is resumed if its fingerprint is the same. After a block without an error, the
     processes leave their group, and a finished model is uploaded if the settings ask for it. A dry

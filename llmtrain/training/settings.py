@@ -1,4 +1,4 @@
-"""The flags of the optimizer, the loop and the run's folder, and all settings of a recipe."""
+"""The flags of the optimizer, the loop and the run folder, and all settings of a recipe."""
 
 import re
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class LoopConfig(Config):
     sample_prompts: list[str] = flag(
         [],
         "prompts that the model continues at every evaluation, or answers if the tokenizer has a "
-        "chat template; the texts go to samples.jsonl in the run's folder",
+        "chat template; the texts go to samples.jsonl in the run folder",
     )
     max_hours: float | None = flag(
         None, "save and stop before this many hours have passed since the start"
@@ -117,7 +117,7 @@ class LoopConfig(Config):
     )
     xray_steps: str | None = flag(
         None,
-        "A:B records a timeline of steps A to B in the folder xray/ of the run's folder",
+        "A:B records a timeline of steps A to B in the folder xray/ of the run folder",
         hidden=True,
     )
     log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
@@ -172,7 +172,7 @@ def _parse_xray_steps(text: str | None) -> range | None:
 
 @dataclass
 class RunConfig(Config):
-    """The run's folder, its checkpoints, and trackers. Each field is a flag."""
+    """The run folder, its checkpoints, and trackers. Each field is a flag."""
 
     _argument_group_name: ClassVar[str] = "run"
 
@@ -182,7 +182,7 @@ class RunConfig(Config):
         "number is appended (run-2)",
     )
     run_name: str | None = flag(
-        None, "name of the run in trackers (default: the name of the run's folder)"
+        None, "name of the run in trackers (default: the name of the run folder)"
     )
     save_steps: int = flag(
         100, "steps between two checkpoints, in addition to one after the last step"
@@ -263,7 +263,7 @@ class Settings(Generic[M, D]):
         optim: the optimizer.
         parallel: how processes share the work.
         loop: the training loop.
-        run: the run's folder, its checkpoints, and trackers.
+        run: the run folder, its checkpoints, and trackers.
         chat: chat or preference data, if the recipe trains on it.
         preference: the preference loss, if the recipe has one.
         lora: LoRA adapters, if the recipe has them.

@@ -22,7 +22,7 @@ def show_result(folder: Path, question: list[int] | None) -> None:
     The run is saved already, so an error only prints a note.
 
     Args:
-        folder: the run's folder.
+        folder: the run folder.
         question: the tokens of a question for the model to answer. If there are none, it writes a
             text of its choice.
     """

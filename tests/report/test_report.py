@@ -1,4 +1,4 @@
-"""The page of a run says what the run's folder says, whatever that holds, and opens in a browser without a network."""
+"""The page of a run says what the run folder says, whatever that holds, and opens in a browser without a network."""
 
 import json
 import re
@@ -282,7 +282,7 @@ def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
 ) -> None:
     status, _, err = ended(capsys, "report", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
-    assert "is not a run's folder" in err
+    assert "is not a run folder" in err
     status, _, err = ended(
         capsys, "report", str(run), "--output", str(tmp_path / "absent" / "page.html")
     )

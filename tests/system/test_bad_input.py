@@ -24,7 +24,7 @@ def assert_one_line(err: str, says: str) -> None:
     [
         (["--n_layers", "3"], r"unknown flag --n_layers - did you mean --n_layer\?"),
         (["--dataset", "{tmp}/bad.jsonl"], r"bad.jsonl, line 2: not JSON"),
-        (["--resume_from_checkpoint", "{tmp}"], r"neither a run's folder nor a checkpoint"),
+        (["--resume_from_checkpoint", "{tmp}"], r"neither a run folder nor a checkpoint"),
         (
             ["--per_device_train_batch_size", "3"],
             r"3 does not divide the 8 rows of each process .* Use 1, 2 or 4\.",

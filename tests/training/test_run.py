@@ -264,7 +264,7 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
         begin({**FINGERPRINT, "optimizer": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1]
         == 10
     )
-    with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
+    with pytest.raises(UserError, match="neither a run folder nor a checkpoint"):
         begin(resume_from_checkpoint=str(tmp_path))
 
 
