@@ -46,7 +46,7 @@ class UserError(Exception):
         super().__init__(" ".join(message.split()))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows; IPython asks for this name."""
+        """Return the lines that a notebook shows; IPython calls this name."""
         return [f"error: {self}"]
 
 
@@ -119,7 +119,7 @@ def _explanation(error: BaseException) -> str | None:
 def _explain_os_error(error: OSError, remedy: str) -> str | None:
     if error.filename is not None:
         return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
-    # A write to a full disk names no file, and is explained all the same. But a missing permission
+    # A write to a full disk names no file, and is explained, too. But a missing permission
     # may then be about something other than a file, such as a port.
     if remedy == _NO_ACCESS:
         return None

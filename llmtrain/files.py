@@ -187,7 +187,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def temporary_sibling(path: Path, purpose: str = "") -> Path:
-    """Return a name for a temporary file or folder beside ``path``.
+    """Return a name for a temporary file or folder next to ``path``.
 
     The name is random, not made of the process id: containers that share a file system may use the
     same process ids, and a process that was killed may have left such a name behind.

@@ -43,7 +43,7 @@ class LocalBatch:
         targets: int64 [rows], the number of target tokens of each row.
         token_fingerprint: a hash of the tokens. Those of all ranks add up to the hash of the
             global batch.
-        label_fingerprint: a hash of the labels, likewise.
+        label_fingerprint: the same for the labels.
         prepared: what the model's ``prepare_batch`` returned for each micro-batch.
     """
 

@@ -100,7 +100,7 @@ def teach(name: str, stdout: IO[str] | None = None) -> bool:
 
 
 def _search_source(name: str, pattern: str) -> str:
-    """Return what the group of a pattern matches in a lesson's source.
+    """Return the text that the group of a pattern matches in a lesson's source.
 
     The lesson is not imported, because that would load torch.
     """

@@ -84,7 +84,7 @@ def _list(path: Path, as_json: bool) -> None:
 
 
 def _listed(history: History) -> JsonObject:
-    """Return what the list shows about a run."""
+    """Return the values that the list shows for a run."""
     losses = {name: history.latest(key) for name, key in _LOSSES.items()}
     return {
         "run": str(history.folder),

@@ -82,7 +82,7 @@ class _Result(NamedTuple):
         reference: the run that all others are compared with.
         comparisons: how the others differ from it.
         failures: faults that no comparison shows.
-        history: lines that tell what was started and killed.
+        history: lines about the starts and kills.
     """
 
     reference: FinishedRun

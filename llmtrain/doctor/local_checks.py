@@ -1,4 +1,4 @@
-"""Checks that one process can make of its own machine."""
+"""Checks of one machine, which a single process makes."""
 
 import contextlib
 import http.client

@@ -113,7 +113,7 @@ def start_command(
 def kill_tree(process: "subprocess.Popen[bytes]") -> None:
     """Kill a process and everything that it started, and wait for its end.
 
-    The children are found one by one, because a launcher puts its workers into groups of their own.
+    The children are found one by one, because a launcher puts each worker into its own group.
     """
     import psutil
 

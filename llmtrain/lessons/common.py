@@ -205,7 +205,7 @@ def training_run(
         launcher: further options of torchrun.
 
     Yields:
-        The process of torchrun, which leads a session of its own.
+        The process of torchrun, which leads its own session.
 
     Raises:
         AssertionError: if the run fails.

@@ -3,7 +3,7 @@
 An all-reduce leaves the sum of everyone's tensor with everyone. In a ring each process only sends
 to the next. A tensor is split into N chunks, which go round once to be added and once more to be
 handed out. So each process sends 2 (N - 1) / N times its size, however many processes there are
-(Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002). Each call takes some time of its own, so
+(Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002). Each call also takes a fixed time, so
 small tensors are put into buckets first.
 """
 

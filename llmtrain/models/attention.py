@@ -193,7 +193,7 @@ def _blocks(documents: Documents, rows: int, length: int) -> list[Block] | None:
     if documents.blocks is not None and not torch.compiler.is_compiling():
         return documents.blocks
 
-    # The documents' own blocks would be compiled anew for each place at which a document begins.
+    # The documents' own blocks would be compiled again for each position at which one begins.
     if documents.other_answers is not None:
         return None
     return attention_cpu.causal_blocks(rows, length)

@@ -1,6 +1,6 @@
 """Hugging Face causal LMs for training: labels go in, and the summed nll comes out.
 
-Model classes differ in ways that no configuration tells. Some change the logits after the head, for
+Model classes differ in ways that no configuration shows. Some change the logits after the head, for
 example. :mod:`llmtrain.models.probe` tries the model itself to find out.
 """
 
@@ -192,7 +192,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         **columns: Any,
     ) -> Any:
         """Return the outputs of the model's own ``forward``."""
-        # `prepare_batch` finds documents for the first T - 1 positions alone, because the last one
+        # `prepare_batch` finds documents for the first T - 1 positions only, because the last one
         # has no next token. Here all T positions are computed, so those documents do not fit, and
         # are left to transformers to find in the position ids.
         if documents is not None:
@@ -276,7 +276,7 @@ class LossHead(nn.Module):
             target_positions: int64 [N], indices into the flattened targets that count.
             per_target: return the nll of each target.
             flat_positions: int64 [N], indices into the flattened positions; return the logits
-                [N, V] of these alone.
+                [N, V] of these only.
         """
         weight, bias = linear_parts(self)
         assert weight is not None
@@ -391,7 +391,7 @@ def sliding_window(model: CausalLM) -> int | None:
 def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Return weight [V, C] and bias [V] of a linear head; ``None`` for any other head.
 
-    With LoRA, peft can train the rows of some tokens in an adapter beside a frozen head. Then the
+    With LoRA, peft can train the rows of some tokens in an adapter next to a frozen head. Then the
     weight that is returned is the frozen one with those rows replaced.
     """
     class_before = getattr(head, "own_class", type(head))  # before it became a LossHead

@@ -55,7 +55,7 @@ class Documents:
             answers: [B, T], the answer that each token of a row of preference pairs belongs to. The
                 second answer of a pair continues the prompt of the first, at its own positions.
         """
-        # numpy stays on the calling thread. torch would start others beside those that compute.
+        # numpy stays on the calling thread. torch would start threads, which compete with training.
         positions = position_ids.numpy()
         is_begin = np.diff(positions, prepend=positions[:, :1] - 2) != 1
 

@@ -79,7 +79,7 @@ def local_folder(name: str) -> Path:
 
 
 def origin_of(name: str, trust_remote_code: bool = False) -> JsonObject:
-    """Return what identifies a model: a hash of its folder's weights and configuration.
+    """Identify a model: by a hash of the weights and the configuration in its folder.
 
     A hub name is identified by its commit.
     """

@@ -37,7 +37,7 @@ _INIT_STD = 0.02
 _SPECIAL_INIT_STDS = {"embed_tokens": 0.1, "conv": 0.5}
 
 
-# --- functions with a backward pass of their own
+# --- functions with their own backward pass
 
 
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""LoRA: small trained matrices beside frozen weights (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA: small trained matrices next to frozen weights (Hu et al. 2021, arXiv:2106.09685).
 
 peft adds them to the model.
 """

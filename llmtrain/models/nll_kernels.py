@@ -233,7 +233,7 @@ def _compile_for_gpu() -> Callable[..., Tensor] | None:
     """Compile :func:`_nll_and_gradient`; return ``None`` if nothing can compile it."""
     try:
         torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
-    except Exception:  # each compiler has errors of its own
+    except Exception:  # each compiler raises its own errors
         return None
 
     return torch.compile(functools.partial(_nll_and_gradient, is_fusible=True))

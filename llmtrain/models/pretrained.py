@@ -169,7 +169,7 @@ def load_model(
 def _objective(
     model: CausalLM, rows: PreparedRows, preference: PreferenceConfig | None
 ) -> tuple[Objective, Callable[[Batch], Batch]]:
-    """Return what is minimised, and a function that prepares its micro-batches on the host."""
+    """Return the objective, and a function that prepares its micro-batches on the host."""
     if preference is not None:
         answer_rows = AnswerRows(
             answers_per_row=2 * max(rows.metadata.pairs, 1),

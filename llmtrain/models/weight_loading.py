@@ -26,7 +26,7 @@ But ``from_pretrained`` (transformers 5.23) cannot do the following:
   ranks.
 
 Without sharding, ``from_pretrained`` loads the same weights. It is not used for that, because it
-would be a second path with checks of its own. Quantized models are loaded with it, since they are
+would be a second path with separate checks. Quantized models are loaded with it, since they are
 never sharded (:mod:`llmtrain.models.architecture`).
 """
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """A block of a model, or a module outside the blocks that has parameters of its own."""
+    """A block of a model, or a module outside the blocks that has parameters itself."""
 
     name: str
     module: nn.Module

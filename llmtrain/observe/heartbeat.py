@@ -55,7 +55,7 @@ _CONNECTION_ERRORS = (
 
 
 class Beat(NamedTuple):
-    """A sign of life: what a process tells the others about itself."""
+    """A sign of life that a process sends to the others."""
 
     number: int  # grows as long as the process runs
     step: int  # steps made
@@ -122,7 +122,7 @@ class Heartbeat:
     def beat_while_reading(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
         """Yield the items of a long phase, which could be taken for a hang.
 
-        ``phase`` begins anew with each item.
+        ``phase`` begins again with each item.
         """
         for item in items:
             self.phases.begin(phase)

@@ -4,7 +4,7 @@ This is cheap and always on.
 
 Processes wait for each other at two places of a step: to count its tokens, and to add their
 gradients. If one is late, the others wait, so waiting shows up on the processes where nothing is
-wrong. The time that a process spends in its own phases tells which one is late.
+wrong. The time that a process spends in its own phases shows which one is late.
 """
 
 import contextlib

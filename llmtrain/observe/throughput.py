@@ -41,7 +41,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Start counting anew."""
+        """Count from 0 again."""
         self.tokens = 0
         self.positions = 0
         self.started = time.perf_counter()

@@ -93,7 +93,7 @@ class Report:
         spans: the phases of all processes.
         transfers: the buckets that the processes sent.
         buckets: the buckets of gradients by number.
-        counted_bytes: bytes that the machines' network devices sent meanwhile, of any origin.
+        counted_bytes: all bytes that the machines' network devices sent during these steps.
         cost: seconds per step that recording took, on the slowest process.
         steps: their numbers.
     """

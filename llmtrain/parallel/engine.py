@@ -35,7 +35,7 @@ class Engine(Ranks):
     Args:
         accelerator: the Accelerator of this run.
         model: the model that ``accelerator.prepare`` returned.
-        objective: what is minimised.
+        objective: the loss that is minimised.
         sync_each_batch: reduce the gradient after every micro-batch. A rank of a sharded model then
             never holds more of the gradient than its own shard and one unsharded block.
     """

@@ -28,7 +28,7 @@ def engine_for(
     Args:
         accelerator: the Accelerator of this run.
         model: the model that ``accelerator.prepare`` returned.
-        objective: what is minimised.
+        objective: the loss that is minimised.
         config: how ranks exchange gradients.
         bitwise: whether the bits must not depend on the number of ranks.
         accumulation: how many micro-batches a step has.

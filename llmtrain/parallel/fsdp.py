@@ -148,7 +148,7 @@ def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]
 def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
     """Return torch's internal objects for the units of a sharded model.
 
-    They tell, for example, whether a backward pass reduces the gradients of a unit.
+    They show, for example, whether a backward pass reduces the gradients of a unit.
     """
     states = {}
     for module in model.modules():

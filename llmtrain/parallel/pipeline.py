@@ -37,7 +37,7 @@ class PipelinedEngine(ShardedEngine):
     """
 
     runs_whole_forward = False
-    may_choose_by_timing = False  # no stage can be timed alone
+    may_choose_by_timing = False  # a single stage cannot be timed
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, **settings: Any) -> None:
         super().__init__(accelerator, model, **settings)

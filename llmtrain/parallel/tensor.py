@@ -3,7 +3,7 @@
 Each rank multiplies with its shards. In each direction, forward and backward, the products of a
 block are reduced twice (Shoeybi et al. 2019, arXiv:1909.08053).
 
-A plan tells how each module is sharded, with the names that transformers uses: ``colwise`` along
+A plan says how each module is sharded, with the names that transformers uses: ``colwise`` along
 its output, ``rowwise`` along its input, the embedding and the head along the vocabulary, and
 filters along their channels. Parameters become DTensors with the same names and full shapes, so
 code that saves, loads or measures them stays the same. The module computes with the local shards.
@@ -68,7 +68,7 @@ STYLES = {
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model's parameters, in place, and let its modules compute with the shards.
 
-    The model's ``tp_plan`` tells how. Full tensors may be on the meta device.
+    The model's ``tp_plan`` says how. Full tensors may be on the meta device.
 
     Args:
         model: the model.

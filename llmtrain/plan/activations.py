@@ -97,7 +97,7 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
 
     Args:
         model: the model, which stays as it is.
-        objective: what is minimised.
+        objective: the loss that is minimised.
         batch: the shape of the micro-batch.
     """
     blocks = list_of_blocks(model)

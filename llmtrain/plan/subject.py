@@ -30,7 +30,7 @@ class Subject(NamedTuple):
         settings: the settings of the run.
         precision: mixed precision, ``no`` or ``bf16``.
         positions: the positions of a row that a micro-batch computes.
-        objective: what is minimised.
+        objective: the loss that is minimised.
     """
 
     model: nn.Module

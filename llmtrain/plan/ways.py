@@ -326,7 +326,7 @@ def _can_share_matrices(memory: Memory, processes: int) -> bool:
 
 
 def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
-    """Return what it costs to train with one sharding.
+    """Return one way to spread the model, with its cost.
 
     Raises:
         UserError: if the global batch cannot be divided among the processes.

@@ -21,7 +21,7 @@ class RunFolder:
 
     Args:
         path: the folder.
-        start_id: tells this start of the run from another one that takes over the folder.
+        start_id: identifies this start of the run, in case another one takes over the folder.
         is_main: whether this is rank 0.
     """
 

@@ -243,7 +243,7 @@ def _command() -> list[str]:
 
 
 def _redacted_setting(name: str, setting: JsonObject) -> JsonObject:
-    """Return a setting without secrets. The name of its flag tells whether its value is one."""
+    """Return a setting without secrets. The name of its flag shows whether its value is one."""
     return {**redacted(setting), "value": redacted(setting["value"], name)}
 
 

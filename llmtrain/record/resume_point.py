@@ -14,7 +14,7 @@ class ResumePoint(NamedTuple):
     step: int = 0  # steps made until the checkpoint
     tokens: int = 0  # target tokens of those steps
     run_id: str = ""
-    start_id: str = ""  # tells this start from another one in the same folder
+    start_id: str = ""  # distinguishes the starts in one folder
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
 

@@ -22,7 +22,7 @@ from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.types import JsonObject, TensorConverter
 
-# With "pread", tensors have memory of their own instead of pages of a file that may be deleted, and
+# With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
 # are read faster. Older versions of safetensors do not have it.
 _READ_OPTIONS = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
 
@@ -55,7 +55,7 @@ class Share(NamedTuple):
     Attributes:
         source: the tensors.
         team: the ranks that write together.
-        divisible: whether each writer writes a file of its own. Otherwise the first one writes all.
+        divisible: whether each writer writes its own file. Otherwise the first one writes all.
         convert: takes the name of a tensor and the full tensor, and returns the tensors that are
             written for it.
     """
@@ -213,7 +213,7 @@ def _bytes_of(
 
     Args:
         tensors: the tensors.
-        is_staged: tells whether a tensor is staged. By default, those on a GPU are.
+        is_staged: returns whether a tensor is staged. By default, those on a GPU are.
     """
     buffers: list[torch.Tensor] = []
     pending: _Copy | None = None  # the newest copy, whose bytes were not yielded yet

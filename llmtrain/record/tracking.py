@@ -220,8 +220,8 @@ class _Mirror:
         self.is_wandb = tracker.name == "wandb"
         metrics.path.touch()
         if self.is_wandb:
-            # W&B knows the steps before `starting_step`. Offline, it knows none: every start has a
-            # file of its own.
+            # W&B has the steps before `starting_step`. Offline, it has none: every start writes a
+            # new file.
             self.first_step = tracker.tracker.starting_step
             self.first_byte = 0
         else:

@@ -178,7 +178,7 @@ def _median_phases(run: History) -> list[dict[str, float]]:
     if not entries:
         return []
 
-    # Each phase has a list of seconds, with a number for each rank. Any phase tells their count.
+    # Each phase has a list of seconds, with a number for each rank. Any phase shows their number.
     seconds_of_any_phase: list[float] = next(iter(entries[-1].values()), [])
     ranks = len(seconds_of_any_phase)
     entries = [phases for phases in entries if _has_ranks(phases, ranks)]

@@ -182,7 +182,7 @@ _METADATA = {
     "vocabulary": ("model", "vocabulary size"),
     "mixed_precision": ("pass", "precision"),
     "git_sha": ("code", "commit"),
-    "code_sha256": ("code", "code of the package, the recipe and the modules beside it"),
+    "code_sha256": ("code", "code of the package, the recipe and its helper modules"),
     "versions": ("code", "versions"),
     "processes": ("layout", "processes"),
     "sharded": ("layout", "sharded"),
@@ -244,7 +244,7 @@ def _has_same_layout(run_a: History, run_b: History) -> bool:
 
 
 def _layout(start: JsonObject) -> list[Json]:
-    """Return what determines the bits of a start's results, apart from the settings."""
+    """Return the values that determine the bits of a start, apart from the settings."""
     return [start.get(key) for key in _LAYOUT_START_KEYS]
 
 

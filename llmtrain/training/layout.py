@@ -30,7 +30,7 @@ class Layout(NamedTuple):
         return self.processes * self.accumulation * self.micro_batch
 
     def bitwise_fingerprint(self, accelerator: Accelerator) -> JsonObject:
-        """Return what the bits of a ``--bitwise`` run depend on, besides its settings."""
+        """Return all that determines the bits of a ``--bitwise`` run, besides its settings."""
         device = accelerator.device.type
         threads = torch.get_num_threads() if device == "cpu" else None
         return {

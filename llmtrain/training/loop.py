@@ -51,7 +51,7 @@ def train(
         model: the model that ``accelerator.prepare`` returned.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: the loader of training batches that ``accelerator.prepare`` returned.
-        eval_batches: the loader of eval batches, likewise.
+        eval_batches: the loader of eval batches, if there is one, from ``accelerator.prepare``.
         metric: a custom metric, computed in every evaluation.
         callbacks: custom callbacks, called after those of the loop.
 

@@ -20,7 +20,7 @@ def train_step(
     """Make one optimizer step with the gradient of the mean loss over the global batch.
 
     Every backward pass adds the gradient of a micro-batch's *sum*, divided by the denominator of
-    the whole global batch. If the norm of the gradient is not finite, no rank changes its weights.
+    the global batch. If the norm of the gradient is not finite, no rank changes its weights.
     The host waits for the device once, to read the norm.
 
     Args:
