@@ -4,7 +4,7 @@ import torch
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, claim, error_of, prepare, rank_rows, show, small_gpt
-from llmtrain.observe.replicas import check_replicas, fingerprint
+from llmtrain.observe.replicas import check_replicas, weight_checksums
 from llmtrain.training.step import train_step
 
 PROCESSES = 2
@@ -16,13 +16,13 @@ def main() -> None:
     model = small_gpt()
     engine, optimizer = prepare(accelerator, model)
 
-    def fingerprints() -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = accelerator.gather(fingerprint(model)[None])
+    def checksums() -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = accelerator.gather(weight_checksums(model)[None])
         return first, second
 
-    before = fingerprints()
+    before = checksums()
     train_step(engine, optimizer, [batch(rank_rows(accelerator, 8))], max_grad_norm=1.0)
-    after = fingerprints()
+    after = checksums()
     claim("before the first step, both ranks have the same weights", torch.equal(*before))
     claim(
         "after a step, each with its own rows, both ranks have the same weights",
@@ -32,7 +32,7 @@ def main() -> None:
 
     with engine.no_sync():
         train_step(engine, optimizer, [batch(rank_rows(accelerator, 8, 1))], max_grad_norm=1.0)
-    are_same = torch.equal(*fingerprints())
+    are_same = torch.equal(*checksums())
     claim(
         "after a step without the sum of the gradients, both ranks have the same weights",
         are_same,

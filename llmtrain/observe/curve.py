@@ -7,7 +7,7 @@ from llmtrain.types import JsonObject
 
 
 def loss_curve(entries: list[JsonObject]) -> str:
-    """Draw the training loss and the eval loss against the step, as text.
+    """Draw the train loss and the eval loss against the step, as text.
 
     The text is coloured if stdout is a terminal.
 

@@ -1,4 +1,4 @@
-"""The progress bar, which only the main process shows."""
+"""The progress bar, which only rank 0 shows."""
 
 import contextlib
 import sys

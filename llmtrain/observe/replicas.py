@@ -15,7 +15,7 @@ _BLOCK_SIZE = 1 << 22  # values that are summed at a time; each of them needs 24
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def fingerprint(model: nn.Module) -> torch.Tensor:
+def weight_checksums(model: nn.Module) -> torch.Tensor:
     """Return a checksum of each parameter that this process holds.
 
     It changes if any bit changes, and also if two values change places. The values' bits are read
@@ -33,7 +33,7 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
 
 
 def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum that :func:`fingerprint` describes, an int64 scalar."""
+    """Return the sum that :func:`weight_checksums` describes, an int64 scalar."""
     bits = values.contiguous().view(_INTEGER_TYPES[values.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK_SIZE):
@@ -69,16 +69,16 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
         return
 
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    local_fingerprint = fingerprint(unwrapped)[None].to(accelerator.device)
-    fingerprints = accelerator.gather(local_fingerprint)  # [ranks, parameters]
+    local_checksums = weight_checksums(unwrapped)[None].to(accelerator.device)
+    checksums = accelerator.gather(local_checksums)  # [ranks, parameters]
     model_ranks = _model_ranks(
         unwrapped,
-        ranks=len(fingerprints),
+        ranks=len(checksums),
         ranks_of_replica=ranks_of_replica,
         tensor_parallel_size=sharding.tensor,
-        device=fingerprints.device,
+        device=checksums.device,
     )
-    differs = fingerprints != fingerprints.gather(0, model_ranks)
+    differs = checksums != checksums.gather(0, model_ranks)
     if not differs.any():
         return
 

@@ -63,14 +63,14 @@ class _MarkedTransfer(NamedTuple):
 class XRay:
     """Records some steps.
 
-    After the last of them, :attr:`report` is there on the main process.
+    After the last of them, :attr:`report` is there on rank 0.
 
     Args:
         ranks: the ranks of the run.
         phases: the phases of this process.
         model: the model that ``accelerator.prepare`` returned.
         steps: the steps to record; the first of a run is 1.
-        folder: a folder to which the main process writes the report.
+        folder: a folder to which rank 0 writes the report.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class LoopConfig(Config):
     seed: int = flag(
         0, "random seed of the initial weights, the data order and dropout", affects="seed"
     )
-    logging_steps: int = flag(10, "steps between two log entries of the training loss")
+    logging_steps: int = flag(10, "steps between two log entries of the train loss")
     eval_steps: int = flag(
         100,
         "steps between two evaluations, in addition to one before the first step and one after the "
@@ -202,7 +202,7 @@ class RunConfig(Config):
     )
     push_to_hub: str | None = flag(
         None,
-        "upload the finished model to this repository on the Hugging Face Hub; a new repository is "
+        "upload the finished model to this repository on the Hugging Face hub; a new repository is "
         "private",
     )
     report_to: list[str] = flag(

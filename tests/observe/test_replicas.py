@@ -4,7 +4,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
-from llmtrain.observe.replicas import check_replicas, fingerprint
+from llmtrain.observe.replicas import check_replicas, weight_checksums
 from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 
 
@@ -22,7 +22,7 @@ class TwoRanks(TrainingAccelerator):
         return model
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.cat([mine, fingerprint(self.other)[None]])
+        return torch.cat([mine, weight_checksums(self.other)[None]])
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -59,13 +59,13 @@ def test_two_flipped_signs_do_not_cancel_out(dtype: torch.dtype) -> None:
 
 
 def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: a lazier fingerprint passes drifted weights."""
+    """The tests above can fail: lazier checksums pass drifted weights."""
     other = model()
     with torch.no_grad():
         other[0].bias[:2] = other[0].bias[:2].flip(0)
     lazy = lambda module: torch.stack([p.double().sum() for p in module.parameters()])  # noqa: E731
-    monkeypatch.setattr(replicas, "fingerprint", lazy)
-    monkeypatch.setitem(globals(), "fingerprint", lazy)
+    monkeypatch.setattr(replicas, "weight_checksums", lazy)
+    monkeypatch.setitem(globals(), "weight_checksums", lazy)
     check_replicas(TwoRanks(other), model())
 
 
@@ -88,7 +88,7 @@ class TwoReplicasOfTwo(TrainingAccelerator):
         return model
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.stack([fingerprint(half) for half in self.halves])
+        return torch.stack([weight_checksums(half) for half in self.halves])
 
 
 def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:

@@ -182,11 +182,11 @@ def _tensors(made: object) -> list[torch.Tensor]:
 
 
 def fingerprints(sent: LocalBatch) -> None:
-    replicas.fingerprint(gpt(stage=True))
+    replicas.weight_checksums(gpt(stage=True))
     with CUDA:
         large = nn.Linear(1 << 14, 1 << 12, bias=False)
     with Largest() as largest:
-        replicas.fingerprint(large)
+        replicas.weight_checksums(large)
     assert largest.bytes <= 2 * large.weight.numel(), (
         f"{largest.bytes} bytes for {large.weight.numel()} numbers"
     )
