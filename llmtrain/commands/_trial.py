@@ -119,7 +119,7 @@ class Trial:
         self.layouts = [RequestedLayout.parse(layout) for layout in layouts.split(",")]
         if len({layout.global_batch for layout in self.layouts}) > 1:
             raise UserError(
-                f"--layouts {layouts}: all layouts must have the same global batch. Write only "
+                f"--layouts {layouts}: all layouts must have the same global batch; write only "
                 "numbers of processes, or processes x accumulation x rows with equal products."
             )
 

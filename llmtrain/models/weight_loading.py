@@ -238,8 +238,8 @@ class _ParameterStream:
                 yield name, tensor
             elif name in self._first_values and not torch.equal(self._first_values[name], tensor):
                 raise UserError(
-                    f"{own_name} differs from {name}, to which it is tied. "
-                    "Set tie_word_embeddings to false in config.json."
+                    f"{own_name} differs from {name}, to which it is tied; "
+                    "set tie_word_embeddings to false in config.json."
                 )
 
 

@@ -65,7 +65,7 @@ def units_of(model: nn.Module, separate_norms: bool) -> Iterator[Unit]:
     blocks = blocks_of(model)
     if not blocks:
         raise UserError(
-            f"{type(model).__name__} has no repeated blocks to shard. Use a DDP config."
+            f"{type(model).__name__} has no repeated blocks to shard; use a DDP config."
         )
 
     # Blocks are nested if a model lists a class in `_no_split_modules` that contains another one of

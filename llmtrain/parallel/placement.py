@@ -45,9 +45,9 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
 
     if is_sharded(accelerator) and bundle.weights is None:
         if is_quantized:
-            raise UserError("--load_in_4bit weights cannot be sharded. Use a DDP config.")
+            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
         raise UserError(
-            f"{class_name} has no stream of weights, which sharding needs. Build the model on the "
+            f"{class_name} has no stream of weights, which sharding needs; build the model on the "
             "meta device and pass its initial weights to ModelBundle, or use a DDP config."
         )
     check_memory(accelerator, model)

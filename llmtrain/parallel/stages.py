@@ -56,7 +56,7 @@ def select_stage(model: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
         return set()
     if not isinstance(model, Staged):
         raise UserError(
-            f"{type(model).__name__} cannot be split into stages. Leave out --pipeline_stages."
+            f"{type(model).__name__} cannot be split into stages; leave out --pipeline_stages."
         )
 
     stage = sharding.submesh("pp").get_local_rank()

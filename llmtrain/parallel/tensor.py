@@ -81,13 +81,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = _plan_of(model)
     if hasattr(model, "peft_config"):
         raise UserError(
-            "LoRA's matrices have no plan for tensor parallelism. "
-            f"Use FSDP ({shipped_config('fsdp2')})."
+            "LoRA's matrices have no plan for tensor parallelism; "
+            f"use FSDP ({shipped_config('fsdp2')})."
         )
     if not plan:
         raise UserError(
-            f"{class_name} has no plan for tensor parallelism. "
-            f"Use FSDP ({shipped_config('fsdp2')})."
+            f"{class_name} has no plan for tensor parallelism; "
+            f"use FSDP ({shipped_config('fsdp2')})."
         )
     _check_heads(model, class_name, mesh.size())
 
@@ -101,7 +101,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         if style is None:
             raise UserError(
                 f"{class_name}: the style '{style_name}' that its plan has for {name} is not "
-                f"supported. Use FSDP ({shipped_config('fsdp2')})."
+                f"supported; use FSDP ({shipped_config('fsdp2')})."
             )
 
         for key, full in [*module.named_parameters(recurse=False)]:
@@ -127,8 +127,8 @@ def _check_divides(columns: int, *, ranks: int, style: Style, name: str) -> None
     may_be_uneven = style.along == "first" or style.gathers
     if columns % (ranks * style.pieces) and not may_be_uneven:
         raise UserError(
-            f"{name} has {columns} columns, which cannot be divided among {ranks} processes. "
-            "Use another number of processes for tensor parallelism."
+            f"{name} has {columns} columns, which cannot be divided among {ranks} processes; "
+            "use another number of processes for tensor parallelism."
         )
 
 
@@ -167,7 +167,7 @@ def _check_heads(model: nn.Module, class_name: str, ranks: int) -> None:
         if heads is not None and heads % ranks:
             raise UserError(
                 f"{class_name} has {heads} heads ({name}), which cannot be divided among {ranks} "
-                "processes. Use another number of processes for tensor parallelism."
+                "processes; use another number of processes for tensor parallelism."
             )
 
 

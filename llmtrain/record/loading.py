@@ -63,5 +63,6 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
     for name, bad_count in zip(parameters, bad_counts.tolist(), strict=True):
         if bad_count > 0:
             raise UserError(
-                f"{name} has values that are not finite; nothing was saved. Lower --learning_rate."
+                f"{name} has values that are not finite, so nothing was saved; "
+                "lower --learning_rate."
             )

@@ -73,7 +73,7 @@ def choose_compiled_or_eager(
     if mode == "always" and engine.blocks_communicate:
         raise UserError(
             "--torch_compile always does not work with tensor parallelism, because blocks "
-            "communicate. Leave it out."
+            "communicate; leave it out."
         )
     if mode == "never" or (mode == "auto" and earlier_choice is False):
         return False
@@ -86,7 +86,7 @@ def choose_compiled_or_eager(
         failure = _compile_on_all_ranks(engine, batch)
         if failure:
             raise UserError(
-                f"torch.compile does not work here: {failure}. Use --torch_compile never."
+                f"torch.compile does not work here: {failure}; use --torch_compile never."
             )
         return True
 

@@ -58,8 +58,8 @@ class Layout(NamedTuple):
         rows = data.global_batch_size
         if rows % processes:
             raise UserError(
-                f"--global_batch_size {rows} cannot be divided among {processes} processes. "
-                f"Use {_nearest_multiples(rows, processes)}, or "
+                f"--global_batch_size {rows} cannot be divided among {processes} processes; "
+                f"use {_nearest_multiples(rows, processes)}, or "
                 f"--num_processes {_largest_divisor(rows, processes)}."
             )
 
@@ -68,8 +68,8 @@ class Layout(NamedTuple):
         if share % micro_batch:
             raise UserError(
                 f"--per_device_train_batch_size {micro_batch} does not divide the {share} rows of "
-                f"each process ({rows} rows on {pluralize(processes, 'process')}). "
-                f"Use {_nearest_divisors(share, micro_batch)}."
+                f"each process ({rows} rows on {pluralize(processes, 'process')}); "
+                f"use {_nearest_divisors(share, micro_batch)}."
             )
 
         if bitwise:
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
                 raise UserError(
                     "--bitwise needs micro-batches of --per_device_train_batch_size "
                     f"{data.per_device_train_batch_size} rows, but each process has only "
-                    f"{pluralize(micro_batch, 'row')}. Set it to {micro_batch} or less."
+                    f"{pluralize(micro_batch, 'row')}; set it to {micro_batch} or less."
                 )
         return cls(processes, share // micro_batch, micro_batch)
 

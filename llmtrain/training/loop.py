@@ -273,19 +273,19 @@ def _check_steps(run: Run) -> None:
     last_step = run.settings.optim.max_steps
     if run.step > last_step:
         raise UserError(
-            f"--max_steps {last_step} is below step {run.step}, from which this run resumes. "
-            "Raise it."
+            f"--max_steps {last_step} is below step {run.step}, from which this run resumes; "
+            "raise it."
         )
     steps_to_make = range(run.step + 1, last_step + 1)
     if loop.replay_step is not None and loop.replay_step not in steps_to_make:
         raise UserError(
             f"--replay_step {loop.replay_step}: this run makes steps {run.step + 1} to "
-            f"{last_step}. Name one of these."
+            f"{last_step}; name one of these."
         )
     if loop.xray_range is not None and loop.xray_range[-1] > last_step:
         raise UserError(
-            f"--xray_steps {loop.xray_steps} goes past the last step, --max_steps {last_step}. "
-            "Name earlier steps."
+            f"--xray_steps {loop.xray_steps} goes past the last step, --max_steps {last_step}; "
+            "name earlier steps."
         )
 
 
@@ -294,7 +294,7 @@ def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
     loop = run.settings.loop
     if loop.sample_prompts and not engine.unwrapped.gives_outputs:
         raise UserError(
-            "--sample_prompts: this model only returns a loss. Give the parameter `labels` of its "
+            "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."
         )
     if engine.runs_whole_forward:
@@ -304,17 +304,17 @@ def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
     if loop.torch_compile == "always":
         raise UserError(
             "--torch_compile always does not work with pipeline stages, because no process holds "
-            "all layers. Leave it out."
+            "all layers; leave it out."
         )
     if loop.sample_prompts:
         raise UserError(
             "--sample_prompts does not work with pipeline stages, because no process holds all "
-            "layers. Leave it out."
+            "layers; leave it out."
         )
     if metric is not None:
         raise UserError(
             "a custom metric does not work with pipeline stages, because no process holds all "
-            "layers. Leave it out."
+            "layers; leave it out."
         )
 
 

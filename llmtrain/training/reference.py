@@ -93,7 +93,7 @@ def _with_column(
         if not np.isfinite(chunk).all():
             raise UserError(
                 "log-probabilities under the initial weights are not finite, so they cannot serve "
-                "as the reference. Check the model, or use another precision."
+                "as the reference; check the model, or use another precision."
             )
         team.on_main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])

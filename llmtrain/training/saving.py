@@ -62,7 +62,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
         if engine.is_main and run.folder.is_taken_over():
             raise UserError(
                 f"{run.folder.path}: another run has taken over this folder, so no checkpoint was "
-                "saved. Use another --output_dir."
+                "saved; use another --output_dir."
             )
         if engine.is_main:
             run.folder.sync_logs()

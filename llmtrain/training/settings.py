@@ -134,12 +134,12 @@ class LoopConfig(Config):
         can_stop_early = self.early_stopping_patience > 0
         if can_stop_early and not self.eval_steps:
             raise UserError(
-                "--early_stopping_patience needs evaluations. Set --eval_steps above 0."
+                "--early_stopping_patience needs evaluations; set --eval_steps above 0."
             )
         if self.metric_for_best_model != "eval/loss" and not can_stop_early:
             raise UserError(
-                "--metric_for_best_model has no effect without --early_stopping_patience. "
-                "Set that, too."
+                "--metric_for_best_model has no effect without --early_stopping_patience; "
+                "set that, too."
             )
         if self.replay_step is not None and self.replay_step < 1:
             raise UserError(
@@ -164,8 +164,8 @@ def _parse_xray_steps(text: str | None) -> range | None:
     match = re.fullmatch(r"([1-9]\d*):(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
         raise UserError(
-            f"--xray_steps {text} is not a range of steps. Write two numbers such as 6:8; the "
-            "first step of a run is 1."
+            f"--xray_steps {text} is not a range of steps; write two numbers such as 6:8, counted "
+            "from 1."
         )
     return range(int(match[1]), int(match[2]) + 1)
 
@@ -213,7 +213,7 @@ class RunConfig(Config):
         require_at_least(self, 1, "save_steps")
         require_at_least(self, 2, "save_total_limit")
         if not self.output_dir.strip():
-            raise UserError("--output_dir is empty. Name a folder for the run.")
+            raise UserError("--output_dir is empty; name a folder for the run.")
         _check_trackers(self.report_to)
 
     @property
@@ -233,12 +233,12 @@ def _check_trackers(names: list[str]) -> None:
     trackers = [name for name in names if name != "none"]
     if trackers and "none" in names:
         raise UserError(
-            f"--report_to none and {' '.join(trackers)} contradict each other. Leave one of them "
+            f"--report_to none and {' '.join(trackers)} contradict each other; leave one of them "
             "out."
         )
     if "tensorboard" in trackers and not _has_tensorboard():
         raise UserError(
-            "--report_to tensorboard: TensorBoard is not installed. Install it with "
+            "--report_to tensorboard: TensorBoard is not installed; install it with "
             "pip install 'llmtrain[tensorboard]'."
         )
 

@@ -79,7 +79,7 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
     [
         (24, 2, 2, "works with 8 or 16 micro-batches of 2 rows, not 12"),
         (24, 4, 3, "works with 2 or 4 processes, not 3"),
-        (8, 4, 4, "Set it to 2 or less"),
+        (8, 4, 4, "set it to 2 or less"),
     ],
 )
 def test_what_a_tree_cannot_add_is_refused_in_one_line(

@@ -54,7 +54,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     packed = nn.Module()
     packed.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(
-        UserError, match=r"--load_in_4bit weights cannot be sharded\. Use a DDP config"
+        UserError, match=r"--load_in_4bit weights cannot be sharded; use a DDP config"
     ):
         place(sharded, ModelBundle(packed, FILES))
 

@@ -27,7 +27,7 @@ def assert_one_line(err: str, says: str) -> None:
         (["--resume_from_checkpoint", "{tmp}"], r"neither a run folder nor a checkpoint"),
         (
             ["--per_device_train_batch_size", "3"],
-            r"3 does not divide the 8 rows of each process .* Use 1, 2 or 4\.",
+            r"3 does not divide the 8 rows of each process .* use 1, 2 or 4\.",
         ),
     ],
 )

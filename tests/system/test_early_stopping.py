@@ -149,7 +149,7 @@ def test_what_cannot_be_is_one_line(noise: Path, tmp_path: Path) -> None:
         "--metric_for_best_model", "eval/accuracy"
     )
     assert "needs eval rows" in told("--eval_fraction", "0")
-    assert "needs evaluations. Set --eval_steps above 0" in told("--eval_steps", "0")
+    assert "needs evaluations; set --eval_steps above 0" in told("--eval_steps", "0")
     assert "has no effect without --early_stopping_patience" in told(
         "--early_stopping_patience", "0", "--metric_for_best_model", "eval/perplexity"
     )

@@ -29,7 +29,7 @@ def test_logits_and_gradients_are_those_of_the_whole_model(
         assert readings["names"], kind
         assert readings["held"] < 1.05 / processes, kind
     assert "GPT2LMHeadModel has no plan for tensor parallelism" in said["gpt2"]
-    assert "is not supported. Use FSDP" in said["mixtral"]
+    assert "is not supported; use FSDP" in said["mixtral"]
     assert (
         f"1 heads (num_key_value_heads), which cannot be divided among {processes} processes"
         in said["llama"]

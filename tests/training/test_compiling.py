@@ -104,7 +104,7 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
     assert not is_compiled(model)
     assert "no C++ compiler" in capsys.readouterr().out
     with pytest.raises(
-        UserError, match=r"torch.compile does not work here: no C\+\+ compiler\. Use --torch"
+        UserError, match=r"torch.compile does not work here: no C\+\+ compiler; use --torch"
     ):
         choose_compiled_or_eager(
             engine_of(accelerator, gpt()), BATCH, passes=MANY, mode="always", earlier_choice=None

@@ -54,7 +54,7 @@ def test_every_layout_that_is_accepted_computes_the_whole_batch(processes, micro
 )
 def test_rows_that_do_not_divide_among_processes_are_answered_with_values_that_do(rows, processes):
     message = refusal(rows, 1, processes)
-    named = re.search(r"Use ([\d or]+), or --num_processes (\d+)\.", message)
+    named = re.search(r"use ([\d or]+), or --num_processes (\d+)\.", message)
     assert named
     assert f"--global_batch_size {rows}" in message
     for other in map(int, named[1].split(" or ")):
@@ -69,7 +69,7 @@ def test_a_micro_batch_that_does_not_divide_the_share_is_answered_with_values_th
     rows, micro, processes
 ):
     message = refusal(rows, micro, processes)
-    named = re.search(r"Use ([\d, or]+)\.", message)
+    named = re.search(r"use ([\d, or]+)\.", message)
     assert named
     assert f"--per_device_train_batch_size {micro}" in message
     for other in map(int, re.findall(r"\d+", named[1])):

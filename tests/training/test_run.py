@@ -331,9 +331,7 @@ def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) ->
 
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
-    with pytest.raises(
-        UserError, match="Write two numbers such as 6:8; the first step of a run is 1"
-    ):
+    with pytest.raises(UserError, match="write two numbers such as 6:8, counted from 1"):
         LoopConfig(xray_steps=steps)
 
 
@@ -346,7 +344,9 @@ def test_weights_that_are_not_finite_are_never_saved(
     with torch.no_grad():
         model.weight[1, 1] = float("inf")
     with (
-        pytest.raises(UserError, match="weight has values that are not finite; nothing was saved"),
+        pytest.raises(
+            UserError, match="weight has values that are not finite, so nothing was saved"
+        ),
         opened() as run,
     ):
         save(run, engine, optimizer)
