@@ -1,25 +1,29 @@
-"""Render conversations as packed rows, and count their target tokens."""
+"""Render conversations, fit them into rows, and count their target tokens.
 
-import json
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass
+That takes three stages: :meth:`Conversations.encode` reads the source once, and writes the tokens
+of all conversations to temporary files. Then ``--max_length`` is known, also if it is ``auto``.
+:meth:`EncodedConversations.write` drops or truncates what is longer, and packs the rest into rows.
+"""
+
+import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
-from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
-from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
-from llmtrain.data.packing import Counts, Split, SplitStats, TokenStore, hash_fraction
+from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.formats import Conversation, conversation_of, detect_format
+from llmtrain.data.lengths import summarize_lengths
+from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.records import OVERLONG_OUTCOMES, Records
 from llmtrain.data.render import Document, Rendered, Renderer
-from llmtrain.data.sources import Fields, Source
+from llmtrain.data.sources import Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
-
-# How the log describes overlong conversations, for each value of --overlong.
-OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
 
 
 @dataclass
@@ -137,103 +141,18 @@ class Audit(Counts):
             )
 
 
-R = TypeVar("R", Conversation, PreferenceRecord)
-
-
-class Records(Generic[R]):
-    """The records of a source, divided into training and eval data by a hash of their content.
+class Conversations:
+    """The conversations of a source. The assistant's turns are trained.
 
     Args:
         source: the records, as fields.
-        read: turns the fields of a record into a conversation or a preference record, or raises
-            :class:`BadRow`.
+        format: the format of the records.
         config: holds the share of the eval data.
-        chat: says what to do with bad and overlong records.
+        chat: says how conversations become rows.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
-
-    Attributes:
-        documents: the number of records in each split.
+        split: the split of all conversations; ``None`` divides them by the hashes of their prompts.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        read: Callable[[Fields], R],
-        config: DataConfig,
-        chat: RowConfig,
-        stop_token_ids: Collection[int],
-    ) -> None:
-        self.source = source
-        self.chat = chat
-        self.stop_token_ids = stop_token_ids
-        self.read: Callable[[Fields], R] = read
-        self._bad = 0  # records that the last pass over the source could not read
-
-        hashes = [_hash_of(record) for _, record in self._read()]
-        if not hashes:
-            raise UserError(f"--dataset {source.name} holds no conversation.")
-        self.eval_limit = _eval_limit(hashes, config.eval_fraction)
-        eval_count = sum(number < self.eval_limit for number in hashes)
-        self.documents: dict[Split, int] = {
-            "train": len(hashes) - eval_count,
-            "eval": eval_count,
-        }
-
-    def texts(self, split: Split | None = None) -> Iterator[str]:
-        """Yield the text of every message in one split, or in both."""
-        for _, record in self._read(split):
-            for message in record.messages:
-                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
-                text = message["content"].encode(errors="ignore").decode()
-                if text:
-                    yield text
-
-    def _split_of(self, record: R) -> Split:
-        """Return the split that the hash of a record chooses."""
-        return "eval" if _hash_of(record) < self.eval_limit else "train"
-
-    def _read(self, split: Split | None = None) -> Iterator[tuple[str, R]]:
-        """Yield the readable records of one split, or of both, each with its place.
-
-        The place is the file and the line or row.
-        """
-        self._bad = 0
-        for place, fields in self.source.records(None):
-            try:
-                record = self.read(fields)
-            except BadRow as error:
-                self._refuse(place, error)
-                self._bad += 1
-                continue
-            if split is None or split == self._split_of(record):
-                yield place, record
-
-    def _refuse(self, place: str, error: BadRow) -> None:
-        """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
-        if self.chat.on_bad_row == "error":
-            raise UserError(
-                f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
-            ) from None
-
-    def _truncates(self, audit: Counts, complaint: str) -> bool:
-        """Count an overlong document, and return whether to keep its beginning.
-
-        Args:
-            audit: the counts.
-            complaint: the place of the document and what is wrong, for the error.
-
-        Raises:
-            UserError: if ``--overlong`` is ``error``.
-        """
-        if self.chat.overlong == "error":
-            raise UserError(f"{complaint}; raise --block_size, or set --overlong drop or truncate.")
-        audit.overlong += 1
-        return self.chat.overlong == "truncate"
-
-
-class Conversations(Records[Conversation]):
-    """The conversations of a source. The assistant's turns are trained."""
 
     def __init__(
         self,
@@ -242,97 +161,271 @@ class Conversations(Records[Conversation]):
         config: DataConfig,
         chat: ChatConfig,
         stop_token_ids: Collection[int] = (),
+        split: Split | None = None,
     ) -> None:
-        super().__init__(
+        self.records = Records[Conversation](
             source,
             read=lambda fields: conversation_of(fields, format),
             config=config,
             chat=chat,
-            stop_token_ids=stop_token_ids,
+            split=split,
         )
-        self.only_last_turns = chat.turns == "last"
+        self.chat = chat
+        self.stop_token_ids = stop_token_ids
 
-    def write(
-        self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
-    ) -> SplitStats:
-        """Render a split and write its rows.
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the text of every message in one split, or in both."""
+        return self.records.texts(split)
+
+    def encode(self, tokenizer: FastTokenizer, folder: Path) -> "EncodedConversations":
+        """Render all conversations, and write their tokens to temporary files.
 
         Args:
             tokenizer: a tokenizer with a chat template.
-            block_size: a row holds ``block_size + 1`` tokens.
-            path: the file to write.
-            split: the split.
+            folder: the folder of the temporary files.
 
         Raises:
-            UserError: with the place of a conversation that cannot be rendered or is too long, if
-                the flags do not say to go on without it; or if no training data are left.
+            UserError: with the place of a conversation that cannot be read or rendered, if the
+                flags do not say to go on without it.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids, self.only_last_turns)
-        store = TokenStore(path)
-        audit = Audit()
-        width = block_size + 1
-        target_bytes = 0
-        total = self.documents[split]
+        renderer = Renderer(
+            tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            only_last_turns=self.chat.turns == "last",
+        )
+        encoded = self._encode_once(renderer, folder)
+        if self.records.settle_limit():
+            # The splits are others than this pass assumed. That happens to few records, or to many
+            # copies of one.
+            encoded.close()
+            encoded = self._encode_once(renderer, folder)
+        return encoded
 
-        records = self._read(split)
-        for place, conversation in tqdm(records, total=total, desc="rendering", leave=False):
-            audit.conversations += 1
+    def _encode_once(self, renderer: Renderer, folder: Path) -> "EncodedConversations":
+        encoded = EncodedConversations(self.records, self.chat, folder)
+        for read in tqdm(self.records, desc="rendering", unit=" conversations", leave=False):
+            split = encoded.splits[read.split]
+            split.audit.conversations += 1
             try:
-                rendered = renderer(conversation)
+                rendered = renderer(read.record)
             except BadRow as error:
-                self._refuse(place, error)
-                audit.bad += 1
+                self.records.refuse(read.place, error)
+                split.audit.bad += 1
                 continue
-            _count(rendered, audit)
+            split.add(read.number, rendered)
+        return encoded
 
-            lengths = []
-            for full_document in rendered.documents:
-                document = self._fitted(renderer, full_document, block_size, place, audit)
-                if document is None:
-                    continue
-                store.add(document.ids, document.loss_mask)
-                lengths.append(len(document.ids))
-                target_bytes += document.target_bytes
-                audit.kept += 1
-                audit.trained += int(document.loss_mask.sum())
-                audit.turns += document.turns
-                audit.ended += document.ended
-            audit.tokens += sum(lengths)
-            audit.repeated += sum(lengths) - max(lengths, default=0)
 
-        audit.rows = store.write_rows(path, width, self.chat.packing)
-        audit.places = audit.rows * width
-        if split == "train":
-            # Unreadable records have no hash, so they are all counted as training data.
-            audit.bad += self._bad
-            audit.conversations += self._bad
-            audit.check(self.source.name)
+class _EncodedSplit:
+    """The documents of a split, whose tokens are in a temporary file.
+
+    Attributes:
+        store: the tokens.
+        audit: the counts that do not depend on ``--max_length``.
+        records: the number of the record that each document comes from.
+        first_turns: the index of each document's first turn among all turns.
+        turns: the length, the targets, the target bytes and the ended turns of each document, from
+            its beginning to the end of each of its turns; four numbers for each turn.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.store = TokenStore(path)
+        self.audit = Audit()
+        self.records = array.array("q")
+        self.first_turns = array.array("q")
+        self.turns = array.array("q")
+
+    def add(self, record: int, rendered: Rendered) -> None:
+        """Add the documents of a rendered conversation.
+
+        Args:
+            record: the number of its record.
+            rendered: its documents.
+        """
+        _count(rendered, self.audit)
+        for document in rendered.documents:
+            self.store.add(document.ids, document.loss_mask)
+            self.records.append(record)
+            self.first_turns.append(len(self.turns) // 4)
+            for turn in document.turn_ends:
+                self.turns.extend(
+                    [turn.length, turn.targets(document), turn.target_bytes, turn.ended]
+                )
+
+
+class _Fitted(NamedTuple):
+    """The documents that fit in a row, possibly after truncation. Each array is int64 [documents].
+
+    Attributes:
+        documents: their numbers in the store.
+        first_turns: the index of each document's first turn among all turns.
+        last_turns: the index of its last turn that is kept.
+        lengths: the number of tokens that are kept.
+    """
+
+    documents: np.ndarray
+    first_turns: np.ndarray
+    last_turns: np.ndarray
+    lengths: np.ndarray
+
+
+class EncodedConversations:
+    """The conversations of a source as tokens, which do not fit into rows yet.
+
+    Args:
+        records: the source's records.
+        chat: says how conversations become rows.
+        folder: the folder of the temporary files.
+    """
+
+    def __init__(self, records: Records[Conversation], chat: ChatConfig, folder: Path) -> None:
+        self.records = records
+        self.chat = chat
+        self.splits: dict[Split, _EncodedSplit] = {
+            "train": _EncodedSplit(folder / "train.tokens"),
+            "eval": _EncodedSplit(folder / "eval.tokens"),
+        }
+
+    def close(self) -> None:
+        """Delete the temporary files."""
+        for split in self.splits.values():
+            split.store.close()
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each document, int64 [documents]."""
+        # The last token of a row predicts nothing, so a row holds one token more.
+        return self.splits[split].store.lengths - 1
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split.
+
+        Args:
+            path: the file to write.
+            split: the split.
+            max_length: a row holds one token more.
+
+        Raises:
+            UserError: with the place of a conversation that is too long, if the flags do not say to
+                go on without it; or if no training data are left.
+        """
+        encoded = self.splits[split]
+        audit = replace(encoded.audit)
+        conversations = audit.conversations
+        width = max_length + 1
+        fitted = self._fit(encoded, width, audit)
+
+        examples = Examples(
+            documents=fitted.documents[:, None],
+            starts=np.zeros((len(fitted.documents), 1), np.int64),
+            stops=fitted.lengths[:, None],
+        )
+        written = encoded.store.write_rows(path, examples, width, self.chat.packing)
+
+        turns = np.array(encoded.turns, np.int64).reshape(-1, 4)
+        _, targets, target_bytes, ended = turns[fitted.last_turns].sum(axis=0).tolist()
+        audit.kept = len(fitted.documents)
+        audit.tokens = int(fitted.lengths.sum())
+        audit.trained = targets
+        audit.turns = int((fitted.last_turns - fitted.first_turns + 1).sum())
+        audit.ended = ended
+        audit.repeated = audit.tokens - _sum_of_longest(
+            fitted.lengths, np.array(encoded.records, np.int64)[fitted.documents]
+        )
+        audit.rows = written.rows
+        audit.places = written.rows * width
+
+        # Unreadable records have no hash, so they are all counted as training data.
+        if split == (self.records.split or "train"):
+            audit.bad += self.records.unreadable
+            audit.conversations += self.records.unreadable
+            audit.check(self.records.source.name)
         return SplitStats(
-            documents=total,
-            rows=audit.rows,
+            documents=conversations,
+            rows=written.rows,
             targets=audit.trained,
             bytes=target_bytes,
-            sha256=store.digest.hexdigest(),
+            sha256=written.digest.hexdigest(),
             audit=audit,
+            lengths=summarize_lengths(self.lengths(split)),
         )
 
-    def _fitted(
-        self, renderer: Renderer, document: Document, block_size: int, place: str, audit: Audit
-    ) -> Document | None:
-        """Return a document that fits in a row and has a target, or ``None`` if it is left out."""
-        width = block_size + 1
-        if len(document.ids) > width:
-            complaint = (
-                f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} "
-                "allows"
-            )
-            if not self._truncates(audit, complaint):
-                return None
-            document = renderer.cut(document, width)
-        if not document.loss_mask.any():
-            audit.untrained += 1
-            return None
-        return document
+    def _fit(self, encoded: _EncodedSplit, width: int, audit: Audit) -> _Fitted:
+        """Choose the documents that become rows, and where to truncate them.
+
+        Args:
+            encoded: the documents of a split.
+            width: the number of tokens in a row.
+            audit: counts the documents that are left out.
+        """
+        turns = np.array(encoded.turns, np.int64).reshape(-1, 4)
+        first_turns = np.array(encoded.first_turns, np.int64)
+        lengths = encoded.store.lengths
+        last_turns = np.append(first_turns[1:], len(turns)) - 1
+
+        has_targets = turns[last_turns, 1] > 0
+        is_overlong = lengths > width
+        is_kept = has_targets & ~is_overlong
+        audit.untrained += int((~has_targets & ~is_overlong).sum())
+        audit.overlong += int(is_overlong.sum())
+
+        kept_lengths = np.where(is_kept, lengths, 0)
+        for document in np.flatnonzero(is_overlong).tolist():
+            if self.chat.overlong == "error":
+                self._refuse_overlong(encoded, document, width)
+            if self.chat.overlong == "truncate":
+                # The turns that end in the row and have a target.
+                own_turns = turns[first_turns[document] : last_turns[document] + 1]
+                fits = (own_turns[:, 0] <= width) & (own_turns[:, 1] > 0)
+                if fits.any():
+                    last_fitting = int(np.flatnonzero(fits)[-1])
+                    last_turns[document] = first_turns[document] + last_fitting
+                    kept_lengths[document] = own_turns[last_fitting, 0]
+                    is_kept[document] = True
+                else:
+                    self._refuse_untrainable(encoded, document, width)
+                    audit.bad += 1
+        audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
+
+        documents = np.flatnonzero(is_kept)
+        return _Fitted(
+            documents=documents,
+            first_turns=first_turns[documents],
+            last_turns=last_turns[documents],
+            lengths=kept_lengths[documents],
+        )
+
+    def _refuse_overlong(self, encoded: _EncodedSplit, document: int, width: int) -> None:
+        """Raise :class:`UserError` for a document that is too long."""
+        place = self.records.place_of(encoded.records[document])
+        length = int(encoded.store.lengths[document])
+        raise UserError(
+            f"{place}: {length:,} tokens are more than --max_length {width - 1} allows; raise it, "
+            "or set --overlong drop or truncate."
+        )
+
+    def _refuse_untrainable(self, encoded: _EncodedSplit, document: int, width: int) -> None:
+        """Raise :class:`UserError`, unless bad records are skipped: truncation leaves no target."""
+        if self.chat.on_bad_row == "skip":
+            return
+        place = self.records.place_of(encoded.records[document])
+        raise UserError(
+            f"{place}: none of the assistant's turns ends within --max_length {width - 1}, so "
+            "truncation would leave nothing to train on; raise it, set --overlong drop, or leave "
+            "such records out with --on_bad_row skip."
+        )
+
+
+def _sum_of_longest(lengths: np.ndarray, records: np.ndarray) -> int:
+    """Return the sum of the longest document's length of each record.
+
+    Args:
+        lengths: int64 [documents].
+        records: int64 [documents], the number of the record of each document, in ascending order.
+    """
+    if not len(lengths):
+        return 0
+    first_documents = np.flatnonzero(np.diff(records, prepend=records[0] - 1))
+    return int(np.maximum.reduceat(lengths, first_documents).sum())
 
 
 def _count(rendered: Rendered, audit: Audit) -> None:
@@ -356,37 +449,6 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     if first is None:
         return "text"
     return detect_format(first.fields) or "text"
-
-
-def _eval_limit(hashes: list[float], fraction: float) -> float:
-    """Return the limit below which the hash of a conversation makes it eval data.
-
-    The limit is ``fraction``, unless that would choose no conversation or far too many. Then it is
-    a limit that chooses about ``fraction`` of them. Copies of a conversation have the same hash and
-    stay in the same split.
-
-    Args:
-        hashes: the hash of each conversation, in [0, 1).
-        fraction: the share of eval data, in [0, 1).
-    """
-    chosen = sum(number < fraction for number in hashes)
-    largest = min(len(hashes) * max(0.5, 2 * fraction), len(hashes) - 1)
-    if not fraction or 0 < chosen <= largest:
-        return fraction
-
-    ascending = sorted(hashes)
-    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
-    for number in ascending[count:]:
-        if number > ascending[0]:
-            return number
-    return 0.0  # all conversations are the same
-
-
-def _hash_of(record: Conversation | PreferenceRecord) -> float:
-    """Hash a record to a number in [0, 1), which decides whether it is training or eval data."""
-    # All answers to a prompt stay in the same split.
-    content = record.prompt if isinstance(record, PreferenceRecord) else record
-    return hash_fraction(json.dumps(content, sort_keys=True, default=str))
 
 
 def total_audit(audits: Sequence[Counts]) -> Counts:
