@@ -41,7 +41,7 @@ BLOCK = 1 << 28  # bytes
 class WeightsOnly:
     """The writer of a model folder that holds nothing but weights, which are all that dcp writes."""
 
-    weights, may_split_weights = "model.safetensors", True
+    weights_name, may_split_weights = "model.safetensors", True
 
     def write(self, folder: Path, parameters: int) -> None:
         pass

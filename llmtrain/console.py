@@ -25,7 +25,7 @@ def debugging() -> bool:
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 
-    The run goes on if nobody reads stdout any more, as after ``| head``.
+    The run continues if nobody reads stdout any more, as after ``| head``.
     """
     if rank() == 0:
         with contextlib.suppress(BrokenPipeError):

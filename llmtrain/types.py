@@ -213,7 +213,7 @@ class ModelWriter(Protocol):
         """The description of the model in the fingerprint of a run."""
 
     @property
-    def weights(self) -> str:
+    def weights_name(self) -> str:
         """The name of the file with the weights, if they are in a single file."""
 
     @property

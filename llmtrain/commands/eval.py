@@ -151,7 +151,7 @@ def _step_of(source: str, model: str) -> int:
 def _answers_path(
     source: str, arguments: argparse.Namespace, options: "JsonObject", accelerator: "Accelerator"
 ) -> Path:
-    """Return where ranks keep their answers, so that an interrupted evaluation can go on.
+    """Return where ranks keep their answers, so that an interrupted evaluation can continue.
 
     Its name depends on everything that the answers depend on, including the content of the model.
     """

@@ -96,7 +96,7 @@ def _stop_with_launcher() -> None:
 def _signal_when_parent_dies() -> None:
     """Make Linux send SIGTERM to this process when its launcher dies.
 
-    Otherwise the workers of a launcher that was killed would go on training.
+    Otherwise the workers of a launcher that was killed would keep training.
     """
     if sys.platform != "linux":
         return

@@ -1,6 +1,6 @@
 """A process dies: the launcher starts all processes again, and the run resumes.
 
-A group that has lost a process cannot go on without it: the others wait in a collective that it
+A group that has lost a process cannot continue without it: the others wait in a collective that it
 will never join. So they are ended. With --max-restarts, torchrun then starts the program again, and
 the program finds its newest complete checkpoint.
 """

@@ -25,7 +25,7 @@ class ModelFiles:
         trained_on: the name of the data, for the model card.
         base: the folder or hub name of the model that this one was trained from.
         generation: ``generation_config.json``.
-        weights: the name of the file with the weights.
+        weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
     """
 
@@ -35,7 +35,7 @@ class ModelFiles:
     base: str | None = None
     generation: JsonObject = field(default_factory=dict)
 
-    weights: ClassVar[str] = "model.safetensors"
+    weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
 
     def write(self, folder: Path, parameters: int) -> None:

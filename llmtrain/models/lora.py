@@ -279,7 +279,7 @@ class AdapterFiles(ModelFiles):
     adapted: "PeftModel"
     origin: JsonObject
 
-    weights: ClassVar[str] = "adapter_model.safetensors"
+    weights_name: ClassVar[str] = "adapter_model.safetensors"
     may_split_weights: ClassVar[bool] = False
 
     def write_config(self, folder: Path) -> None:

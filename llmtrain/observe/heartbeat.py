@@ -38,7 +38,7 @@ _LONGEST_INTERVAL_SECONDS = 2.0
 # than the 30 s for which torchrun waits when a process has died.
 _SILENCE_SECONDS = 10.0
 
-_WARNING_SECONDS = 60.0  # of one wait, after which a note is printed; the run goes on
+_WARNING_SECONDS = 60.0  # of one wait, after which a note is printed; the run continues
 _LAST_WORDS_SECONDS = 10.0  # to write stacks and the status: the disk may be what hangs
 
 # Keys of the store.

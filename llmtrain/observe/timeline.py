@@ -67,8 +67,8 @@ class Timeline(NamedTuple):
 class Communication(NamedTuple):
     """Mean seconds of a step on one process."""
 
-    hidden: float  # in which buckets travelled while the backward pass went on
-    exposed: float  # in which buckets travelled and the backward pass did not go on
+    hidden: float  # in which buckets travelled while the backward pass continued
+    exposed: float  # in which buckets travelled and the backward pass did not continue
     waited: float  # in which the process waited for others to fill their buckets
 
     @property

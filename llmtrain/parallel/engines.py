@@ -51,7 +51,7 @@ def engine_for(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         say(
             "gradients",
-            f"full gradients add up over {accumulation} micro-batches, "
+            f"add up in full over {accumulation} micro-batches, "
             f"{4 * trained / 2**20:.1f} MiB per process, and are reduced once; "
             "with --sync_each_batch a process holds only its shard",
         )

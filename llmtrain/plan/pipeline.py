@@ -1,8 +1,9 @@
 """The seconds and bytes of a pipeline under 1F1B.
 
-1F1B is the schedule of Narayanan et al. 2019, arXiv:1806.03377. A stage computes the backward pass
-of a micro-batch as soon as it can. It has begun no more micro-batches than there are stages from it
-to the last. While the pipeline fills and empties, it waits for each of the other stages once.
+1F1B is the schedule of Narayanan et al. 2019, DOI 10.1145/3341301.3359646. A stage computes the
+backward pass of a micro-batch as soon as it can. It has begun no more micro-batches than there are
+stages from it to the last. While the pipeline fills and empties, it waits for each of the other
+stages once.
 """
 
 from typing import NamedTuple

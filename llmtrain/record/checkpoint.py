@@ -91,7 +91,7 @@ def _commit(
 
         working = team.on_main(begin)
         written_weights = team.on_all(
-            lambda: write_tensors(working, f"model/{files.weights}", weights)
+            lambda: write_tensors(working, f"model/{files.weights_name}", weights)
         )
         written_optimizer = team.on_all(
             lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
@@ -142,7 +142,7 @@ def write_model(
     weights = Share(tensors, team, divisible=files.may_split_weights, convert=convert)
     with contextlib.ExitStack() as committing:
         working = team.on_main(lambda: committing.enter_context(new_folder(folder)))
-        team.on_all(lambda: write_tensors(working, files.weights, weights))
+        team.on_all(lambda: write_tensors(working, files.weights_name, weights))
         if team.is_main:
             _write_all_but_weights(working, files, weights)
 
@@ -154,7 +154,7 @@ def _write_all_but_weights(folder: Path, files: ModelWriter, weights: Share) -> 
     """
     files.write(folder, sum(tensor.numel() for tensor in weights.source.tensors.values()))
 
-    file_names = weights.file_names(files.weights)
+    file_names = weights.file_names(files.weights_name)
     if len(file_names) == 1:
         return
     weight_map = {}
@@ -165,7 +165,7 @@ def _write_all_but_weights(folder: Path, files: ModelWriter, weights: Share) -> 
         "metadata": {"total_size": weights.byte_count},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    (folder / f"{files.weights}.index.json").write_bytes(_as_json(index))
+    (folder / f"{files.weights_name}.index.json").write_bytes(_as_json(index))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ def publish(folder: Path, repository: str | None) -> None:
     """Upload a model's folder to the hub.
 
     The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
-    so, and the program goes on: the model is still on the disk.
+    so, and the program continues: the model is still on the disk.
 
     Args:
         folder: the model's folder.

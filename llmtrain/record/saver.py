@@ -24,7 +24,7 @@ class Saver:
         folder: the folder of the checkpoints.
         files: writes the other files of the model's folder.
         keep: how many of the newest checkpoints stay.
-        in_background: copy the tensors to the host, and write them while training goes on.
+        in_background: copy the tensors to the host, and write them while training continues.
         team: the ranks that save together.
 
     Attributes:

@@ -25,7 +25,7 @@ from llmtrain.training.settings import OptimConfig
 class Files:
     """A model writer that needs no kind of model."""
 
-    weights = "model.safetensors"
+    weights_name = "model.safetensors"
     may_split_weights = True
 
     def write(self, folder: Path, parameters: int) -> None:
