@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
@@ -49,15 +49,23 @@ class Config:
 
         Args:
             name: the name of the flag.
-            value: a number.
+            value: the value.
             why: the remark after the value in the log.
         """
         if not self.is_set(name):
             setattr(self, name, value)
-            say("default", f"--{name} {value:g} ({why})")
+            shown = f"{value:g}" if isinstance(value, float) else value
+            say("default", f"--{name} {shown} ({why})")
 
 
-def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = False) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    affects: str | None = None,
+    hidden: bool = False,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
     """Return a dataclass field that is a command-line flag.
 
     Args:
@@ -79,8 +87,15 @@ def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = 
             - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
         hidden: show the flag only in ``--help_all``.
+        parse: turns the word on the command line into the value, or raises
+            ``argparse.ArgumentTypeError``. By default, the type of the field does.
     """
-    metadata = {"help": help.replace("%", "%%"), "affects": affects, "hidden": hidden}
+    metadata = {
+        "help": help.replace("%", "%%"),
+        "affects": affects,
+        "hidden": hidden,
+        "parse": parse,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -259,6 +274,8 @@ class _Parser(HfArgumentParser):
         # HF passes the metadata on to argparse, which accepts only its own arguments.
         plain_field = copy.copy(field)
         plain_field.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]
+        if field.metadata["parse"] is not None:
+            plain_field.type = field.metadata["parse"]
         HfArgumentParser._parse_dataclass_field(parser, plain_field)
 
     @property

@@ -14,7 +14,7 @@ import llmtrain as lt
 Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
 DEFAULTS = lt.Settings(
-    model=lt.ModelConfig(from_config="llama", block_size=256),
+    model=lt.ModelConfig(from_config="llama"),
     lora=lt.LoraConfig(),
     data=lt.DataConfig(
         dataset=["builtin:python-functions"],
@@ -31,15 +31,18 @@ DEFAULTS = lt.Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     model = settings.model
-    model.fit_block_size()
+    model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    return lt.tokenize(
+    rows = lt.tokenize(
         settings.data,
-        model.block_size,
+        model.max_length,
         chat=settings.chat,
         trust_remote_code=model.trust_remote_code,
+        max_positions=model.max_positions(),
     )
+    model.max_length = rows.metadata.block_size
+    return rows
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

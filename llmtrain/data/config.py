@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.errors import UserError
 
+_MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
+
 
 @dataclass
 class BatchConfig(Config):
@@ -27,6 +29,21 @@ class BatchConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
+
+    def fit_micro_batch(self, row_tokens: int) -> None:
+        """Lower the default micro-batch to 4,096 tokens, and log it.
+
+        Args:
+            row_tokens: the number of tokens in a row.
+        """
+        largest = max(_MICRO_BATCH_TOKENS // row_tokens, 1)
+        if self.per_device_train_batch_size > largest:
+            self.set_default(
+                "per_device_train_batch_size",
+                largest,
+                f"rows of {row_tokens:,} tokens; a micro-batch has at most "
+                f"{_MICRO_BATCH_TOKENS:,} tokens by default",
+            )
 
     @property
     def proportions(self) -> list[float]:
@@ -110,8 +127,8 @@ class RowConfig(Config):
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",
-        "what to do with a conversation that is longer than --block_size: leave it out, keep its "
-        "beginning, or stop",
+        "what to do with a conversation that is longer than --max_length: leave it out; keep the "
+        "turns that fit (of an answer to compare, its beginning); or stop",
     )
     on_bad_row: Literal["error", "skip"] = flag(
         "error",

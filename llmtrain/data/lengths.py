@@ -24,7 +24,7 @@ class LengthSummary(NamedTuple):
     histogram: tuple[int, ...] = ()
 
     @property
-    def count(self) -> int:
+    def conversations(self) -> int:
         """The number of conversations."""
         return sum(self.histogram)
 
@@ -33,8 +33,23 @@ class LengthSummary(NamedTuple):
         shares = []
         for i, count in enumerate(self.histogram):
             if count:
-                shares.append(f"{count / self.count:.1%} up to {_SMALLEST_BIN << i:,}")
+                shares.append(f"{count / self.conversations:.1%} up to {_SMALLEST_BIN << i:,}")
         return ", ".join(shares)
+
+    def advice(self, overlong: int, max_length: int) -> str | None:
+        """Return a line that names a better ``--max_length``, if too many are longer.
+
+        Args:
+            overlong: how many conversations are longer than ``max_length``.
+            max_length: the value of ``--max_length``.
+        """
+        if overlong <= (1 - _COVERED_SHARE) * self.conversations:
+            return None
+        return (
+            f"{overlong / self.conversations:.1%} are longer than --max_length {max_length:,}; "
+            f"--max_length {self.covering} holds {_COVERED_SHARE:.1%} of them; "
+            f"{self.describe()} tokens"
+        )
 
 
 def summarize_lengths(lengths: np.ndarray) -> LengthSummary:
@@ -51,23 +66,3 @@ def summarize_lengths(lengths: np.ndarray) -> LengthSummary:
 
     bins = np.ceil(np.log2(np.maximum(lengths, 1) / _SMALLEST_BIN)).clip(0).astype(np.int64)
     return LengthSummary(covering, tuple(np.bincount(bins).tolist()))
-
-
-def advice_on_length(
-    overlong: int, kept_or_overlong: int, max_length: int, summary: LengthSummary
-) -> str | None:
-    """Return a line that names a better ``--max_length``, if too many conversations are longer.
-
-    Args:
-        overlong: how many are longer than ``max_length``.
-        kept_or_overlong: how many there are.
-        max_length: the value of ``--max_length``.
-        summary: how long the conversations are.
-    """
-    if overlong <= (1 - _COVERED_SHARE) * kept_or_overlong:
-        return None
-    return (
-        f"{overlong / kept_or_overlong:.1%} are longer than --max_length {max_length:,}; "
-        f"--max_length {summary.covering} holds {_COVERED_SHARE:.1%} of them. "
-        f"In tokens: {summary.describe()}"
-    )

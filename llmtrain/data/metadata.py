@@ -36,6 +36,10 @@ class DataMetadata:
         ends: the tokens at which an answer ends; empty for text.
         pairs: the largest number of pairs in a row.
         shared: whether the answers of a pair share one copy of their prompt.
+        covering_length: the smallest ``--max_length``, in multiples of 64, that is long enough for
+            99.5 % of the training conversations; 0 for text.
+        length_histogram: how many training conversations there are in each bin of lengths; see
+            :class:`llmtrain.data.lengths.LengthSummary`.
     """
 
     dataset: str
@@ -59,6 +63,8 @@ class DataMetadata:
     ends: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
+    covering_length: int = 0
+    length_histogram: list[int] = field(default_factory=list)
 
 
 def metadata_of(

@@ -67,6 +67,18 @@ class Counts:
     rows: int = 0
     places: int = 0
 
+    def describe_overlong(self, overlong: str) -> str:
+        """Return how many documents or pairs are overlong, and how many tokens that has cost.
+
+        Args:
+            overlong: the value of ``--overlong``.
+        """
+        if not self.overlong:
+            return "0 overlong"
+        outcome = {"drop": "dropped", "truncate": "truncated", "error": ""}[overlong]
+        share = self.lost / (self.tokens + self.lost)
+        return f"{self.overlong:,} overlong {outcome} ({share:.1%} of the tokens)"
+
 
 class SplitStats(NamedTuple):
     """Counts and the hash of the rows that were written for one split of a source.
@@ -239,6 +251,20 @@ class Examples:
     stops: np.ndarray
     is_first_desirable: np.ndarray | None = None
 
+    @classmethod
+    def of_documents(cls, documents: np.ndarray, lengths: np.ndarray) -> "Examples":
+        """Return examples that have one part each.
+
+        Args:
+            documents: int64 [examples], the number of each document in the store.
+            lengths: int64 [examples], how many of its tokens are written.
+        """
+        return cls(
+            documents=documents[:, None],
+            starts=np.zeros((len(documents), 1), np.int64),
+            stops=lengths[:, None],
+        )
+
     def __len__(self) -> int:
         return len(self.documents)
 
@@ -307,9 +333,15 @@ class TokenStore:
         """The number of tokens of each document, int64 [documents]."""
         return np.diff(np.array(self._ends, np.int64), prepend=0)
 
-    def write_rows(
-        self, path: Path, examples: Examples, width: int, packing: bool
-    ) -> WrittenRows:
+    def read(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a document, int32 [n], and its loss mask, bool [n]."""
+        self._file.flush()
+        begin = self._ends[document - 1] if document else 0
+        count = self._ends[document] - begin
+        tokens = np.fromfile(self._path, np.int32, count, offset=begin * 4)
+        return np.maximum(tokens, ~tokens), tokens >= 0
+
+    def write_rows(self, path: Path, examples: Examples, width: int, packing: bool) -> WrittenRows:
         """Write examples as rows.
 
         Args:
@@ -372,7 +404,9 @@ class _RowWriter:
             if self.examples.is_first_desirable is not None:
                 first, second = parts
                 is_desirable = bool(self.examples.is_first_desirable[number])
-                digest.update(f"{len(first.tokens)} {second.first_position} {is_desirable}".encode())
+                digest.update(
+                    f"{len(first.tokens)} {second.first_position} {is_desirable}".encode()
+                )
         digest.update(f"{self.width} {self.packing}".encode())
         return digest
 

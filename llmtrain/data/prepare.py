@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import filelock
+import numpy as np
 
 from llmtrain.config import flags_of
 from llmtrain.console import say
@@ -17,9 +18,11 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.lengths import LengthSummary, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import (
     TOKEN_COLUMNS,
+    Counts,
     Rows,
     Split,
     SplitStats,
@@ -38,10 +41,32 @@ from llmtrain.types import IGNORED
 if TYPE_CHECKING:
     import pyarrow
 
-Corpus: TypeAlias = Texts | Conversations | Pairs
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
 _FORMAT_VERSION = 5
+
+
+class Corpus(Protocol):
+    """The training and eval data of one source."""
+
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the texts of one split, or of both, to train a tokenizer on."""
+
+    def encode(self, tokenizer: tok.FastTokenizer, folder: Path) -> "EncodedCorpus":
+        """Render what does not depend on the length of rows, into a folder for temporary files."""
+
+
+class EncodedCorpus(Protocol):
+    """The data of one source, ready to be written as rows of any length."""
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest row length that holds each conversation; empty for text."""
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split."""
+
+    def close(self) -> None:
+        """Delete all temporary files."""
 
 
 @dataclass
@@ -231,11 +256,12 @@ def _measure(rows: TokenRows, tokenizer: tok.FastTokenizer, split: Split) -> Spl
 
 def tokenize(
     config: DataConfig,
-    block_size: int,
+    max_length: int | Literal["auto"],
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
     records: RecordFunction | None = None,
     unpaired: bool = False,
+    max_positions: int | None = None,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
 
@@ -244,14 +270,17 @@ def tokenize(
 
     Args:
         config: the data sets and the tokenizer.
-        block_size: the length of the rows; see :meth:`Texts.write`, :meth:`Conversations.write` and
-            :meth:`Pairs.write`.
+        max_length: the length of the rows; see :meth:`Texts.write`,
+            :meth:`EncodedConversations.write` and :meth:`EncodedPairs.write`. ``auto`` chooses a
+            length that holds 99.5 % of the conversations. ``metadata.block_size`` of the result is
+            the length.
         chat: how conversations become rows. With a :class:`PairConfig` the records are preference
             data. ``None``: the records are plain text.
         trust_remote_code: run code that comes with the tokenizer.
         records: yields the records of a recipe that has its own data, always the same records in
             the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
+        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -271,6 +300,11 @@ def tokenize(
         raise UserError(
             f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
         )
+    if is_text and max_length == "auto":
+        raise UserError(
+            f"--max_length auto is for conversations, but {sources[0].name} is text; give the "
+            "number of tokens in a row."
+        )
     row_config = None if is_text else chat
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
@@ -287,7 +321,7 @@ def tokenize(
 
     key: list[object] = [
         _FORMAT_VERSION,
-        block_size,
+        [max_length, max_positions] if max_length == "auto" else max_length,
         config.eval_fraction,
         [source.fingerprint() for source in sources],
         tok.digest(pretrained) if pretrained is not None else spec,
@@ -310,11 +344,13 @@ def tokenize(
         _make(
             folder,
             config,
-            block_size,
+            max_length,
+            max_positions=max_positions,
             corpora=corpora,
             tokenizer=pretrained,
             chat=row_config,
             stop_token_ids=stop_token_ids,
+            length_flag="--block_size" if chat is None else "--max_length",
         )
 
     rows = _open(folder, spec)
@@ -329,7 +365,8 @@ def tokenize(
     rows.sources = list(config.dataset)
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
-    _describe(rows.metadata, formats, chat, is_cached)
+    _describe(rows.metadata, formats, chat, is_cached, is_auto=max_length == "auto")
+    config.fit_micro_batch(rows.positions + 1)
     return rows
 
 
@@ -404,9 +441,21 @@ def _corpora(
 
 
 def _describe(
-    metadata: DataMetadata, formats: list[str], chat: RowConfig | None, is_cached: bool
+    metadata: DataMetadata,
+    formats: list[str],
+    chat: RowConfig | None,
+    is_cached: bool,
+    is_auto: bool,
 ) -> None:
-    """Print the lines about the data in the start-up log."""
+    """Print the lines about the data in the start-up log.
+
+    Args:
+        metadata: the counts.
+        formats: the format of each source.
+        chat: how conversations become rows; ``None`` if the recipe trains on text only.
+        is_cached: whether the rows are from the cache.
+        is_auto: whether ``--max_length auto`` has chosen the length.
+    """
     kind = "documents" if metadata.task == "text" else metadata.task
     outcome = "from the cache" if is_cached else "tokenised"
     say(
@@ -428,11 +477,24 @@ def _describe(
         audit_type = Audit
         task = "fine-tuning on the assistant's turns"
     say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
-    for line in audit_type(**metadata.audit).lines(chat.overlong):
+    audit = audit_type(**metadata.audit)
+    for line in audit.lines(chat.overlong):
         say("audit", line)
+    _describe_lengths(metadata, audit, is_auto)
     left_out = ("overlong", "untrained", "same", "bad")
     if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
         say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
+
+
+def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> None:
+    """Print how long the conversations are, if ``--max_length`` depends on that or should."""
+    lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
+    if is_auto:
+        say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
+        return
+    advice = lengths.advice(audit.overlong, metadata.block_size)
+    if advice is not None:
+        say("lengths", advice)
 
 
 # --- cache entries
@@ -482,57 +544,90 @@ def _cache_lock(folder: Path) -> Iterator[None]:
 def _make(
     folder: Path,
     config: DataConfig,
-    block_size: int,
+    max_length: int | Literal["auto"],
+    max_positions: int | None,
     corpora: Sequence[Corpus],
     tokenizer: "tok.FastTokenizer | None",
     chat: RowConfig | None,
     stop_token_ids: Sequence[int],
+    length_flag: str,
 ) -> None:
     """Make a cache entry: the tokenizer, if it is trained on the data, and the rows of each source.
 
     Args:
         folder: the cache entry. It exists only once it is complete.
         config: the data sets and the tokenizer.
-        block_size: the length of the rows.
+        max_length: the length of the rows, or ``auto``.
+        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
         corpora: turn the records of each source into rows.
         tokenizer: a pretrained tokenizer; ``None`` to train one on the data.
         chat: how conversations become rows; ``None`` for text.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
+        length_flag: the flag that sets the length, for error messages.
     """
     name = " ".join(config.dataset)
     spec = config.tokenizer or ""
     with new_folder(folder) as working:
         if tokenizer is None:
-            tokenizer = _trained_tokenizer(spec, corpora, block_size)
+            tokenizer = _trained_tokenizer(spec, corpora)
             if chat:
                 set_template(tokenizer, chat.chat_template or "chatml")
-        tokenizer.save_pretrained(working / "tokenizer")
 
-        train: list[SplitStats] = []
-        eval: list[SplitStats] = []
-        for i, corpus in enumerate(corpora):
-            train.append(corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", "train"))
-            eval.append(corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", "eval"))
+        with _encoded_corpora(corpora, tokenizer, working) as encoded:
+            lengths = np.concatenate([corpus.lengths("train") for corpus in encoded])
+            summary = summarize_lengths(lengths)
+            length = summary.covering if max_length == "auto" else max_length
+            if max_length == "auto" and max_positions is not None:
+                length = min(length, max_positions)
+            if tok.is_trained(spec):
+                tokenizer.model_max_length = length
+            tokenizer.save_pretrained(working / "tokenizer")
+
+            train: list[SplitStats] = []
+            eval: list[SplitStats] = []
+            for i, corpus in enumerate(encoded):
+                train.append(corpus.write(working / f"train-{i}.arrow", "train", length))
+                eval.append(corpus.write(working / f"eval-{i}.arrow", "eval", length))
+
         smallest = min(stats.targets for stats in train)
-        if chat is None and smallest < block_size:
+        if chat is None and smallest < length:
             raise UserError(
-                f"--block_size {block_size} is larger than the training text ({smallest + 1} "
+                f"{length_flag} {length} is larger than the training text ({smallest + 1} "
                 f"tokens of {name}); use at most {max(smallest, 1)}, or more text."
             )
 
-        metadata = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
+        metadata = metadata_of(name, spec, tokenizer, length, train=train, eval=eval)
         metadata.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
+        metadata.covering_length = summary.covering
+        metadata.length_histogram = list(summary.histogram)
         if chat:
             metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))
 
 
-def _trained_tokenizer(spec: str, corpora: Sequence[Corpus], block_size: int) -> tok.FastTokenizer:
+@contextlib.contextmanager
+def _encoded_corpora(
+    corpora: Sequence[Corpus], tokenizer: tok.FastTokenizer, working: Path
+) -> Iterator[list[EncodedCorpus]]:
+    """Encode the data of all sources, and delete their temporary files at the end."""
+    with contextlib.ExitStack() as stack:
+        encoded = []
+        for i, corpus in enumerate(corpora):
+            folder = working / f"encoded-{i}"
+            folder.mkdir()
+            corpus_of_tokens = corpus.encode(tokenizer, folder)
+            stack.callback(folder.rmdir)
+            stack.callback(corpus_of_tokens.close)
+            encoded.append(corpus_of_tokens)
+        yield encoded
+
+
+def _trained_tokenizer(spec: str, corpora: Sequence[Corpus]) -> tok.FastTokenizer:
     """Train the tokenizer ``char``, ``byte`` or ``bpe:N`` on the data."""
     trained = tok.train_tokenizer(
         spec,
         train=chain.from_iterable(corpus.texts("train") for corpus in corpora),
         all_texts=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
     )
-    return tok.as_pretrained(trained, block_size)
+    return tok.as_pretrained(trained)

@@ -114,6 +114,10 @@ class Texts:
             elif split == "train":
                 yield text
 
+    def encode(self, tokenizer: FastTokenizer, folder: Path) -> "EncodedTexts":
+        """Return the texts with a tokenizer. They are tokenised when their rows are written."""
+        return EncodedTexts(self, tokenizer)
+
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
     ) -> SplitStats:
@@ -130,6 +134,25 @@ class Texts:
             token_arrays = _encoded(tokenizer, texts, splits_texts=has_trained_tokenizer, bar=bar)
             stats = _write_rows(path, token_arrays, block_size)
         return stats._replace(documents=self.documents[split], bytes=self.bytes[split])
+
+
+class EncodedTexts:
+    """The texts of a source with a tokenizer, ready to be written as rows."""
+
+    def __init__(self, texts: Texts, tokenizer: FastTokenizer) -> None:
+        self.texts = texts
+        self.tokenizer = tokenizer
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return no lengths: text is cut into rows of any length."""
+        return np.empty(0, np.int64)
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Tokenise a split and write its rows, which hold ``max_length + 1`` tokens."""
+        return self.texts.write(self.tokenizer, max_length, path, split)
+
+    def close(self) -> None:
+        """Do nothing: there are no temporary files."""
 
 
 def _encoded(

@@ -13,9 +13,6 @@ from llmtrain.data.packing import Split, hash_fraction
 from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
 
-# How the log describes overlong conversations, for each value of --overlong.
-OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
-
 R = TypeVar("R", Conversation, PreferenceRecord)
 
 
@@ -67,7 +64,7 @@ class Records(Generic[R]):
         self.chat = chat
         self.split = split
         self.unreadable = 0
-        self._read = read
+        self._read: Callable[[Fields], R] = read
         self._eval_fraction = config.eval_fraction
         self._limit = config.eval_fraction
         self._hashes: array.array[float] = array.array("d")

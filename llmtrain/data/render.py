@@ -28,6 +28,22 @@ from llmtrain.data.tokenizer import FastTokenizer
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
+class TurnEnd(NamedTuple):
+    """The part of a document up to the end of one of its assistant turns.
+
+    Attributes:
+        length: the number of tokens.
+        targets: the number of targets.
+        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        ended: the number of turns whose last target token ends a turn.
+    """
+
+    length: int
+    targets: int
+    target_bytes: int
+    ended: int
+
+
 class Document(NamedTuple):
     """Tokens that are trained on together.
 
@@ -35,15 +51,14 @@ class Document(NamedTuple):
         ids: int32 [n].
         loss_mask: bool [n], whether a token is a target.
         target_bytes: UTF-8 bytes of the targets' text, without control tokens.
-        turns: the number of assistant turns that are targets.
-        ended: the number of these whose last target token ends a turn.
+        turn_ends: the end of each assistant turn that is a target. The last one is the end of the
+            document.
     """
 
     ids: np.ndarray
     loss_mask: np.ndarray
     target_bytes: int
-    turns: int
-    ended: int
+    turn_ends: tuple[TurnEnd, ...] = ()
 
 
 class Rendered(NamedTuple):
@@ -246,12 +261,12 @@ class Renderer:
         return max(questions, default=0)
 
     def cut(self, document: Document, width: int) -> Document:
-        """Return the first ``width`` tokens of a document. Its turns are not counted."""
+        """Return the first ``width`` tokens of a document, without the ends of its turns."""
         ids = document.ids[:width]
         loss_mask = document.loss_mask[:width]
         target_ids = ids[loss_mask & ~np.isin(ids, self.control_ids)].tolist()
         text = self.backend.decode(target_ids, skip_special_tokens=False)
-        return Document(ids, loss_mask, target_bytes=len(text.encode()), turns=0, ended=0)
+        return Document(ids, loss_mask, target_bytes=len(text.encode()))
 
     # --- from a turn to its prompt and its target
 
@@ -402,13 +417,21 @@ class Renderer:
         rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
         loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, is_trained])
         loss_mask[:1] = False  # the first token has no context
+
+        target_bytes += earlier.target_bytes
+        ended_before = earlier.turn_ends[-1].ended if earlier.turn_ends else 0
+        turn_end = TurnEnd(
+            length=len(loss_mask),
+            targets=int(loss_mask.sum()),
+            target_bytes=target_bytes,
+            ended=ended_before + int(has_end),
+        )
         documents.append(
             Document(
                 ids=np.concatenate([prompt_ids, tokens.ids]),
                 loss_mask=loss_mask,
-                target_bytes=earlier.target_bytes + target_bytes,
-                turns=earlier.turns + 1,
-                ended=earlier.ended + int(has_end),
+                target_bytes=target_bytes,
+                turn_ends=(*earlier.turn_ends, turn_end),
             )
         )
 
@@ -440,9 +463,7 @@ class Renderer:
         return _TargetTokens(ids, start, stop, controls)
 
 
-_EMPTY_DOCUMENT = Document(
-    ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0, turns=0, ended=0
-)
+_EMPTY_DOCUMENT = Document(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0)
 
 
 def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:

@@ -17,10 +17,9 @@ from tqdm import tqdm
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
-from llmtrain.data.lengths import summarize_lengths
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
-from llmtrain.data.records import OVERLONG_OUTCOMES, Records
-from llmtrain.data.render import Document, Rendered, Renderer
+from llmtrain.data.records import Records
+from llmtrain.data.render import Rendered, Renderer, TurnEnd
 from llmtrain.data.sources import Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -34,11 +33,11 @@ class Audit(Counts):
         conversations: conversations that were read.
         documents: training examples that the readable conversations make. That is one each, unless
             the chat template changes earlier turns; then a conversation makes several.
-        untrained: conversations without a single target token, and documents truncated to none.
-            They are left out.
+        untrained: conversations without a single target token, and documents that truncation would
+            leave without one. They are left out.
         trained: target tokens.
         repeated: tokens that a longer document of the same conversation holds, too.
-        turns: assistant turns that are trained, in documents that are not truncated.
+        turns: assistant turns that are trained.
         ended: the turns among these whose end-of-turn token is a target.
         left_answers: assistant answers that are not trained, because the chat template shows them
             differently from the way it prompts for them.
@@ -73,7 +72,7 @@ class Audit(Counts):
         else:
             total = f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {total}: {self.overlong:,} overlong {OVERLONG_OUTCOMES[overlong]}, "
+            f"{self.kept:,} of {total}: {self.describe_overlong(overlong)}, "
             f"{self.untrained:,} without a target token and {self.bad:,} bad ones left out"
         )
 
@@ -130,7 +129,7 @@ class Audit(Counts):
                 )
             raise UserError(
                 f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} "
-                f"conversations would be trained ({reasons}); check --format, --block_size and the "
+                f"conversations would be trained ({reasons}); check --format, --max_length and the "
                 "chat template."
             )
         if self.turns and not self.ended:
@@ -224,8 +223,7 @@ class _EncodedSplit:
         audit: the counts that do not depend on ``--max_length``.
         records: the number of the record that each document comes from.
         first_turns: the index of each document's first turn among all turns.
-        turns: the length, the targets, the target bytes and the ended turns of each document, from
-            its beginning to the end of each of its turns; four numbers for each turn.
+        turns: the :class:`TurnEnd` of each turn of each document, one number after the other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,11 +244,14 @@ class _EncodedSplit:
         for document in rendered.documents:
             self.store.add(document.ids, document.loss_mask)
             self.records.append(record)
-            self.first_turns.append(len(self.turns) // 4)
-            for turn in document.turn_ends:
-                self.turns.extend(
-                    [turn.length, turn.targets(document), turn.target_bytes, turn.ended]
-                )
+            self.first_turns.append(len(self.turns) // len(TurnEnd._fields))
+            for turn_end in document.turn_ends:
+                self.turns.extend(turn_end)
+
+    @property
+    def turn_ends(self) -> np.ndarray:
+        """The :class:`TurnEnd` of each turn, int64 [turns, 4]."""
+        return np.array(self.turns, np.int64).reshape(-1, len(TurnEnd._fields))
 
 
 class _Fitted(NamedTuple):
@@ -314,15 +315,11 @@ class EncodedConversations:
         width = max_length + 1
         fitted = self._fit(encoded, width, audit)
 
-        examples = Examples(
-            documents=fitted.documents[:, None],
-            starts=np.zeros((len(fitted.documents), 1), np.int64),
-            stops=fitted.lengths[:, None],
-        )
+        examples = Examples.of_documents(fitted.documents, fitted.lengths)
         written = encoded.store.write_rows(path, examples, width, self.chat.packing)
 
-        turns = np.array(encoded.turns, np.int64).reshape(-1, 4)
-        _, targets, target_bytes, ended = turns[fitted.last_turns].sum(axis=0).tolist()
+        turn_ends = encoded.turn_ends
+        _, targets, target_bytes, ended = turn_ends[fitted.last_turns].sum(axis=0).tolist()
         audit.kept = len(fitted.documents)
         audit.tokens = int(fitted.lengths.sum())
         audit.trained = targets
@@ -346,7 +343,6 @@ class EncodedConversations:
             bytes=target_bytes,
             sha256=written.digest.hexdigest(),
             audit=audit,
-            lengths=summarize_lengths(self.lengths(split)),
         )
 
     def _fit(self, encoded: _EncodedSplit, width: int, audit: Audit) -> _Fitted:
@@ -357,12 +353,12 @@ class EncodedConversations:
             width: the number of tokens in a row.
             audit: counts the documents that are left out.
         """
-        turns = np.array(encoded.turns, np.int64).reshape(-1, 4)
+        turn_ends = encoded.turn_ends
         first_turns = np.array(encoded.first_turns, np.int64)
         lengths = encoded.store.lengths
-        last_turns = np.append(first_turns[1:], len(turns)) - 1
+        last_turns = np.append(first_turns, len(turn_ends))[1:] - 1
 
-        has_targets = turns[last_turns, 1] > 0
+        has_targets = turn_ends[last_turns, 1] > 0
         is_overlong = lengths > width
         is_kept = has_targets & ~is_overlong
         audit.untrained += int((~has_targets & ~is_overlong).sum())
@@ -374,7 +370,7 @@ class EncodedConversations:
                 self._refuse_overlong(encoded, document, width)
             if self.chat.overlong == "truncate":
                 # The turns that end in the row and have a target.
-                own_turns = turns[first_turns[document] : last_turns[document] + 1]
+                own_turns = turn_ends[first_turns[document] : last_turns[document] + 1]
                 fits = (own_turns[:, 0] <= width) & (own_turns[:, 1] > 0)
                 if fits.any():
                     last_fitting = int(np.flatnonzero(fits)[-1])
@@ -383,7 +379,7 @@ class EncodedConversations:
                     is_kept[document] = True
                 else:
                     self._refuse_untrainable(encoded, document, width)
-                    audit.bad += 1
+                    audit.untrained += 1
         audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
 
         documents = np.flatnonzero(is_kept)

@@ -221,7 +221,7 @@ def configuration_of(
 
     sizes: dict[str, object] = {}
     if is_type:
-        sizes = {"max_position_embeddings": config.block_size, **_SMALL}
+        sizes = {"max_position_embeddings": config.row_length, **_SMALL}
         if has_latent_attention:
             # Each attention head has its own key, in two parts with their own sizes.
             del sizes["head_dim"]

@@ -793,8 +793,8 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM and overlong == "error":
         said = complain(tmp_path, records, block_size=room, overlong=overlong)
         assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --block_size {room}; "
-            "raise --block_size, or set --overlong drop or truncate."
+            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --max_length {room}; "
+            "raise it, or set --overlong drop or truncate."
         )
         assert left_behind(cache) == []
         return
@@ -933,7 +933,10 @@ def by_brute_force(
         too_long = max(map(len, documents[:1] if alone else documents)) > BLOCK
         count["overlong"] += too_long
         if too_long and overlong == "drop":
+            count["lost"] += sum(map(len, documents))
             continue
+        if too_long:
+            count["lost"] += sum(max(len(document) - BLOCK, 0) for document in documents)
         documents = [document[:BLOCK] for document in documents]
         judged = [max(len(document) - prompt, 0) for document in documents]
         if not judged[0] or (not alone and (not judged[1] or documents[0] == documents[1])):
@@ -984,15 +987,19 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     assert (train["bad"], held_out["bad"]) == (1, 0)
     assert train["overlong"] + held_out["overlong"] == 30
     word = {"drop": "dropped", "truncate": "truncated"}[overlong]
+    words = [
+        f"{word} ({side['lost'] / (side['lost'] + side['tokens']):.1%} of the tokens)"
+        for side in (train, held_out)
+    ]
     out = capsys.readouterr().out
     held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
     for line in (
-        f"audit     {kept} of {of} kept: {train['overlong']} overlong {word}, 0 without a difference and 1 bad ones "
+        f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad ones "
         "left out",
         f"audit     {train['judged']} of {train['tokens']:,} tokens are targets "
         f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "
         f"({train['shared'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['places']:.1%} full",
-        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {word}, 0 without a "
+        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {words[1]}, 0 without a "
         "difference and 0 bad ones left out",
     ):
         assert f"{line}\n" in out

@@ -18,7 +18,8 @@ from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.sft import Audit, Conversations, _eval_limit, _hash_of, total_audit
+from llmtrain.data.records import _hash_of, eval_limit_of
+from llmtrain.data.sft import Audit, Conversations, total_audit
 from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
 from tests.data.test_prepare import complaint, left_behind
@@ -279,10 +280,12 @@ def printed(capsys: pytest.CaptureFixture, name: str) -> list[str]:
     return [line[10:] for line in lines if line.startswith(name)]
 
 
+LONG_SECOND_ANSWER = chat("q", "a", "q", "x" * 100)
 LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
 MANY = [
     *chats(10),
     chat("u", "v", "w", "x"),
+    LONG_SECOND_ANSWER,
     LONG_ANSWER,
     LONG_QUESTION,
     CONTROLLED[0],
@@ -294,34 +297,36 @@ MANY = [
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     made = tokenize_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
-    usual, cut = MANY[:11], overlong == "truncate"
-    tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
-    answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
-    trained = answered + cut * (
-        BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10)
-    )  # without both headers and the question
-    rows = 4 + cut
+    cut = overlong == "truncate"
+    whole = [size_of(record) for record in MANY[:14]]
+    kept = [*whole[:11], *[size_of(chat("q", "a"))] * cut]
+    tokens = sum(kept)
+    lost = sum(whole[11:14]) - sum(kept[11:])
+    trained = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2 + 2 * cut
+    rows = 4
     assert made.metadata.audit == {
-        "conversations": 16,
+        "conversations": 17,
         "bad": 3,
-        "documents": 13,
-        "overlong": 2,
-        "untrained": int(cut),  # the answer to the long question is cut off
+        "documents": 14,
+        "overlong": 3,
+        "lost": lost,
+        "untrained": 2 * cut,  # no turn of the other two ends in a row
         "kept": 11 + cut,
         "tokens": tokens,
         "trained": trained,
         "repeated": 0,
         "rows": rows,
         "places": rows * (BLOCK + 1),
-        "turns": 12,
-        "ended": 12,
+        "turns": 12 + cut,
+        "ended": 12 + cut,
         **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade"), 0),
     }
     assert printed(capsys, "audit") == [
-        f"{11 + cut} of 16 conversations: 2 overlong {'truncated' if cut else 'dropped'}, "
-        f"{int(cut)} without a target token and 3 bad ones left out",
+        f"{11 + cut} of 17 conversations: 3 overlong {'truncated' if cut else 'dropped'} "
+        f"({lost / (lost + tokens):.1%} of the tokens), "
+        f"{2 * cut} without a target token and 3 bad ones left out",
         f"{trained} of {tokens} tokens are targets ({trained / tokens:.1%}), "
-        f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
+        f"{rows} rows are {tokens / (rows * 96):.1%} full, {12 + cut} of {12 + cut} turns train their end",
     ]
 
 
@@ -362,7 +367,7 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 allows")]
+    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --max_length 34 allows")]
 )
 def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
     tmp_path, cache, room, said
@@ -374,7 +379,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert tokenize(*given).metadata.audit["kept"] == 5
     else:
         assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise --block_size, or set --overlong"
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise it, or set --overlong"
             in complaint(*given)
         )
         assert left_behind(cache) == []
@@ -412,13 +417,13 @@ SENSELESS = {
     ),
     "all questions overlong": (
         [LONG_QUESTION],
-        {"overlong": "truncate"},
+        {"overlong": "truncate", "on_bad_row": "skip"},
         "none of 0 tokens in 1 conversations",
     ),
     "all of them bad": (
         [CONTROLLED[0]],
         {"on_bad_row": "skip"},
-        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --block_size",
+        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --max_length",
     ),
     "none to read": ([UNANSWERED[0]], {"on_bad_row": "skip"}, "holds no conversation"),
     "no turn with its end": (
@@ -509,7 +514,7 @@ def test_a_single_conversation_is_trained_on(tmp_path):
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
 @settings(deadline=None)
 def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
-    held_out = sum(place < _eval_limit(places, fraction) for place in places)
+    held_out = sum(place < eval_limit_of(places, fraction) for place in places)
     if fraction and len(set(places)) > 1:
         assert 0 < held_out < len(places)
     else:
@@ -518,15 +523,15 @@ def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_diffe
 
 def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
     places = [i / 100 for i in range(100)]
-    assert [_eval_limit(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
+    assert [eval_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
         0.0,
         0.005,
         0.1,
         0.5,
         0.9,
     ]
-    assert _eval_limit([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
-    assert _eval_limit([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
+    assert eval_limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
+    assert eval_limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
 
 
 @pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
@@ -546,15 +551,37 @@ def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
-    records = [chat("q", f"{i}.", "r", str(7 ** (i + 500))) for i in range(4)]
+def test_a_conversation_is_truncated_at_the_end_of_its_last_turn_that_fits(tmp_path, tokenizer):
+    records = [
+        chat(f"q{i}", f"{i} ü.", "r", f"{i}!", "s", str(7 ** (i + 500)), "t", "u") for i in range(8)
+    ]
     made = tokenize_chats(
         tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer
     )
-    for said in (held_out := answers_of(made.eval, made)):
-        first, cut = said.split(END)
-        assert first + END + cut in (answers(record)[: len(said)] for record in records)
-    assert made.metadata.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
+    kept = [shown(chat(*(m["content"] for m in record["messages"][:4]))) for record in records]
+    texts = texts_of(made.train, made) + texts_of(made.eval, made)
+    assert sorted(texts) == sorted(kept)
+    held_out = answers_of(made.eval, made)
+    assert made.metadata.eval_bytes == sum(len(said.replace(END, "").encode()) for said in held_out)
+    audit = Audit(**made.metadata.audit)
+    assert (audit.turns, audit.ended) == (2 * audit.kept, 2 * audit.kept)
+    assert audit.trained == sum(label != IGNORED for row in made.train for label in row["labels"])
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_truncation_never_leaves_a_conversation_without_a_target(tmp_path, cache, on_bad_row):
+    records = [*chats(2), LONG_ANSWER, *chats(2, 2), LONG_SECOND_ANSWER]
+    given = arguments(tmp_path, records, overlong="truncate", on_bad_row=on_bad_row)
+    if on_bad_row == "error":
+        assert complaint(*given) == (
+            f"{tmp_path / 'chats.jsonl'}, line 3: none of the assistant's turns ends within "
+            f"--max_length {BLOCK}, so truncation would leave nothing to train on; raise it, set "
+            "--overlong drop, or leave such records out with --on_bad_row skip."
+        )
+        assert left_behind(cache) == []
+    else:
+        audit = Audit(**tokenize(*given).metadata.audit)
+        assert (audit.overlong, audit.untrained, audit.kept) == (2, 1, 5)
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
