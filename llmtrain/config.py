@@ -65,6 +65,7 @@ def flag(
     affects: str | None = None,
     hidden: bool = False,
     parse: Callable[[str], Any] | None = None,
+    alias: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a command-line flag.
 
@@ -89,12 +90,14 @@ def flag(
         hidden: show the flag only in ``--help_all``.
         parse: turns the word on the command line into the value, or raises
             ``argparse.ArgumentTypeError``. By default, the type of the field does.
+        alias: another name of the flag, which ``--help`` does not show.
     """
     metadata = {
         "help": help.replace("%", "%%"),
         "affects": affects,
         "hidden": hidden,
         "parse": parse,
+        "alias": alias,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -273,7 +276,10 @@ class _Parser(HfArgumentParser):
     ) -> None:
         # HF passes the metadata on to argparse, which accepts only its own arguments.
         plain_field = copy.copy(field)
-        plain_field.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]
+        metadata: dict[str, Any] = {"help": field.metadata["help"]}
+        if field.metadata["alias"] is not None:
+            metadata["aliases"] = [f"--{field.metadata['alias']}"]
+        plain_field.metadata = metadata  # type: ignore[assignment]
         if field.metadata["parse"] is not None:
             plain_field.type = field.metadata["parse"]
         HfArgumentParser._parse_dataclass_field(parser, plain_field)
@@ -306,8 +312,8 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
         message = message.removeprefix("argument ")
-        # A flag has two names, such as --max_steps/--max-steps. Show the first.
-        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
+        # A flag has several names, such as --max_steps/--max-steps. Show the first.
+        message = re.sub(r"(--\w+)(/--[\w-]+)+", r"\1", message)
         raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
 
 

@@ -95,6 +95,7 @@ class ModelConfig(Config):
         "conversations; plain text is cut into rows of this length",
         affects="model data",
         parse=parse_max_length,
+        alias="block_size",  # the name in recipes/gpt.py
     )
     attn_implementation: str | None = flag(
         None,

@@ -91,7 +91,7 @@ class Ours:
         stand_in: Any = SimpleNamespace(
             tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts, is_packed=True
         )
-        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, block_size=BLOCK)
+        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=BLOCK)
         bundle = place(
             accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
         )

@@ -105,7 +105,7 @@ def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
             tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts
         )
         stand_in.is_packed = "position_ids" in columns
-        overrides = {"config_overrides": OVERRIDES, "block_size": BLOCK, "from_config": family}
+        overrides = {"config_overrides": OVERRIDES, "max_length": BLOCK, "from_config": family}
         preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
         config = ModelConfig(**(overrides | settings))
         return place(

@@ -215,7 +215,7 @@ def test_all_blocks_are_one_graph_and_stay_it(graphs: list[Any]) -> None:
 def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -> None:
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     rows = SomeRows(tokenizer, is_packed=True)
-    config = ModelConfig(from_config="llama", block_size=64)
+    config = ModelConfig(from_config="llama", max_length=64)
     accelerator = Accelerator(cpu=True)
     bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
     model = bundle.model.train()
