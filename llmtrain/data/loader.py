@@ -242,8 +242,20 @@ def trimmed_width(longest: int, full_width: int) -> int:
         longest: the number of tokens in the longest row.
         full_width: the number of tokens in a row with its padding.
     """
-    positions = padded_size(longest - 1, smallest=_MIN_POSITIONS)
-    return min(positions + 1, full_width)
+    return min(_padded_positions(longest) + 1, full_width)
+
+
+def _padded_positions(length: int) -> int:
+    """Return how many positions of a row with ``length`` tokens are computed: all but the last."""
+    return padded_size(length - 1, smallest=_MIN_POSITIONS)
+
+
+def count_shapes(rows: Rows) -> int:
+    """Return how many shapes full micro-batches of some rows can have; 1 if rows are packed."""
+    lengths = row_lengths(rows)
+    if lengths is None:
+        return 1
+    return len({_padded_positions(length) for length in np.unique(lengths).tolist()})
 
 
 class Collate:
