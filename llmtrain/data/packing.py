@@ -13,6 +13,9 @@ answer each position belongs:
 - 2 more if the first answer is undesirable,
 - -1 for padding.
 
+An unpacked row holds one document, or a pair with each answer in half of the row. Its column
+``lengths`` has the number of tokens in the row, or in each half. The rest is padding.
+
 The second answer of a pair may share the prompt of the first. Then its ``position_ids`` continue
 those of the prompt, and its first token is a copy of the last token of the prompt.
 """
@@ -37,9 +40,10 @@ Split: TypeAlias = Literal["train", "eval"]
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
 
-# Unpacked rows have all columns except the last one.
+# Unpacked rows have the column `lengths` instead of the last one.
 TOKEN_COLUMNS = ["input_ids", "labels", "position_ids"]
 PREFERENCE_COLUMNS = ["input_ids", "labels", "answers", "position_ids"]
+LENGTHS = "lengths"
 # The tokens that are written at a time: 16 MiB for each column. A reader needs some kilobytes for
 # each batch.
 TOKENS_PER_BATCH = 1 << 22
@@ -103,21 +107,25 @@ class SplitStats(NamedTuple):
 
 
 @contextlib.contextmanager
-def create_row_file(path: Path, columns: Sequence[str], width: int) -> Iterator[RowWriter]:
+def create_row_file(path: Path, widths: Mapping[str, int]) -> Iterator[RowWriter]:
     """Create a file of rows, and yield a function that appends rows to it.
 
     The function takes the values of each column, int32 [rows, width], by the column's name.
+
+    Args:
+        path: the file.
+        widths: the number of values that a row has in each column, by the column's name.
     """
     import pyarrow
 
-    list_type = pyarrow.list_(pyarrow.int32(), width)
-    schema = pyarrow.schema([(name, list_type) for name in columns])
+    list_types = {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
+    schema = pyarrow.schema([*list_types.items()])
 
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write(values: Mapping[str, np.ndarray]) -> None:
             arrays = []
-            for name in columns:
+            for name, list_type in list_types.items():
                 flat = np.ascontiguousarray(values[name], np.int32).ravel()
                 arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=list_type))
             writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
@@ -126,7 +134,7 @@ def create_row_file(path: Path, columns: Sequence[str], width: int) -> Iterator[
 
 
 class TokenRows:
-    """Rows of tokens: columns of integer lists that all have one length.
+    """Rows of tokens: columns of integer lists. All lists of a column have the same length.
 
     A run reads them without ``datasets``, whose import would take half a second at every start.
     """
@@ -382,10 +390,12 @@ class _RowWriter:
             rows = [[number] for number in range(len(self.examples))]
 
         columns = PREFERENCE_COLUMNS if self.examples.are_pairs else TOKEN_COLUMNS
+        widths = dict.fromkeys(columns, self.width)
         if not self.packing:
-            columns = columns[:-1]  # a row with one document needs no position_ids
+            widths.pop("position_ids")  # a row with one document needs none
+            widths[LENGTHS] = 2 if self.examples.are_pairs else 1
 
-        with create_row_file(path, columns, self.width) as write:
+        with create_row_file(path, widths) as write:
             count = max(TOKENS_PER_BATCH // self.width, 1)
             for start in range(0, len(rows), count):
                 write(self._columns(rows[start : start + count]))
@@ -413,6 +423,8 @@ class _RowWriter:
     def _columns(self, rows: list[list[int]]) -> dict[str, np.ndarray]:
         """Return the columns of some rows, each int32 [rows, width].
 
+        The column ``lengths`` is int32 [rows, 1 or 2]. It is only right if rows are not packed.
+
         Args:
             rows: the numbers of each row's examples.
         """
@@ -424,6 +436,7 @@ class _RowWriter:
         labels = np.full(shape, IGNORED, np.int32)
         positions = np.full(shape, 0, np.int32)
         answers = np.full(shape, -1, np.int32)
+        lengths = np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32)
         for i, row in enumerate(rows):
             end = 0  # of the tokens in the row so far
             for number_in_row, example in enumerate(row):
@@ -431,6 +444,7 @@ class _RowWriter:
                     is_second_half = part_number == 1 and not self.packing
                     start = half if is_second_half else end
                     end = start + len(part.tokens)
+                    lengths[i, part_number] = len(part.tokens)
 
                     ids[i, start:end] = np.maximum(part.tokens, ~part.tokens)
                     labels[i, start:end] = np.where(part.tokens < 0, IGNORED, part.tokens)
@@ -440,7 +454,13 @@ class _RowWriter:
                     answers[i, start:end] = part.answer
             # Padding is a document of its own, or several if it is longer than any document may be.
             positions[i, end:] = np.arange(self.width - end) % longest
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "position_ids": positions,
+            "answers": answers,
+            LENGTHS: lengths,
+        }
 
     def _parts(self, example: int, number_in_row: int) -> list[_Part]:
         """Return the parts of an example: the two answers of a pair, or one conversation."""

@@ -18,9 +18,11 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.grouping import BATCHES_PER_BLOCK
 from llmtrain.data.lengths import LengthSummary, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import (
+    LENGTHS,
     TOKEN_COLUMNS,
     Counts,
     Rows,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 class Corpus(Protocol):
@@ -103,6 +105,15 @@ class Tokenized:
     def is_packed(self) -> bool:
         """Whether a row may hold several documents, which must not attend to each other."""
         return "position_ids" in self.train.column_names
+
+    @property
+    def order(self) -> str:
+        """The order in which training rows are drawn, for the fingerprint of a run."""
+        if self.in_order:
+            return "stored"
+        if LENGTHS in self.train.column_names:
+            return f"shuffled, grouped by length over {BATCHES_PER_BLOCK} batches"
+        return "shuffled"
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -256,7 +256,7 @@ def _write_rows(path: Path, token_arrays: Iterable[np.ndarray], block_size: int)
         yield np.full((1 - tokens) % block_size, IGNORED, np.int32)
 
     rest = np.empty(0, np.int32)
-    with create_row_file(path, ["input_ids"], block_size + 1) as write:
+    with create_row_file(path, {"input_ids": block_size + 1}) as write:
         for batch in _batches(padded_stream(), max(TOKENS_PER_BATCH, block_size)):
             stream = np.concatenate([rest, *batch])
             count = (len(stream) - 1) // block_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
-from llmtrain.models.shapes import padded_size
+from llmtrain.shapes import padded_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,6 +43,6 @@ def run_fingerprint(
         "bitwise": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
         "optimizer": asdict(settings.optim),
         "gradient_exchange": settings.parallel.approximation,
-        "order": "stored" if rows.in_order else "shuffled",
+        "order": rows.order,
         "early_stopping": stopping,
     }

@@ -15,6 +15,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
+from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
@@ -90,6 +91,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         mixture=rows.mixture,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
+        one_shape=sharding_of(run.accelerator).stages > 1,
     )
     if rows.eval is None:
         if settings.loop.eval_steps:
