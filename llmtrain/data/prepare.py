@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Corpus: TypeAlias = Texts | Conversations | Pairs
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 @dataclass
@@ -91,13 +91,8 @@ class Tokenized:
         The dictionary is empty unless several data sets have eval rows, under different names.
         """
         counts = self.metadata.eval_source_rows
-        names = self.sources
-        short_names = [Path(name).stem or name for name in names]
-        if len(set(short_names)) == len(short_names):
-            names = short_names
-
         rows_by_name = {}
-        for name, count in zip(names, counts, strict=False):
+        for name, count in zip(_short_names(self.sources), counts, strict=False):
             if count:
                 rows_by_name[name] = count
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
@@ -112,9 +107,15 @@ class Tokenized:
         """Return the tokens before the first answer of an eval conversation, if there is one."""
         if self.eval is None or self.metadata.task == "text":
             return None
-        row = self.eval[len(self.eval) - 1]
-        first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-        return row["input_ids"][:first_target]
+        end = len(self.eval)
+        for count in reversed(self.metadata.eval_source_rows):
+            if count > 0:
+                row = self.eval[end - 1]
+                first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
+                if first_target > 0:  # the first token of a row of text is a target
+                    return row["input_ids"][:first_target]
+            end -= count
+        return None
 
     @classmethod
     def of(
@@ -161,6 +162,12 @@ class Tokenized:
             eval=eval_stats,
         )
         return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
+
+
+def _short_names(sources: Sequence[str]) -> Sequence[str]:
+    """Return the names of data sets without folders and suffixes, if these differ."""
+    short_names = [Path(name).stem or name for name in sources]
+    return short_names if len(set(short_names)) == len(short_names) else sources
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -266,12 +273,9 @@ def tokenize(
 
     sources = _sources_of(config, records)
     formats = _formats_of(sources, chat, unpaired=unpaired)
-    is_text = formats[0] == "text"
-    if not is_text and config.is_set("text_field"):
-        raise UserError(
-            f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
-        )
-    row_config = None if is_text else chat
+    row_config = None if set(formats) == {"text"} else chat
+    _check_text_flags(config, sources, formats, row_config)
+    text_columns = _text_columns(config, row_config)
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
@@ -294,8 +298,8 @@ def tokenize(
     ]
     if row_config:
         key.append(_rendering_key(formats, row_config, stop_token_ids, unpaired))
-    else:
-        key.append(config.text_field)
+    if "text" in formats:
+        key += [config.text_field, text_columns]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def make() -> None:
@@ -306,6 +310,7 @@ def tokenize(
             chat=row_config,
             stop_token_ids=stop_token_ids,
             unpaired=unpaired,
+            text_columns=text_columns,
         )
         _make(
             folder,
@@ -330,6 +335,7 @@ def tokenize(
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached)
+    _describe_shares(rows)
     return rows
 
 
@@ -347,7 +353,7 @@ def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Sour
 def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
     """Return the format of each source's records.
 
-    The records are all text, all conversations or all preference data.
+    A run has sources of text, of conversations or both, or only sources of preference data.
     """
     if isinstance(chat, PairConfig):
         return [preference_format_of(source, unpaired) for source in sources]
@@ -356,15 +362,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
     else:
         formats = ["text"] * len(sources)
 
-    if "text" in formats and len(set(formats)) > 1:
-        kinds = ", ".join(
-            f"{source.name} is {format}" for source, format in zip(sources, formats, strict=True)
-        )
-        raise UserError(
-            f"--dataset: text and conversations cannot be mixed ({kinds}); set the format with "
-            "--format."
-        )
-    if formats[0] == "text" and chat:
+    if set(formats) == {"text"} and chat:
         for name in flags_of(ChatConfig):
             if chat.is_set(name) and name != "format":
                 raise UserError(
@@ -372,6 +370,53 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
                     "or see --format."
                 )
     return formats
+
+
+def _check_text_flags(
+    config: DataConfig, sources: list[Source], formats: list[str], chat: RowConfig | None
+) -> None:
+    """Check the flags that are for text.
+
+    Args:
+        config: the flags.
+        sources: the data sets.
+        formats: the format of each data set.
+        chat: how conversations or pairs become rows; ``None`` if all data sets are text.
+
+    Raises:
+        UserError: if such a flag is set and has no effect, or if it does not fit the others.
+    """
+    if "text" not in formats:
+        kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
+        are_set = {
+            "text_field": config.is_set("text_field"),
+            "isolate_documents": config.isolate_documents,
+        }
+        for name, is_set in are_set.items():
+            if is_set:
+                raise UserError(
+                    f"--{name} is for text, but {sources[0].name} holds {kind}; leave it out."
+                )
+    if config.isolate_documents and chat is not None and not chat.packing:
+        raise UserError(
+            "--isolate_documents needs packed rows if text and conversations are mixed, and this "
+            "run does not pack them (--no_packing); leave --isolate_documents out."
+        )
+
+
+def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
+    """Return the columns of rows of text.
+
+    Beside conversations, text has the columns of conversations, because all rows of a run have the
+    same ones.
+
+    Args:
+        config: says whether documents of text alone attend to each other.
+        chat: how conversations become rows; ``None`` if all data sets are text.
+    """
+    if chat is None:
+        return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
+    return TOKEN_COLUMNS if chat.packing else TOKEN_COLUMNS[:-1]
 
 
 def _rendering_key(
@@ -390,16 +435,17 @@ def _corpora(
     chat: RowConfig | None,
     stop_token_ids: Sequence[int],
     unpaired: bool,
+    text_columns: Sequence[str],
 ) -> list[Corpus]:
     """Return the objects that turn the records of each source into rows."""
     corpora: list[Corpus] = []
     for source, format in zip(sources, formats, strict=True):
         if isinstance(chat, PairConfig):
             corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired=unpaired))
-        elif isinstance(chat, ChatConfig):
+        elif isinstance(chat, ChatConfig) and format != "text":
             corpora.append(Conversations(source, format, config, chat, stop_token_ids))
         else:
-            corpora.append(Texts(source, config))
+            corpora.append(Texts(source, config, text_columns))
     return corpora
 
 
@@ -408,6 +454,8 @@ def _describe(
 ) -> None:
     """Print the lines about the data in the start-up log."""
     kind = "documents" if metadata.task == "text" else metadata.task
+    if metadata.task == "conversations" and "text" in formats:
+        kind = "conversations and documents"
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
@@ -427,12 +475,43 @@ def _describe(
     else:
         audit_type = Audit
         task = "fine-tuning on the assistant's turns"
+        if "text" in formats:
+            task += ", and on every token of the text"
     say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
     for line in audit_type(**metadata.audit).lines(chat.overlong):
         say("audit", line)
     left_out = ("overlong", "untrained", "same", "bad")
     if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
         say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
+
+
+def _describe_shares(rows: Tokenized) -> None:
+    """Print each data set's share of the rows that a run draws, and of their target tokens.
+
+    The two differ, because rows of text are full of targets and rows of conversations are not.
+    """
+    metadata = rows.metadata
+    if len(metadata.source_rows) < 2:
+        return
+
+    # Without a mixture every row is drawn once per epoch.
+    drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
+    drawn_targets = []
+    for drawn, count, targets in zip(
+        drawn_rows, metadata.source_rows, metadata.source_targets, strict=True
+    ):
+        drawn_targets.append(drawn * targets / count)
+
+    shares = []
+    for name, row_count, target_count in zip(
+        _short_names(rows.sources), drawn_rows, drawn_targets, strict=True
+    ):
+        row_share = row_count / sum(drawn_rows)
+        target_share = target_count / sum(drawn_targets)
+        of_rows = "" if shares else " of rows"
+        of_targets = "" if shares else " of target tokens"
+        shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")
+    say("mixture", "; ".join(shares))
 
 
 # --- cache entries
