@@ -502,7 +502,7 @@ def _describe_shares(rows: Tokenized) -> None:
     ):
         drawn_targets.append(drawn * targets / count)
 
-    shares = []
+    shares: list[str] = []
     for name, row_count, target_count in zip(
         _short_names(rows.sources), drawn_rows, drawn_targets, strict=True
     ):

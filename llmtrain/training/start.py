@@ -73,8 +73,8 @@ def place(
     make_trainable(bundle.model)
     if rows.is_packed and not bundle.model.takes_position_ids:
         raise UserError(
-            f"{type(bundle.model).__name__}.forward takes no position_ids, which tell the documents "
-            "of a row apart; take them, or leave --isolate_documents out."
+            f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
+            "documents of a row apart; take them, or leave --isolate_documents out."
         )
     return placement.place(accelerator, bundle)
 
