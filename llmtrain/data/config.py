@@ -64,11 +64,17 @@ class DataConfig(BatchConfig):
     )
     mixture: list[float] = flag(
         [],
-        "sampling weight of each data set, in the order of --dataset "
-        "(default: every row once per epoch)",
+        "sampling weight of each data set, in the order of --dataset: its share of the rows; the "
+        "log shows its share of the target tokens, too (default: every row once per epoch)",
     )
     text_field: str = flag(
         "text", "name of the field that holds the text in .jsonl, .parquet, .csv and hub data sets"
+    )
+    isolate_documents: bool = flag(
+        False,
+        "plain text: keep the documents in a row apart, so that each attends to itself alone and "
+        "has positions from 0; otherwise a token sees all earlier tokens of its row, also those "
+        "of other documents (text beside packed conversations is always kept apart)",
     )
     eval_fraction: float = flag(
         0.1,

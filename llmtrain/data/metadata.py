@@ -29,9 +29,11 @@ class DataMetadata:
         eval_rows: rows of the eval split.
         eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
         source_rows: training rows of each data set. They are stored one data set after the other.
+        source_targets: target tokens of each data set's training rows.
         eval_source_rows: eval rows of each data set.
-        task: ``text``, ``conversations`` or ``preferences``.
-        audit: counts of the training conversations or pairs; ``None`` for text.
+        task: ``text``, ``conversations`` or ``preferences``. It is ``conversations`` if there is
+            text, too.
+        audit: counts of the training conversations or pairs; ``None`` for text alone.
         eval_audit: counts of the eval conversations or pairs.
         ends: the tokens at which an answer ends; empty for text.
         pairs: the largest number of pairs in a row.
@@ -57,6 +59,7 @@ class DataMetadata:
     eval_bytes: int
     source_rows: list[int]
     eval_source_rows: list[int]
+    source_targets: list[int]
     task: str = "text"
     audit: dict[str, int] | None = None
     eval_audit: dict[str, int] | None = None
@@ -103,6 +106,7 @@ def metadata_of(
         eval_bytes=sum(stats.bytes for stats in eval),
         source_rows=[stats.rows for stats in train],
         eval_source_rows=[stats.rows for stats in eval],
+        source_targets=[stats.targets for stats in train],
         task=_task_of(train),
         audit=_summed_audit(train),
         eval_audit=_summed_audit(eval),
@@ -120,6 +124,6 @@ def _task_of(train: Sequence[SplitStats]) -> str:
 
 
 def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, int] | None:
-    """Return the sums of the sources' audits, or ``None`` if the sources are text."""
+    """Return the sums of the sources' audits, or ``None`` if all sources are text."""
     audits = [stats.audit for stats in splits if stats.audit]
     return asdict(total_audit(audits)) if audits else None

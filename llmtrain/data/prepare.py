@@ -127,13 +127,8 @@ class Tokenized:
         The dictionary is empty unless several data sets have eval rows, under different names.
         """
         counts = self.metadata.eval_source_rows
-        names = self.sources
-        short_names = [Path(name).stem or name for name in names]
-        if len(set(short_names)) == len(short_names):
-            names = short_names
-
         rows_by_name = {}
-        for name, count in zip(names, counts, strict=False):
+        for name, count in zip(_short_names(self.sources), counts, strict=False):
             if count:
                 rows_by_name[name] = count
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
@@ -148,9 +143,15 @@ class Tokenized:
         """Return the tokens before the first answer of an eval conversation, if there is one."""
         if self.eval is None or self.metadata.task == "text":
             return None
-        row = self.eval[len(self.eval) - 1]
-        first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-        return row["input_ids"][:first_target]
+        end = len(self.eval)
+        for count in reversed(self.metadata.eval_source_rows):
+            if count > 0:
+                row = self.eval[end - 1]
+                first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
+                if first_target > 0:  # the first token of a row of text is a target
+                    return row["input_ids"][:first_target]
+            end -= count
+        return None
 
     @classmethod
     def of(
@@ -197,6 +198,12 @@ class Tokenized:
             eval=eval_stats,
         )
         return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
+
+
+def _short_names(sources: Sequence[str]) -> Sequence[str]:
+    """Return the names of data sets without folders and suffixes, if these differ."""
+    short_names = [Path(name).stem or name for name in sources]
+    return short_names if len(set(short_names)) == len(short_names) else sources
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -306,17 +313,14 @@ def tokenize(
 
     sources = _sources_of(config, records)
     formats = _formats_of(sources, chat, unpaired=unpaired)
-    is_text = formats[0] == "text"
-    if not is_text and config.is_set("text_field"):
-        raise UserError(
-            f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
-        )
-    if is_text and max_length == "auto":
+    row_config = None if set(formats) == {"text"} else chat
+    _check_text_flags(config, sources, formats, row_config)
+    if row_config is None and max_length == "auto":
         raise UserError(
             f"--max_length auto is for conversations, but {sources[0].name} is text; give the "
             "number of tokens in a row."
         )
-    row_config = None if is_text else chat
+    text_columns = _text_columns(config, row_config)
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
@@ -339,8 +343,8 @@ def tokenize(
     ]
     if row_config:
         key.append(_rendering_key(formats, row_config, stop_token_ids, unpaired))
-    else:
-        key.append(config.text_field)
+    if "text" in formats:
+        key += [config.text_field, text_columns]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def make() -> None:
@@ -351,6 +355,7 @@ def tokenize(
             chat=row_config,
             stop_token_ids=stop_token_ids,
             unpaired=unpaired,
+            text_columns=text_columns,
         )
         _make(
             folder,
@@ -377,6 +382,7 @@ def tokenize(
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached, is_auto=max_length == "auto")
+    _describe_shares(rows)
     config.fit_micro_batch(rows.positions + 1)
     return rows
 
@@ -395,7 +401,7 @@ def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Sour
 def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
     """Return the format of each source's records.
 
-    The records are all text, all conversations or all preference data.
+    A run has sources of text, of conversations or both, or only sources of preference data.
     """
     if isinstance(chat, PairConfig):
         return [preference_format_of(source, unpaired) for source in sources]
@@ -404,15 +410,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
     else:
         formats = ["text"] * len(sources)
 
-    if "text" in formats and len(set(formats)) > 1:
-        kinds = ", ".join(
-            f"{source.name} is {format}" for source, format in zip(sources, formats, strict=True)
-        )
-        raise UserError(
-            f"--dataset: text and conversations cannot be mixed ({kinds}); set the format with "
-            "--format."
-        )
-    if formats[0] == "text" and chat:
+    if set(formats) == {"text"} and chat:
         for name in flags_of(ChatConfig):
             if chat.is_set(name) and name != "format":
                 raise UserError(
@@ -420,6 +418,53 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
                     "or see --format."
                 )
     return formats
+
+
+def _check_text_flags(
+    config: DataConfig, sources: list[Source], formats: list[str], chat: RowConfig | None
+) -> None:
+    """Check the flags that are for text.
+
+    Args:
+        config: the flags.
+        sources: the data sets.
+        formats: the format of each data set.
+        chat: how conversations or pairs become rows; ``None`` if all data sets are text.
+
+    Raises:
+        UserError: if such a flag is set and has no effect, or if it does not fit the others.
+    """
+    if "text" not in formats:
+        kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
+        are_set = {
+            "text_field": config.is_set("text_field"),
+            "isolate_documents": config.isolate_documents,
+        }
+        for name, is_set in are_set.items():
+            if is_set:
+                raise UserError(
+                    f"--{name} is for text, but {sources[0].name} holds {kind}; leave it out."
+                )
+    if config.isolate_documents and chat is not None and not chat.packing:
+        raise UserError(
+            "--isolate_documents needs packed rows if text and conversations are mixed, and this "
+            "run does not pack them (--no_packing); leave --isolate_documents out."
+        )
+
+
+def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
+    """Return the columns of rows of text.
+
+    Beside conversations, text has the columns of conversations, because all rows of a run have the
+    same ones.
+
+    Args:
+        config: says whether documents of text alone attend to each other.
+        chat: how conversations become rows; ``None`` if all data sets are text.
+    """
+    if chat is None:
+        return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
+    return TOKEN_COLUMNS if chat.packing else TOKEN_COLUMNS[:-1]
 
 
 def _rendering_key(
@@ -438,16 +483,17 @@ def _corpora(
     chat: RowConfig | None,
     stop_token_ids: Sequence[int],
     unpaired: bool,
+    text_columns: Sequence[str],
 ) -> list[Corpus]:
     """Return the objects that turn the records of each source into rows."""
     corpora: list[Corpus] = []
     for source, format in zip(sources, formats, strict=True):
         if isinstance(chat, PairConfig):
             corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired=unpaired))
-        elif isinstance(chat, ChatConfig):
+        elif isinstance(chat, ChatConfig) and format != "text":
             corpora.append(Conversations(source, format, config, chat, stop_token_ids))
         else:
-            corpora.append(Texts(source, config))
+            corpora.append(Texts(source, config, text_columns))
     return corpora
 
 
@@ -468,6 +514,8 @@ def _describe(
         is_auto: whether ``--max_length auto`` has chosen the length.
     """
     kind = "documents" if metadata.task == "text" else metadata.task
+    if metadata.task == "conversations" and "text" in formats:
+        kind = "conversations and documents"
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
@@ -487,6 +535,8 @@ def _describe(
     else:
         audit_type = Audit
         task = "fine-tuning on the assistant's turns"
+        if "text" in formats:
+            task += ", and on every token of the text"
     say("task", f"{task}: the records are {', '.join(dict.fromkeys(formats))}")
     audit = audit_type(**metadata.audit)
     for line in audit.lines(chat.overlong):
@@ -506,6 +556,35 @@ def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> N
     advice = lengths.advice(audit.overlong, metadata.block_size)
     if advice is not None:
         say("lengths", advice)
+
+
+def _describe_shares(rows: Tokenized) -> None:
+    """Print each data set's share of the rows that a run draws, and of their target tokens.
+
+    The two differ, because rows of text are full of targets and rows of conversations are not.
+    """
+    metadata = rows.metadata
+    if len(metadata.source_rows) < 2:
+        return
+
+    # Without a mixture every row is drawn once per epoch.
+    drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
+    drawn_targets = []
+    for drawn, count, targets in zip(
+        drawn_rows, metadata.source_rows, metadata.source_targets, strict=True
+    ):
+        drawn_targets.append(drawn * targets / count)
+
+    shares: list[str] = []
+    for name, row_count, target_count in zip(
+        _short_names(rows.sources), drawn_rows, drawn_targets, strict=True
+    ):
+        row_share = row_count / sum(drawn_rows)
+        target_share = target_count / sum(drawn_targets)
+        of_rows = "" if shares else " of rows"
+        of_targets = "" if shares else " of target tokens"
+        shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")
+    say("mixture", "; ".join(shares))
 
 
 # --- cache entries

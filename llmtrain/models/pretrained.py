@@ -479,7 +479,7 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
     if packed and leaks(model):
         raise UserError(
             f"{model.own_class.__name__} lets the documents of a packed row see each other; "
-            "use --no_packing."
+            "use --no_packing, or for text leave --isolate_documents out."
         )
 
     text_config = model.config.get_text_config()

@@ -68,6 +68,11 @@ class TrainableModel(nn.Module):
         """Whether the model can be called without labels."""
         return True
 
+    @property
+    def takes_position_ids(self) -> bool:
+        """Whether the model can be called with the position ids of packed rows."""
+        return True
+
 
 class _WithOwnForward(TrainableModel):
     """A custom model of the user, whose ``forward`` returns the summed loss if it gets labels."""
@@ -83,6 +88,12 @@ class _WithOwnForward(TrainableModel):
     def gives_outputs(self) -> bool:
         labels = inspect.signature(super(TrainableModel, self).forward).parameters.get("labels")
         return labels is None or labels.default is not labels.empty
+
+    @property
+    def takes_position_ids(self) -> bool:
+        parameters = inspect.signature(super(TrainableModel, self).forward).parameters
+        takes_any_column = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return takes_any_column or "position_ids" in parameters
 
 
 def make_trainable(model: nn.Module) -> nn.Module:

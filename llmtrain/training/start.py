@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from llmtrain.console import say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized
+from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.trainable import make_trainable
@@ -59,6 +60,10 @@ def place(
             ``bf16``), after torch's generator was seeded. It returns a model or a ModelBundle.
         settings: the settings of the recipe.
         rows: the rows to train on.
+
+    Raises:
+        UserError: if the rows hold several documents each, and the model's ``forward`` takes no
+            position ids, by which it could keep them apart.
     """
     torch.manual_seed(settings.loop.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
@@ -67,6 +72,11 @@ def place(
         files = ModelFiles(config, rows.tokenizer, rows.metadata.dataset)
         bundle = ModelBundle(model=bundle, files=files)
     make_trainable(bundle.model)
+    if rows.is_packed and not bundle.model.takes_position_ids:
+        raise UserError(
+            f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
+            "documents of a row apart; take them, or leave --isolate_documents out."
+        )
     return placement.place(accelerator, bundle)
 
 

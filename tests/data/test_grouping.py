@@ -26,7 +26,7 @@ from llmtrain.data.loader import (
     train_loader,
     trimmed_width,
 )
-from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
+from llmtrain.data.packing import Examples, TokenRows, TokenStore
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
@@ -55,10 +55,11 @@ def documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows
     paths = []
     for chunk in np.array_split(lengths_of(ROWS), chunks):
         paths.append(folder / f"documents-{len(paths)}.arrow")
-        store = TokenStore(paths[-1])
+        store = TokenStore(paths[-1].with_suffix(".tokens"))
         for length in chunk.tolist():
             store.add(draw.integers(1, 200, length), draw.random(length) < 2 / 3)
-        store.write_rows(paths[-1], WIDTH, packing)
+        examples = Examples.of_documents(np.arange(len(store)), store.lengths)
+        store.write_rows(paths[-1], examples, WIDTH, packing)
     return TokenRows.open(paths)
 
 
@@ -66,13 +67,19 @@ def pairs(folder: Path) -> TokenRows:
     """Each half of row i has an answer of its own length."""
     draw = np.random.default_rng(0)
     path = folder / "pairs.arrow"
-    store = TokenStore(path)
+    store = TokenStore(path.with_suffix(".tokens"))
     for first, second in zip(lengths_of(40, 32), lengths_of(41, 32)[1:], strict=True):
         ids = draw.integers(1, 200, first + second)
-        judged = np.ones(first + second, bool)
-        judged[[0, first]] = False
-        store.add(ids, judged, SecondAnswer(int(first), 0, is_first_desirable=True))
-    store.write_rows(path, 64, packing=False)
+        for answer in (ids[:first], ids[first:]):
+            store.add(answer, np.arange(len(answer)) > 0)
+    stops = store.lengths.reshape(-1, 2)
+    examples = Examples(
+        documents=np.arange(len(store)).reshape(-1, 2),
+        starts=np.zeros_like(stops),
+        stops=stops,
+        is_first_desirable=np.ones(len(stops), bool),
+    )
+    store.write_rows(path, examples, 64, packing=False)
     return TokenRows.open([path])
 
 

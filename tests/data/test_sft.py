@@ -258,15 +258,6 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
     assert "audit" not in out
 
 
-def test_text_and_conversations_are_not_mixed(tmp_path, cache):
-    (tmp_path / "a.txt").write_text("some words")
-    said = complaint(
-        config(tmp_path / "a.txt", write(tmp_path / "b.jsonl", chats(3))), BLOCK, ChatConfig()
-    )
-    assert f"({tmp_path / 'a.txt'} is text, {tmp_path / 'b.jsonl'} is messages)" in said
-    assert left_behind(cache) == []
-
-
 # --- the audit ---
 
 
