@@ -423,7 +423,7 @@ def test_the_order_is_part_of_what_a_run_is(tmp_path, rows):
 def test_a_row_has_the_same_loss_and_gradient_whatever_is_trimmed(rows, family, dtype):
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     sizes = "hidden_size=32,num_hidden_layers=2,intermediate_size=48,num_attention_heads=4"
-    config = ModelConfig(from_config=family, block_size=64, config_overrides=sizes)
+    config = ModelConfig(from_config=family, max_length=64, config_overrides=sizes)
     stand_in = SomeRows(tokenizer, is_packed=False)
     bundle = place(Accelerator(cpu=True), load_model(config, None, stand_in, 0, "no"))
     model = bundle.model.to(dtype).train()

@@ -55,7 +55,7 @@ def bundle(accelerator: Any, rows: Tokenized) -> Callable[[str], ModelBundle]:
             )
             made = build_gpt(config, rows.vocabulary).bundle(rows.tokenizer, "some text", seed=0)
         else:
-            model_config = ModelConfig(from_config=name, block_size=BLOCK)
+            model_config = ModelConfig(from_config=name, max_length=BLOCK)
             made = place(accelerator, load_model(model_config, None, rows, 0, "no"))
         jolted(made.model).double()
         return made
@@ -146,7 +146,7 @@ def test_blocks_of_isolated_rows_are_one_graph(
 
 
 def test_a_class_that_leaks_is_refused_for_isolated_text(accelerator: Any, rows: Tokenized) -> None:
-    config = ModelConfig(from_config="opt", block_size=BLOCK)
+    config = ModelConfig(from_config="opt", max_length=BLOCK)
     with pytest.raises(UserError, match="or for text leave --isolate_documents out"):
         place(accelerator, load_model(config, None, rows, 0, "no"))
 
