@@ -464,7 +464,7 @@ def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
     """
     if chat is None:
         return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
-    return TOKEN_COLUMNS if chat.packing else TOKEN_COLUMNS[:-1]
+    return TOKEN_COLUMNS if chat.packing else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
 
 def _rendering_key(

@@ -44,6 +44,7 @@ from tqdm import tqdm
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.packing import (
+    LENGTHS,
     TOKENS_PER_BATCH,
     Split,
     SplitStats,
@@ -318,14 +319,18 @@ def _write_rows(
 
     ids = np.empty(0, np.int32)
     is_begin = np.empty(0, np.bool_)
-    with create_row_file(path, dict.fromkeys(columns, block_size + 1)) as write:
+    widths = dict.fromkeys(columns, block_size + 1)
+    if LENGTHS in widths:
+        widths[LENGTHS] = 1
+    with create_row_file(path, widths) as write:
         for batch in _batches(padded_stream(), max(TOKENS_PER_BATCH, block_size)):
             ids = np.concatenate([ids, *[piece.tokens for piece in batch]])
             is_begin = np.concatenate([is_begin, *map(_begins, batch)])
             count = (len(ids) - 1) // block_size
             if count > 0:
                 row_ids = _overlapping_rows(ids, block_size)
-                values = {"input_ids": row_ids, "labels": row_ids}
+                row_lengths = (row_ids != IGNORED).sum(axis=1, keepdims=True)
+                values = {"input_ids": row_ids, "labels": row_ids, LENGTHS: row_lengths}
                 if are_isolated:
                     values["position_ids"] = _positions(_overlapping_rows(is_begin, block_size))
                 write(values)
