@@ -31,7 +31,7 @@ _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # If the prompt has already begun the reasoning, an answer may leave out the first tag.
 _REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
 _CHATML = Path(__file__).with_name("chatml.jinja")
-_GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+GENERATION_BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 # A conversation that shows how a template renders. It has two turns, because many templates render
 # the last turn differently.
@@ -157,7 +157,7 @@ def render(
     render_all = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
     try:
         template = tokenizer.get_chat_template(tools=tools)
-        has_marks = _GENERATION.search(template) is not None
+        has_marks = GENERATION_BLOCK.search(template) is not None
         texts, spans = render_all(
             conversations=[messages],
             tools=tools,
@@ -190,7 +190,8 @@ class ChatTemplate:
         stop_token_ids: the tokens at which an answer ends: the end of a text, those in
             ``generation_config.json``, and the token that the template puts after an answer or a
             call.
-        control_tokens: the id and the text of each token that no message may hold.
+        control_tokens: the id and the text of each special token, of the stop tokens and of EOS.
+            Only the template may write them: in a message they are text.
         end_pattern: matches one stop token or several in a row.
         reasoning_field: the field in which the template looks for reasoning; ``None`` if it shows
             none.
