@@ -416,8 +416,8 @@ def _message(raw: object, number: int) -> Message:
     """
     if not isinstance(raw, dict):
         raise BadRow(f"message {number} is {raw!r:.40}, not an object with a role and content")
-    raw = _without_none(raw, everywhere=False)
-    role = raw.get("role", raw.get("from"))
+    fields: Fields = _without_none(raw, everywhere=False)
+    role = fields.get("role", fields.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRow(
             f"message {number} has the role {role!r:.40}; the known roles are {', '.join(_ROLES)}"
@@ -425,11 +425,11 @@ def _message(raw: object, number: int) -> Message:
 
     place = f"message {number} ({role})"
     rewritten = ("from", "value", "content", "tool_calls", "weight")
-    message = {key: value for key, value in raw.items() if key not in rewritten}
+    message = {key: value for key, value in fields.items() if key not in rewritten}
     message["role"] = _ROLES[role]
 
-    raw_content = raw.get("content", raw.get("value"))
-    raw_calls = raw.get("tool_calls")
+    raw_content = fields.get("content", fields.get("value"))
+    raw_calls = fields.get("tool_calls")
     if role == "function_call":
         raw_calls = _calls_in_value(raw_content, raw_calls, place)
         raw_content = None
@@ -455,15 +455,15 @@ def _message(raw: object, number: int) -> Message:
 
     if message["role"] == "assistant" and not tool_calls and not content.strip():
         raise BadRow(f"{place} is empty")
-    if _weight(raw, place) == 0 and message["role"] == "assistant":
+    if _weight(fields, place) == 0 and message["role"] == "assistant":
         message["weight"] = 0
     return message
 
 
-def _weight(raw: Fields, place: str) -> int:
+def _weight(fields: Fields, place: str) -> int:
     """Return the weight of a message in OpenAI's format: 1, or 0 if it must not be trained."""
-    weight = raw.get("weight", 1)
-    # True and 1.0 are equal to 1; values of other types may not be hashable.
+    weight = fields.get("weight", 1)
+    # True and 1.0 are equal to 1.
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise BadRow(f"{place}: its weight is {weight!r:.40}, not 0 or 1")
     return int(weight)

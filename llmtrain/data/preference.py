@@ -9,19 +9,20 @@ the loss estimates how far the model has moved (Ethayarajh et al. 2024, arXiv:24
 
 import itertools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.data.chat_template import BadRow, Message
+from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
 from llmtrain.data.packing import Counts, SecondAnswer, Split, SplitStats, TokenStore
-from llmtrain.data.render import Document, Renderer
-from llmtrain.data.sft import OVERLONG_OUTCOMES, Records
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.render import Document, Rendered
+from llmtrain.data.sft import OVERLONG_OUTCOMES, Records, add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -40,6 +41,8 @@ class PairAudit(Counts):
         judged: target tokens, which are those of the answers.
         shared: tokens that are not stored, because the answers of a pair share a prompt.
         desirable: single answers that are labelled desirable.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     records: int = 0
@@ -48,6 +51,8 @@ class PairAudit(Counts):
     judged: int = 0
     shared: int = 0
     desirable: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many pairs are kept, and why the rest is not.
@@ -71,6 +76,7 @@ class PairAudit(Counts):
             f"{self.judged:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
             f"{self.shared:,} positions saved by sharing prompts ({shared_share:.1%}), "
             f"{self.rows:,} rows are {fill:.1%} full",
+            *lines_about_messages(self.special_as_text, self.other_fields),
         ]
 
 
@@ -126,7 +132,7 @@ class Pairs(Records[PreferenceRecord]):
     ) -> None:
         super().__init__(
             source,
-            read=preference_of if unpaired else _pair_of,
+            read=lambda fields: _record_of(fields, source.has_artificial_nulls, unpaired),
             config=config,
             chat=chat,
             stop_token_ids=stop_token_ids,
@@ -140,7 +146,7 @@ class Pairs(Records[PreferenceRecord]):
         """Render a split and write its rows.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
+            tokenizer: a tokenizer. If it has no chat template, the records are plain text.
             block_size: the largest length of an answer with its prompt. A row holds twice as many
                 tokens.
             path: the file to write.
@@ -150,7 +156,7 @@ class Pairs(Records[PreferenceRecord]):
             UserError: with the place of a pair that cannot be rendered or is too long, if the flags
                 do not say to go on without it; or if no training data are left.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids)
+        renderer = make_renderer(tokenizer, self.stop_token_ids)
         store = TokenStore(path)
         audit = PairAudit()
         width = 2 * block_size
@@ -215,7 +221,7 @@ class Pairs(Records[PreferenceRecord]):
             )
 
     def _fitted(
-        self, renderer: Renderer, pair: _RenderedPair, block_size: int, audit: PairAudit
+        self, renderer: AnyRenderer, pair: _RenderedPair, block_size: int, audit: PairAudit
     ) -> _RenderedPair | None:
         """Return a pair whose answers fit in half a row, or ``None`` if it is left out.
 
@@ -249,7 +255,7 @@ class Pairs(Records[PreferenceRecord]):
         return not pair.second.loss_mask.any() or np.array_equal(pair.first.ids, pair.second.ids)
 
     def _rendered_pairs(
-        self, renderer: Renderer, split: Split, audit: PairAudit
+        self, renderer: AnyRenderer, split: Split, audit: PairAudit
     ) -> Iterator[_RenderedPair]:
         """Render the records of a split, as pairs.
 
@@ -268,45 +274,43 @@ class Pairs(Records[PreferenceRecord]):
             return
         previous = first.record
         for place, record, answers in itertools.chain(rendered, [first]):
-            compared = self._render(renderer, place, record, previous.answers[:1], audit)
+            answer_to_other = record._replace(answers=previous.answers[:1])
+            compared = self._render(renderer, place, answer_to_other, audit)
             previous = record
-            if not compared:
+            if compared is None:
                 continue
             for number, answer in enumerate(answers):
                 # Of two answers, the first is the chosen one.
                 is_desirable = record.desirable and number == 0
-                yield _RenderedPair(place, answer, compared[0], is_desirable)
+                yield _RenderedPair(place, answer, compared.documents[0], is_desirable)
 
     def _rendered_records(
-        self, renderer: Renderer, split: Split, audit: PairAudit
+        self, renderer: AnyRenderer, split: Split, audit: PairAudit
     ) -> Iterator[_RenderedRecord]:
         """Render each record of a split that is not bad."""
         for place, record in self._read(split):
-            documents = self._render(renderer, place, record, record.answers, audit)
-            if documents:
-                yield _RenderedRecord(place, record, documents)
+            rendered = self._render(renderer, place, record, audit)
+            if rendered is not None:
+                audit.special_as_text += rendered.special_as_text
+                add_counts(audit.other_fields, rendered.other_fields)
+                yield _RenderedRecord(place, record, rendered.documents)
 
     def _render(
-        self,
-        renderer: Renderer,
-        place: str,
-        record: PreferenceRecord,
-        answers: list[list[Message]],
-        audit: PairAudit,
-    ) -> list[Document]:
-        """Render answers after the prompt of a record; return an empty list if one is bad."""
+        self, renderer: AnyRenderer, place: str, record: PreferenceRecord, audit: PairAudit
+    ) -> Rendered | None:
+        """Render the answers of a record after its prompt; return ``None`` if one is bad."""
         try:
-            return [renderer.render_answer(record, answer) for answer in answers]
+            return renderer.render_answers(record)
         except BadRow as error:
             self._refuse(place, error)
             audit.bad += 1
-            return []
+            return None
 
 
-def _pair_of(fields: Fields) -> PreferenceRecord:
-    """Read a record that must have two answers."""
-    record = preference_of(fields)
-    if len(record.answers) < 2:
+def _record_of(fields: Fields, has_artificial_nulls: bool, unpaired: bool) -> PreferenceRecord:
+    """Read a record, which must have two answers unless the loss takes single ones."""
+    record = preference_of(fields, has_artificial_nulls)
+    if not unpaired and len(record.answers) < 2:
         raise BadRow("the record has one answer with a label, but this loss compares two answers")
     return record
 

@@ -15,8 +15,9 @@ from llmtrain.config import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
-from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
+from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import is_plain_text
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import (
     TOKEN_COLUMNS,
@@ -26,6 +27,7 @@ from llmtrain.data.packing import (
     TokenRows,
     as_matrices,
 )
+from llmtrain.data.plain_text import make_renderer
 from llmtrain.data.preference import PairAudit, Pairs, preference_format_of
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 Corpus: TypeAlias = Texts | Conversations | Pairs
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 @dataclass
@@ -276,8 +278,14 @@ def tokenize(
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
     stop_token_ids: list[int] = []
+    has_plain_text = row_config is not None and _are_plain_text(sources, formats)
+    if row_config and row_config.chat_template == NO_TEMPLATE and not has_plain_text:
+        raise UserError(
+            "--chat_template none is for prompts with completions of plain text, but the records "
+            f"of {sources[0].name} are conversations; use --chat_template chatml."
+        )
     if row_config and pretrained is not None:
-        new_tokens = set_template(pretrained, row_config.chat_template)
+        new_tokens = set_template(pretrained, row_config.chat_template, has_plain_text)
         stop_token_ids = tok.stop_token_ids_of(spec)
     if row_config and spec == "char":
         raise UserError(
@@ -330,6 +338,8 @@ def tokenize(
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached)
+    if row_config and rows.tokenizer.chat_template is None:
+        say("template", "none: the rows are prompt, completion and EOS, as plain text")
     return rows
 
 
@@ -372,6 +382,14 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
                     "or see --format."
                 )
     return formats
+
+
+def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
+    """Return whether the first record of each source is a prompt with texts as completions."""
+    if not set(formats) <= {"prompt_completion", "pairs", "examples"}:
+        return False
+    records = [next(source.records(None), None) for source in sources]
+    return all(record is not None and is_plain_text(record.fields) for record in records)
 
 
 def _rendering_key(
@@ -524,7 +542,7 @@ def _make(
         metadata = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
         metadata.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
         if chat:
-            metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
+            metadata.ends = sorted(make_renderer(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))
 
 

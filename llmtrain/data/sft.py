@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
@@ -13,7 +13,8 @@ from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
 from llmtrain.data.packing import Counts, Split, SplitStats, TokenStore, hash_fraction
-from llmtrain.data.render import Document, Rendered, Renderer
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.render import Document, Rendered
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -43,6 +44,9 @@ class Audit(Counts):
             not show.
         remade: turns that are trained in full, because ``{% generation %}`` marks text that no
             prompt leads to.
+        unweighted: turns that are not trained, because their weight is 0.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     conversations: int = 0
@@ -56,6 +60,9 @@ class Audit(Counts):
     left_calls: int = 0
     unshown: int = 0
     remade: int = 0
+    unweighted: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many conversations are kept, and why the rest is not.
@@ -106,7 +113,9 @@ class Audit(Counts):
                 f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no "
                 "prompt leads to"
             )
-        return lines
+        if self.unweighted:
+            lines.append(f"{self.unweighted:,} turns are not trained, because their weight is 0")
+        return lines + lines_about_messages(self.special_as_text, self.other_fields)
 
     def check(self, name: str) -> None:
         """Check that there are target tokens, and that turns train the token that ends them.
@@ -135,6 +144,25 @@ class Audit(Counts):
                 "the model would never stop. Put that token inside {% generation %} in the chat "
                 "template, or remove those marks."
             )
+
+
+def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> list[str]:
+    """Return the lines of the start-up log about the content of messages.
+
+    Args:
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
+    """
+    lines = []
+    if special_as_text:
+        lines.append(f"{special_as_text:,} special tokens in messages are encoded as text")
+    if other_fields:
+        fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(other_fields.items()))
+        lines.append(
+            f"some messages have fields that are not read here: {fields}; the chat template gets "
+            "them"
+        )
+    return lines
 
 
 R = TypeVar("R", Conversation, PreferenceRecord)
@@ -245,7 +273,12 @@ class Conversations(Records[Conversation]):
     ) -> None:
         super().__init__(
             source,
-            read=lambda fields: conversation_of(fields, format),
+            read=lambda fields: conversation_of(
+                fields,
+                format,
+                has_artificial_nulls=source.has_artificial_nulls,
+                is_format_detected=chat.format == "auto",
+            ),
             config=config,
             chat=chat,
             stop_token_ids=stop_token_ids,
@@ -258,7 +291,7 @@ class Conversations(Records[Conversation]):
         """Render a split and write its rows.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
+            tokenizer: a tokenizer. If it has no chat template, the conversations are plain text.
             block_size: a row holds ``block_size + 1`` tokens.
             path: the file to write.
             split: the split.
@@ -267,7 +300,7 @@ class Conversations(Records[Conversation]):
             UserError: with the place of a conversation that cannot be rendered or is too long, if
                 the flags do not say to go on without it; or if no training data are left.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids, self.only_last_turns)
+        renderer = make_renderer(tokenizer, self.stop_token_ids, self.only_last_turns)
         store = TokenStore(path)
         audit = Audit()
         width = block_size + 1
@@ -317,7 +350,7 @@ class Conversations(Records[Conversation]):
         )
 
     def _fitted(
-        self, renderer: Renderer, document: Document, block_size: int, place: str, audit: Audit
+        self, renderer: AnyRenderer, document: Document, block_size: int, place: str, audit: Audit
     ) -> Document | None:
         """Return a document that fits in a row and has a target, or ``None`` if it is left out."""
         width = block_size + 1
@@ -343,6 +376,9 @@ def _count(rendered: Rendered, audit: Audit) -> None:
     audit.left_calls += rendered.left_calls
     audit.unshown += rendered.unshown
     audit.remade += rendered.remade
+    audit.unweighted += rendered.unweighted
+    audit.special_as_text += rendered.special_as_text
+    add_counts(audit.other_fields, rendered.other_fields)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
@@ -391,5 +427,19 @@ def _hash_of(record: Conversation | PreferenceRecord) -> float:
 
 def total_audit(audits: Sequence[Counts]) -> Counts:
     """Return the sums of the counts of several sources."""
-    totals = [sum(values) for values in zip(*map(astuple, audits), strict=True)]
+    totals: list[Any] = []
+    for values in zip(*map(astuple, audits), strict=True):
+        if isinstance(values[0], dict):
+            merged: dict[str, int] = {}
+            for counts in values:
+                add_counts(merged, counts)
+            totals.append(merged)
+        else:
+            totals.append(sum(values))
     return type(audits[0])(*totals)
+
+
+def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts to totals with the same keys."""
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count

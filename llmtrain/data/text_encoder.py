@@ -158,7 +158,7 @@ class TextEncoder:
         """
         backend = copy.deepcopy(self.backend)
         backend.encode_special_tokens = True
-        original_ids = {}
+        original_ids: dict[int, int] = {}
         for id, text in self.control_texts.items():
             if ord(text[0]) >= _PLANE_SIZE:
                 continue
@@ -173,7 +173,9 @@ class TextEncoder:
             backend.add_special_tokens([AddedToken(text, special=True, **flags)])
             moved = _moved(text, _COPIED_PLANE)
             backend.add_tokens([AddedToken(moved, special=False, **flags)])
-            original_ids[backend.token_to_id(moved)] = id
+            copy_id = backend.token_to_id(moved)
+            assert copy_id is not None, "the token was just added"
+            original_ids[copy_id] = id
         return backend, original_ids
 
     def _encode_escaped(self, text: str) -> Tokens:

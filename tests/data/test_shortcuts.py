@@ -11,9 +11,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import BadRow, render, set_template
+from llmtrain.data.chat_template import BadRow, set_template
 from llmtrain.data.formats import Conversation
-from llmtrain.data.jinja_template import JinjaTemplate
 from llmtrain.data.render import Rendered, Renderer
 from tests.data import test_published_templates as published
 from tests.data import test_render
@@ -26,7 +25,6 @@ from tests.data.chats import (
     TEMPLATES,
     TEXT,
     TOOL,
-    chat,
     make,
     marked,
     unmarked,
