@@ -296,10 +296,9 @@ class Renderer:
             BadRow: if an answer cannot be rendered.
         """
         documents = [self.render_answer(record, answer) for answer in record.answers]
-        _, special_as_text = self.encoder.escape([without_weights(record.messages), record.tools])
         return Rendered(
             documents,
-            special_as_text=special_as_text,
+            special_as_text=self._count_specials(record.messages, record.tools),
             other_fields=other_fields_of(record.messages),
         )
 
@@ -330,6 +329,8 @@ class Renderer:
         _check_text(messages, conversation.tools)
         escaped, special_as_text = self.encoder.escape([messages, conversation.tools, thoughts])
         messages, tools, thoughts = escaped
+        if special_as_text:  # reasoning is in the messages, too
+            special_as_text = self._count_specials(conversation.messages, conversation.tools)
 
         texts = _Texts(self._jinja, messages, tools, has_escapes=special_as_text > 0)
         rendering = texts.complete({})
@@ -368,6 +369,11 @@ class Renderer:
             special_as_text=special_as_text,
             other_fields=other_fields_of(messages),
         )
+
+    def _count_specials(self, messages: list[Message], tools: list[Fields] | None) -> int:
+        """Count the special tokens in messages and tools."""
+        _, count = self.encoder.escape([messages, tools])
+        return count
 
     def _first_trained(self, messages: list[Message]) -> int:
         """Return the number of messages that come before the first turn to train."""

@@ -120,7 +120,7 @@ def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, r
 
 
 def test_a_tokenizer_without_a_template_asks_for_one():
-    with pytest.raises(UserError, match="no chat template.*use --chat_template chatml"):
+    with pytest.raises(UserError, match=r"no chat template.*use --chat_template chatml"):
         set_template(make(), None)
     with pytest.raises(UserError, match="the tokenizer's own chat template cannot show"):
         set_template(make("{{ raise_exception('no') }}"), None)

@@ -15,8 +15,8 @@ from llmtrain.data import prepare as tokenizing
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.preference import PairAudit
-from llmtrain.data.sft import total_audit
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.sft import total_audit
 from llmtrain.data.sources import Fields
 from llmtrain.types import IGNORED
 from tests.data.test_prepare import complaint, left_behind

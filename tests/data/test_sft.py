@@ -238,7 +238,9 @@ def test_a_record_with_the_fields_of_several_formats_needs_the_name_of_one(tmp_p
     }
     assert tokenize_chats(tmp_path, [both], block_size=4, format="text").metadata.task == "text"
     said = complaint(*arguments(tmp_path, [both]))
-    assert "line 1: the record has the fields of two formats, messages and prompt_completion" in said
+    assert (
+        "line 1: the record has the fields of two formats, messages and prompt_completion" in said
+    )
     assert "--format messages or --format prompt_completion" in said
 
 
