@@ -129,7 +129,8 @@ class RowConfig(Config):
     chat_template: str | None = flag(
         None,
         "chatml or the path of a Jinja file; replaces the tokenizer's own chat template, and is "
-        "required if it has none",
+        "required for conversations if it has none; none: train prompts with completions of plain "
+        "text as they are, followed by EOS (the default if the tokenizer has no template)",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",

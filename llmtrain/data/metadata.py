@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.packing import SplitStats
@@ -61,8 +62,8 @@ class DataMetadata:
     eval_source_rows: list[int]
     source_targets: list[int]
     task: str = "text"
-    audit: dict[str, int] | None = None
-    eval_audit: dict[str, int] | None = None
+    audit: dict[str, Any] | None = None
+    eval_audit: dict[str, Any] | None = None
     ends: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
@@ -123,7 +124,7 @@ def _task_of(train: Sequence[SplitStats]) -> str:
     return "text"
 
 
-def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, int] | None:
+def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, Any] | None:
     """Return the sums of the sources' audits, or ``None`` if all sources are text."""
     audits = [stats.audit for stats in splits if stats.audit]
     return asdict(total_audit(audits)) if audits else None

@@ -9,19 +9,21 @@ the loss estimates how far the model has moved (Ethayarajh et al. 2024, arXiv:24
 
 import array
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.data.chat_template import BadRow, Message
+from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Document, Renderer
+from llmtrain.data.render import Document, Rendered
+from llmtrain.data.sft import add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -40,6 +42,8 @@ class PairAudit(Counts):
         judged: target tokens, which are those of the answers.
         shared: tokens that are not stored, because the answers of a pair share a prompt.
         desirable: single answers that are labelled desirable.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     records: int = 0
@@ -48,6 +52,8 @@ class PairAudit(Counts):
     judged: int = 0
     shared: int = 0
     desirable: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many pairs are kept, and why the rest is not.
@@ -71,6 +77,7 @@ class PairAudit(Counts):
             f"{self.judged:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
             f"{self.shared:,} positions saved by sharing prompts ({shared_share:.1%}), "
             f"{self.rows:,} rows are {fill:.1%} full",
+            *lines_about_messages(self.special_as_text, self.other_fields),
         ]
 
 
@@ -150,7 +157,7 @@ class Pairs:
     ) -> None:
         self.records = Records[PreferenceRecord](
             source,
-            read=preference_of if unpaired else _pair_of,
+            read=lambda fields: _record_of(fields, source.has_artificial_nulls, unpaired),
             config=config,
             chat=chat,
             split=split,
@@ -167,14 +174,14 @@ class Pairs:
         """Render all records, and write the tokens of their answers to temporary files.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
+            tokenizer: a tokenizer. If it has no chat template, the records are plain text.
             folder: the folder of the temporary files.
 
         Raises:
             UserError: with the place of a record that cannot be read or rendered, if the flags do
                 not say to go on without it.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids)
+        renderer = make_renderer(tokenizer, self.stop_token_ids)
         encoded = self._encode_once(renderer, folder)
         if self.records.settle_limit():
             # The splits are others than this pass assumed. That happens to few records, or to many
@@ -183,19 +190,21 @@ class Pairs:
             encoded = self._encode_once(renderer, folder)
         return encoded
 
-    def _encode_once(self, renderer: Renderer, folder: Path) -> "EncodedPairs":
+    def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedPairs":
         encoded = EncodedPairs(self.records, self.chat, self.unpaired, renderer, folder)
         for read in tqdm(self.records, desc="rendering", unit=" records", leave=False):
             split = encoded.splits[read.split]
             split.audit.records += 1
-            answers = self._render(renderer, read, read.record.answers, split.audit)
-            if answers:
-                rendered = _RenderedRecord(read, answers)
-                if self.unpaired:
-                    self._add_unpaired(renderer, split, rendered)
-                else:
-                    chosen, rejected = answers
-                    split.add(read.number, chosen, rejected, read.record.desirable)
+            rendered = self._render(renderer, read, split.audit)
+            if rendered is None:
+                continue
+            split.audit.special_as_text += rendered.special_as_text
+            add_counts(split.audit.other_fields, rendered.other_fields)
+            if self.unpaired:
+                self._add_unpaired(renderer, split, _RenderedRecord(read, rendered.documents))
+            else:
+                chosen, rejected = rendered.documents
+                split.add(read.number, chosen, rejected, read.record.desirable)
 
         if self.unpaired:
             # The first record of a split is compared with the last one.
@@ -205,7 +214,7 @@ class Pairs:
         return encoded
 
     def _add_unpaired(
-        self, renderer: Renderer, split: "_EncodedSplit", rendered: _RenderedRecord
+        self, renderer: AnyRenderer, split: "_EncodedSplit", rendered: _RenderedRecord
     ) -> None:
         """Add single answers, each with an answer to another prompt.
 
@@ -219,33 +228,35 @@ class Pairs:
         split.previous = rendered.read.record
 
     def _compare(
-        self, renderer: Renderer, split: "_EncodedSplit", rendered: _RenderedRecord
+        self, renderer: AnyRenderer, split: "_EncodedSplit", rendered: _RenderedRecord
     ) -> None:
         """Add the answers of a record, each with an answer of the record before it."""
         assert split.previous is not None
-        other_answer = split.previous.answers[:1]
-        compared = self._render(renderer, rendered.read, other_answer, split.audit)
-        if not compared:
+        record = rendered.read.record
+        answer_to_other = record._replace(answers=split.previous.answers[:1])
+        compared = self._render(
+            renderer, rendered.read._replace(record=answer_to_other), split.audit
+        )
+        if compared is None:
             return
         for number, answer in enumerate(rendered.answers):
             # Of two answers, the first is the chosen one.
-            is_desirable = rendered.read.record.desirable and number == 0
-            split.add(rendered.read.number, answer, compared[0], is_desirable)
+            is_desirable = record.desirable and number == 0
+            split.add(rendered.read.number, answer, compared.documents[0], is_desirable)
 
     def _render(
         self,
-        renderer: Renderer,
+        renderer: AnyRenderer,
         read: ReadRecord[PreferenceRecord],
-        answers: list[list[Message]],
         audit: PairAudit,
-    ) -> list[Document]:
-        """Render answers after the prompt of a record; return an empty list if one is bad."""
+    ) -> Rendered | None:
+        """Render the answers of a record after its prompt; return ``None`` if one is bad."""
         try:
-            return [renderer.render_answer(read.record, answer) for answer in answers]
+            return renderer.render_answers(read.record)
         except BadRow as error:
             self.records.refuse(read.place, error)
             audit.bad += 1
-            return []
+            return None
 
 
 class _EncodedSplit:
@@ -306,7 +317,7 @@ class EncodedPairs:
         records: Records[PreferenceRecord],
         chat: PairConfig,
         unpaired: bool,
-        renderer: Renderer,
+        renderer: AnyRenderer,
         folder: Path,
     ) -> None:
         self.records = records
@@ -496,10 +507,10 @@ def _columns(pairs: np.ndarray) -> dict[str, np.ndarray]:
     return {name: pairs[:, i] for i, name in enumerate(_Pair._fields)}
 
 
-def _pair_of(fields: Fields) -> PreferenceRecord:
-    """Read a record that must have two answers."""
-    record = preference_of(fields)
-    if len(record.answers) < 2:
+def _record_of(fields: Fields, has_artificial_nulls: bool, unpaired: bool) -> PreferenceRecord:
+    """Read a record, which must have two answers unless the loss takes single ones."""
+    record = preference_of(fields, has_artificial_nulls)
+    if not unpaired and len(record.answers) < 2:
         raise BadRow("the record has one answer with a label, but this loss compares two answers")
     return record
 

@@ -16,8 +16,9 @@ from llmtrain.config import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
-from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
+from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import is_plain_text
 from llmtrain.data.grouping import BATCHES_PER_BLOCK
 from llmtrain.data.lengths import LengthSummary, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
@@ -31,6 +32,7 @@ from llmtrain.data.packing import (
     TokenRows,
     as_matrices,
 )
+from llmtrain.data.plain_text import make_renderer
 from llmtrain.data.preference import PairAudit, Pairs, preference_format_of
 from llmtrain.data.pretraining import Texts
 from llmtrain.data.sft import Audit, Conversations, format_of
@@ -325,8 +327,14 @@ def tokenize(
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
     stop_token_ids: list[int] = []
+    has_plain_text = row_config is not None and _are_plain_text(sources, formats)
+    if row_config and row_config.chat_template == NO_TEMPLATE and not has_plain_text:
+        raise UserError(
+            "--chat_template none is for prompts with completions of plain text, but the records "
+            f"of {sources[0].name} are conversations; use --chat_template chatml."
+        )
     if row_config and pretrained is not None:
-        new_tokens = set_template(pretrained, row_config.chat_template)
+        new_tokens = set_template(pretrained, row_config.chat_template, has_plain_text)
         stop_token_ids = tok.stop_token_ids_of(spec)
     if row_config and spec == "char":
         raise UserError(
@@ -383,6 +391,8 @@ def tokenize(
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached, is_auto=max_length == "auto")
     _describe_shares(rows)
+    if row_config and rows.tokenizer.chat_template is None:
+        say("template", "none: the rows are prompt, completion and EOS, as plain text")
     config.fit_micro_batch(rows.positions + 1)
     return rows
 
@@ -465,6 +475,22 @@ def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
     if chat is None:
         return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
     return TOKEN_COLUMNS if chat.packing else [*TOKEN_COLUMNS[:-1], LENGTHS]
+
+
+def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
+    """Return whether the records are prompts with texts as completions.
+
+    The first record of each source decides. Sources of text have no prompts, and do not count.
+    """
+    for source, format in zip(sources, formats, strict=True):
+        if format == "text":
+            continue
+        if format not in ("prompt_completion", "pairs", "examples"):
+            return False
+        first = next(source.records(None), None)
+        if first is None or not is_plain_text(first.fields):
+            return False
+    return True
 
 
 def _rendering_key(
@@ -692,7 +718,7 @@ def _make(
         metadata.covering_length = summary.covering
         metadata.length_histogram = list(summary.histogram)
         if chat:
-            metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
+            metadata.ends = sorted(make_renderer(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))
 
 

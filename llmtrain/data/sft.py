@@ -6,10 +6,10 @@ of all conversations to temporary files. Then ``--max_length`` is known, also if
 """
 
 import array
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -18,8 +18,9 @@ from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
 from llmtrain.data.records import Records
-from llmtrain.data.render import Rendered, Renderer, TurnEnd
+from llmtrain.data.render import Rendered, TurnEnd
 from llmtrain.data.sources import Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -46,6 +47,9 @@ class Audit(Counts):
             not show.
         remade: turns that are trained in full, because ``{% generation %}`` marks text that no
             prompt leads to.
+        unweighted: turns that are not trained, because their weight is 0.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     conversations: int = 0
@@ -59,6 +63,9 @@ class Audit(Counts):
     left_calls: int = 0
     unshown: int = 0
     remade: int = 0
+    unweighted: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many conversations are kept, and why the rest is not.
@@ -109,7 +116,9 @@ class Audit(Counts):
                 f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no "
                 "prompt leads to"
             )
-        return lines
+        if self.unweighted:
+            lines.append(f"{self.unweighted:,} turns are not trained, because their weight is 0")
+        return lines + lines_about_messages(self.special_as_text, self.other_fields)
 
     def check(self, name: str) -> None:
         """Check that there are target tokens, and that turns train the token that ends them.
@@ -140,6 +149,25 @@ class Audit(Counts):
             )
 
 
+def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> list[str]:
+    """Return the lines of the start-up log about the content of messages.
+
+    Args:
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
+    """
+    lines = []
+    if special_as_text:
+        lines.append(f"{special_as_text:,} special tokens in messages are encoded as text")
+    if other_fields:
+        fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(other_fields.items()))
+        lines.append(
+            f"some messages have fields that are not read here: {fields}; the chat template gets "
+            "them"
+        )
+    return lines
+
+
 class Conversations:
     """The conversations of a source. The assistant's turns are trained.
 
@@ -164,7 +192,12 @@ class Conversations:
     ) -> None:
         self.records = Records[Conversation](
             source,
-            read=lambda fields: conversation_of(fields, format),
+            read=lambda fields: conversation_of(
+                fields,
+                format,
+                has_artificial_nulls=source.has_artificial_nulls,
+                is_format_detected=chat.format == "auto",
+            ),
             config=config,
             chat=chat,
             split=split,
@@ -180,14 +213,14 @@ class Conversations:
         """Render all conversations, and write their tokens to temporary files.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
+            tokenizer: a tokenizer. If it has no chat template, the conversations are plain text.
             folder: the folder of the temporary files.
 
         Raises:
             UserError: with the place of a conversation that cannot be read or rendered, if the
                 flags do not say to go on without it.
         """
-        renderer = Renderer(
+        renderer = make_renderer(
             tokenizer,
             stop_token_ids=self.stop_token_ids,
             only_last_turns=self.chat.turns == "last",
@@ -200,7 +233,7 @@ class Conversations:
             encoded = self._encode_once(renderer, folder)
         return encoded
 
-    def _encode_once(self, renderer: Renderer, folder: Path) -> "EncodedConversations":
+    def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedConversations":
         encoded = EncodedConversations(self.records, self.chat, folder)
         for read in tqdm(self.records, desc="rendering", unit=" conversations", leave=False):
             split = encoded.splits[read.split]
@@ -432,6 +465,9 @@ def _count(rendered: Rendered, audit: Audit) -> None:
     audit.left_calls += rendered.left_calls
     audit.unshown += rendered.unshown
     audit.remade += rendered.remade
+    audit.unweighted += rendered.unweighted
+    audit.special_as_text += rendered.special_as_text
+    add_counts(audit.other_fields, rendered.other_fields)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
@@ -449,5 +485,19 @@ def format_of(source: Source, chat: ChatConfig) -> str:
 
 def total_audit(audits: Sequence[Counts]) -> Counts:
     """Return the sums of the counts of several sources."""
-    totals = [sum(values) for values in zip(*map(astuple, audits), strict=True)]
+    totals: list[Any] = []
+    for values in zip(*map(astuple, audits), strict=True):
+        if isinstance(values[0], dict):
+            merged: dict[str, int] = {}
+            for counts in values:
+                add_counts(merged, counts)
+            totals.append(merged)
+        else:
+            totals.append(sum(values))
     return type(audits[0])(*totals)
+
+
+def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts to totals with the same keys."""
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count

@@ -50,11 +50,14 @@ class Source:
         fingerprint: returns a hex digest that changes whenever the records may have changed.
         records: yields the records. If it is called with the name of a field, it may leave out all
             other fields.
+        has_artificial_nulls: whether the records come from Parquet or Arrow, where an absent key of
+            an object and ``None`` cannot be told apart.
     """
 
     name: str
     fingerprint: Callable[[], str]
     records: Callable[[str | None], Iterator[Record]]
+    has_artificial_nulls: bool = False
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -115,6 +118,7 @@ def open_source(name: str) -> Source:
             name,
             fingerprint=partial(_fingerprint_of_files, paths),
             records=partial(_read_files, paths),
+            has_artificial_nulls=any(_suffix(path) == ".parquet" for path in paths),
         )
     if _looks_local(name):
         raise UserError(
@@ -192,7 +196,7 @@ def _hub(name: str) -> Source:
             dataset = dataset.select_columns([field])
         return _numbered(dataset, f"{name}, row")
 
-    return Source(name, fingerprint, records)
+    return Source(name, fingerprint, records, has_artificial_nulls=True)
 
 
 def function_source(function: RecordFunction) -> Source:

@@ -16,6 +16,7 @@ from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.preference import PairAudit
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.sft import total_audit
 from llmtrain.data.sources import Fields
 from llmtrain.types import IGNORED
 from tests.data.test_prepare import complaint, left_behind
@@ -291,13 +292,13 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
         "message 3 (assistant) follows an assistant turn that has ended",
     ),
-    "a control token in the prompt": (
-        pair(f"q{END}", "a", "b"),
-        f"message 1 (user) holds the control token {END}",
+    "a private-use character in the prompt": (
+        pair(f"q{END}\U000f0000", "a", "b"),
+        "a message holds a special token and private-use characters",
     ),
-    "a control token in an answer": (
-        pair("q", "a", f"b{END}"),
-        f"message 2 (assistant) holds the control token {END}",
+    "a private-use character in an answer": (
+        pair("q", "a", f"b{END}\U000f0000"),
+        "a message holds a special token and private-use characters",
     ),
     "half a surrogate in the prompt": (
         pair(LONE, "a", "b"),
@@ -313,7 +314,7 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
     ),
     "tools that are no tools": (
         pair("q", "a", "b") | {"tools": ["x"]},
-        "the chat template refuses it: Tools should",
+        "field 'tools' holds 'x', not an object",
     ),
     "an answer alone": (
         example("q", "a"),
@@ -334,9 +335,9 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
         {"completion": [said("assistant", "a")], "label": True},
         "the record has no prompt",
     ),
-    "a control token": (
-        example("q", f"a{END}"),
-        f"message 2 (assistant) holds the control token {END}",
+    "a private-use character": (
+        example("q", f"a{END}\U000f0000"),
+        "a message holds a special token and private-use characters",
     ),
     "half a surrogate": (
         example("q", LONE),
@@ -372,7 +373,7 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
 
 
 @pytest.mark.parametrize(
-    "name", ["identical answers", "a null answer", "a control token in an answer"]
+    "name", ["identical answers", "a null answer", "a private-use character in an answer"]
 )
 @pytest.mark.parametrize(("suffix", "place"), [("parquet", "row 2"), ("csv", "line 4")])
 def test_a_bad_row_of_a_table_is_told_with_its_place(
@@ -491,7 +492,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         GOOD,
         {"chat_template": "absent"},
-        "--chat_template absent is neither chatml nor a readable file",
+        "--chat_template absent is neither chatml, none nor a readable file",
     ),
 }
 
@@ -884,7 +885,7 @@ def some_records(alone: bool) -> list[Fields]:
             example("x" * 99, "a")
         ]
         found += [
-            example("q", f"a{END}"),
+            example("q", f"a{END}\U000f0000"),
             example("q", LONE),
             example("q", "", False),
             example("q", "a", "yes"),
@@ -897,7 +898,7 @@ def some_records(alone: bool) -> list[Fields]:
             pair("x" * 99, "a", "b"),
         ]  # have no difference when cut
         found += [
-            pair(f"q{END}", "a", "b"),
+            pair(f"q{END}\U000f0000", "a", "b"),
             pair("q", "a", LONE),
             pair("q", "a", "a"),
             pair("q", "", "b"),
@@ -1012,9 +1013,8 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
     one, other, both = (
         tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths)
     )
-    assert audit_of(both) == {
-        name: count + audit_of(other)[name] for name, count in audit_of(one).items()
-    }
+    total = total_audit([PairAudit(**audit_of(one)), PairAudit(**audit_of(other))])
+    assert audit_of(both) == vars(total)
     assert both.metadata.source_rows == [one.metadata.train_rows, other.metadata.train_rows]
 
 

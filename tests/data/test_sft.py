@@ -50,7 +50,10 @@ def chats(count: int, start: int = 0) -> list[dict]:
 
 
 # What cannot be trained on, found when it is rendered or before, and what is said of it.
-CONTROLLED = chat("a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"
+AMBIGUOUS = (
+    chat("a", f"b{END}\U000f0000"),
+    "a message holds a special token and private-use characters of Unicode",
+)
 UNANSWERED = (
     {"messages": [{"role": "user", "content": "a"}]},
     "the conversation has no assistant message",
@@ -188,7 +191,7 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
         )
         assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
         assert loaded.train.dataset[:] == trained.train.dataset[:]
-    assert "give --chat_template" in complaint(
+    assert "use --chat_template chatml" in complaint(
         *arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent"))
     )
 
@@ -220,7 +223,7 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
-def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):
+def test_a_record_with_the_fields_of_several_formats_needs_the_name_of_one(tmp_path):
     both = (
         chat("from", "messages")
         | FORMATS["prompt_completion"]("from", "the completion")
@@ -228,14 +231,18 @@ def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_severa
     )
     found = {
         format: answers_of((p := tokenize_chats(tmp_path, [both], format=format)).train, p)
-        for format in ("auto", "messages", "prompt_completion")
+        for format in ("messages", "prompt_completion")
     }
     assert found == {
-        "auto": [f"messages{END}"],
         "messages": [f"messages{END}"],
         "prompt_completion": [f"the completion{END}"],
     }
     assert tokenize_chats(tmp_path, [both], block_size=4, format="text").metadata.task == "text"
+    said = complaint(*arguments(tmp_path, [both]))
+    assert (
+        "line 1: the record has the fields of two formats, messages and prompt_completion" in said
+    )
+    assert "--format messages or --format prompt_completion" in said
 
 
 def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
@@ -279,9 +286,9 @@ MANY = [
     LONG_SECOND_ANSWER,
     LONG_ANSWER,
     LONG_QUESTION,
-    CONTROLLED[0],
+    AMBIGUOUS[0],
     UNANSWERED[0],
-    CONTROLLED[0],
+    AMBIGUOUS[0],
 ]
 
 
@@ -310,7 +317,9 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
         "places": rows * (BLOCK + 1),
         "turns": 12 + cut,
         "ended": 12 + cut,
-        **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade"), 0),
+        **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade", "unweighted"), 0),
+        "special_as_text": 0,
+        "other_fields": {},
     }
     assert printed(capsys, "audit") == [
         f"{11 + cut} of 17 conversations: 3 overlong {'truncated' if cut else 'dropped'} "
@@ -346,15 +355,19 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
-    parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
-    assert total_audit(parts) == Audit(*range(101, 123, 2))
+    parts = [
+        Audit(*range(start, start + 13), other_fields={"at": 1, name: 2})
+        for start, name in ((1, "a"), (100, "b"))
+    ]
+    total = Audit(*range(101, 127, 2), other_fields={"at": 2, "a": 2, "b": 2})
+    assert total_audit(parts) == total
     paths = [
         write(tmp_path / name, records)
         for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
     ]
     alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).metadata.audit for path in paths)
     both = tokenize(config(*paths), BLOCK, ChatConfig()).metadata.audit
-    assert both == {name: alone[name] + beside[name] for name in alone}
+    assert both == vars(total_audit([Audit(**alone), Audit(**beside)]))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +389,7 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert left_behind(cache) == []
 
 
-@pytest.mark.parametrize(("bad", "said"), [CONTROLLED, UNANSWERED], ids=["to render", "to read"])
+@pytest.mark.parametrize(("bad", "said"), [AMBIGUOUS, UNANSWERED], ids=["to render", "to read"])
 @pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
 def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behind(
     tmp_path, cache, bad, said, suffix, place
@@ -412,7 +425,7 @@ SENSELESS = {
         "none of 0 tokens in 1 conversations",
     ),
     "all of them bad": (
-        [CONTROLLED[0]],
+        [AMBIGUOUS[0]],
         {"on_bad_row": "skip"},
         "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --max_length",
     ),
