@@ -67,6 +67,16 @@ class Document(NamedTuple):
     target_bytes: int
     turn_ends: tuple[TurnEnd, ...] = ()
 
+    @property
+    def turns(self) -> int:
+        """The number of assistant turns that are targets."""
+        return len(self.turn_ends)
+
+    @property
+    def ended(self) -> int:
+        """The number of these whose last target token ends a turn."""
+        return self.turn_ends[-1].ended if self.turn_ends else 0
+
 
 class Rendered(NamedTuple):
     """A conversation as documents. Each assistant turn is a target in one of them.

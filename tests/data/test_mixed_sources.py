@@ -56,6 +56,8 @@ def test_each_source_has_the_rows_that_it_has_alone(paths, packing, order):
     for row, row_alone in zip(text, text_alone.train, strict=True):
         assert row["labels"] == row["input_ids"]
         row.pop("labels")
+        length = row.pop("lengths", [sum(token != IGNORED for token in row["input_ids"])])
+        assert length == [sum(token != IGNORED for token in row["input_ids"])]
         assert row == row_alone
     assert made.is_packed == packing
     assert made.metadata.train_tokens == sum(made.metadata.source_targets)
