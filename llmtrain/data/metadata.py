@@ -29,7 +29,8 @@ class DataMetadata:
         eval_rows: rows of the eval split.
         eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
         source_rows: training rows of each data set. They are stored one data set after the other.
-        eval_source_rows: eval rows of each data set.
+        eval_source_rows: eval rows of each data set that has eval data. These are the data sets of
+            ``source_rows``, unless ``--eval_dataset`` or ``--dataset_test_split`` chooses others.
         task: ``text``, ``conversations`` or ``preferences``.
         audit: counts of the training conversations or pairs; ``None`` for text.
         eval_audit: counts of the eval conversations or pairs.
@@ -80,7 +81,11 @@ def metadata_of(
         eval: the counts of each source's eval split.
     """
     both = [*train, *eval]
-    hashes = "".join(stats.sha256 for stats in both)
+    hashes = "".join(stats.sha256 for stats in train)
+    if len(train) != len(eval):
+        # The eval data have sources of their own, so the hash must say where they begin.
+        hashes += " eval "
+    hashes += "".join(stats.sha256 for stats in eval)
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,

@@ -114,6 +114,7 @@ class Pairs(Records[PreferenceRecord]):
         stop_token_ids: the tokens at which the model stops generating.
         unpaired: the loss takes single answers with a label, not only pairs. Each answer of a pair
             is then a single answer, too.
+        only_split: the split of all records; ``None`` to divide them.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Pairs(Records[PreferenceRecord]):
         chat: PairConfig,
         stop_token_ids: Collection[int],
         unpaired: bool,
+        only_split: Split | None = None,
     ) -> None:
         super().__init__(
             source,
@@ -130,6 +132,7 @@ class Pairs(Records[PreferenceRecord]):
             config=config,
             chat=chat,
             stop_token_ids=stop_token_ids,
+            only_split=only_split,
         )
         self.share_prompts = chat.share_prompts and chat.packing
         self.unpaired = unpaired
@@ -190,10 +193,11 @@ class Pairs(Records[PreferenceRecord]):
         audit.places = audit.rows * width
         store.digest.update(f" {self.unpaired}".encode())
         audit.records = total
-        if split == "train":
-            # Unreadable records have no hash, so they are all counted as training data.
+        if split == (self.only_split or "train"):
+            # Unreadable records have no hash. If records are divided, they count as training data.
             audit.records += self._bad
             audit.bad += self._bad
+        if split == "train":
             self._check(audit)
         return SplitStats(
             documents=total,
@@ -331,13 +335,13 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
         raise UserError(
-            f"--dataset {source.name} is not preference data: its first record has {names}. "
+            f"{source.flag} {source.name} is not preference data: its first record has {names}. "
             "Records need prompt, chosen and rejected, or prompt, completion and label."
         )
     if format == "examples" and not unpaired:
         raise UserError(
-            f"--dataset {source.name} has single answers with a label, but this loss compares two "
-            "answers: use --loss_type kto."
+            f"{source.flag} {source.name} has single answers with a label, but this loss compares "
+            "two answers: use --loss_type kto."
         )
     return format
 

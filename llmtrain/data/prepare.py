@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import filelock
 
@@ -16,7 +16,14 @@ from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import ChatTemplate, set_template, template_text
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.config import (
+    ChatConfig,
+    DataConfig,
+    PairConfig,
+    RowConfig,
+    parse_columns,
+)
+from llmtrain.data.formats import RECORD_FIELDS
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import (
     TOKEN_COLUMNS,
@@ -28,9 +35,17 @@ from llmtrain.data.packing import (
 )
 from llmtrain.data.preference import PairAudit, Pairs, preference_format_of
 from llmtrain.data.pretraining import Texts
+from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.sft import Audit, Conversations, format_of
 from llmtrain.data.shuffle import Mixture, counts_per_period
-from llmtrain.data.sources import RecordFunction, Source, function_source, open_source
+from llmtrain.data.sources import (
+    Records,
+    Source,
+    SplitChoice,
+    open_source,
+    records_source,
+    with_columns,
+)
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 from llmtrain.types import IGNORED
@@ -57,7 +72,7 @@ class Tokenized:
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
         in_order: draw the rows in the stored order instead of a permutation.
-        sources: the names of the data sets.
+        eval_names: the names of the data sets that the eval rows may come from.
     """
 
     train: TokenRows
@@ -67,7 +82,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
-    sources: list[str] = field(default_factory=list)
+    eval_names: list[str] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> int:
@@ -91,8 +106,8 @@ class Tokenized:
         The dictionary is empty unless several data sets have eval rows, under different names.
         """
         counts = self.metadata.eval_source_rows
-        names = self.sources
-        short_names = [Path(name).stem or name for name in names]
+        names = self.eval_names
+        short_names = [_short_name(name) for name in names]
         if len(set(short_names)) == len(short_names):
             names = short_names
 
@@ -161,6 +176,14 @@ class Tokenized:
             eval=eval_stats,
         )
         return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
+
+
+def _short_name(name: str) -> str:
+    """Return the name of a data set without its folders, and without the suffix of a file."""
+    path = Path(name)
+    if is_readable(path):
+        return path.name[: -len(suffix_of(path))]
+    return path.stem or name
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -234,7 +257,7 @@ def tokenize(
     block_size: int,
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
-    records: RecordFunction | None = None,
+    records: Records | None = None,
     unpaired: bool = False,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
@@ -249,8 +272,9 @@ def tokenize(
         chat: how conversations become rows. With a :class:`PairConfig` the records are preference
             data. ``None``: the records are plain text.
         trust_remote_code: run code that comes with the tokenizer.
-        records: yields the records of a recipe that has its own data, always the same records in
-            the same order. Then ``config.dataset`` is not read.
+        records: the records of a recipe that has its own data: a ``datasets.Dataset``, a list of
+            texts or of dictionaries of fields, or a function that yields them, always the same
+            records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
 
     Raises:
@@ -264,13 +288,11 @@ def tokenize(
     if config.mixture:
         counts_per_period(config.mixture)
 
-    sources = _sources_of(config, records)
-    formats = _formats_of(sources, chat, unpaired=unpaired)
+    _check_data_flags(config)
+    sources, eval_sources = _sources_of(config, records)
+    formats = _formats_of([*sources, *eval_sources], chat, unpaired=unpaired)
     is_text = formats[0] == "text"
-    if not is_text and config.is_set("text_field"):
-        raise UserError(
-            f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
-        )
+    _check_columns(config, sources[0], is_text)
     row_config = None if is_text else chat
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
@@ -288,19 +310,22 @@ def tokenize(
     key: list[object] = [
         _FORMAT_VERSION,
         block_size,
-        config.eval_fraction,
+        None if eval_sources else config.eval_fraction,
         [source.fingerprint() for source in sources],
+        [source.fingerprint() for source in eval_sources],
+        sorted(parse_columns(config.columns).items()),
         tok.digest(pretrained) if pretrained is not None else spec,
     ]
     if row_config:
         key.append(_rendering_key(formats, row_config, stop_token_ids, unpaired))
     else:
-        key.append(config.text_field)
+        key.append(config.text_column)
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def make() -> None:
         corpora = _corpora(
             sources,
+            eval_sources,
             formats,
             config=config,
             chat=row_config,
@@ -326,22 +351,121 @@ def tokenize(
     rows.metadata.dataset = " ".join(config.dataset)
     rows.metadata.tokenizer = spec
     rows.new_tokens = new_tokens
-    rows.sources = list(config.dataset)
+    rows.eval_names = [source.name for source in eval_sources or sources]
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached)
+    if eval_sources:
+        split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
+        say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     return rows
 
 
-def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Source]:
-    """Return the sources in ``--dataset``, or the recipe's own source."""
+class _Sources(NamedTuple):
+    """The data sets of a run.
+
+    Attributes:
+        train: the data sets to train on.
+        eval: the data sets to evaluate on; empty to keep a share of the training data for that.
+    """
+
+    train: list[Source]
+    eval: list[Source]
+
+
+def _check_data_flags(config: DataConfig) -> None:
+    """Check the flags that say what the records are, before any of them is read."""
+    if config.has_own_eval_data and config.is_set("eval_fraction"):
+        flag = "--eval_dataset" if config.eval_dataset else "--dataset_test_split"
+        raise UserError(
+            f"--eval_fraction keeps a share of --dataset for evaluation, but {flag} names the eval "
+            "data; leave one of them out."
+        )
+
+    columns = parse_columns(config.columns)
+    for ours, theirs in columns.items():
+        if ours not in RECORD_FIELDS:
+            raise UserError(
+                f"--columns {ours}={theirs}: no format has a field '{ours}'; write OURS=THEIRS, "
+                f"with one of {', '.join(RECORD_FIELDS)} on the left."
+            )
+    if "text" in columns and (config.is_set("text_field") or config.text_field != "text"):
+        raise UserError(
+            f"--columns text={columns['text']} and --text_field {config.text_field} both name the "
+            "field that holds the text; leave one of them out."
+        )
+
+
+def _check_columns(config: DataConfig, source: Source, is_text: bool) -> None:
+    """Check that the flags that name fields are for this kind of data."""
+    columns = parse_columns(config.columns)
+    if is_text:
+        for ours, theirs in columns.items():
+            if ours != "text":
+                raise UserError(
+                    f"--columns {ours}={theirs} is for conversations or preferences, but "
+                    f"{source.name} is text; leave it out, or write text={theirs}."
+                )
+        return
+
+    flag = f"--columns text={columns['text']}" if "text" in columns else "--text_field"
+    if "text" in columns or config.is_set("text_field"):
+        raise UserError(f"{flag} is for text, but {source.name} holds conversations; leave it out.")
+
+
+def _sources_of(config: DataConfig, records: Records | None) -> _Sources:
+    """Return the sources in ``--dataset`` or the recipe's own source, and those of the eval data.
+
+    The fields are renamed as ``--columns`` says.
+    """
     if records is None:
-        return [open_source(name) for name in config.dataset]
-    if config.is_set("dataset"):
-        raise UserError("--dataset: this recipe has its own data; leave the flag out.")
-    source = function_source(records)
+        choice = SplitChoice(value=config.dataset_train_split)
+        train = [open_source(name, choice) for name in config.dataset]
+        _check_splits(train, choice)
+    else:
+        train = [_own_source(config, records)]
+
+    test = SplitChoice("--dataset", "--dataset_test_split", "test", config.dataset_test_split)
+    if config.eval_dataset:
+        test = SplitChoice("--eval_dataset", test.split_flag, test.default, test.value)
+        eval = [open_source(name, test) for name in config.eval_dataset]
+        _check_splits(eval, test)
+    elif config.dataset_test_split is not None:
+        opened = [open_source(name, test) for name in config.dataset]
+        _check_splits(opened, test)
+        eval = [source for source in opened if source.has_splits]
+    else:
+        eval = []
+
+    columns = parse_columns(config.columns)
+    columns.pop("text", None)  # see `DataConfig.text_column`
+    return _Sources(
+        train=[with_columns(source, columns) for source in train],
+        eval=[with_columns(source, columns) for source in eval],
+    )
+
+
+def _own_source(config: DataConfig, records: Records) -> Source:
+    """Return the source of a recipe that has its own data."""
+    flags = ["dataset", "dataset_train_split"]
+    if not config.eval_dataset:
+        flags.append("dataset_test_split")
+    for name in flags:
+        if config.is_set(name):
+            raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
+    source = records_source(records)
     config.dataset = [source.name]
-    return [source]
+    return source
+
+
+def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
+    """Check that a split that the user named is read from some data set."""
+    if choice.value is not None and not any(source.has_splits for source in sources):
+        names = " ".join(source.name for source in sources)
+        raise UserError(
+            f"{choice.split_flag} {choice.value}: {names} has no splits, which data sets of the "
+            "hub and folders have; leave the flag out, or name eval files with --eval_dataset."
+        )
 
 
 def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
@@ -385,21 +509,35 @@ def _rendering_key(
 
 def _corpora(
     sources: list[Source],
+    eval_sources: list[Source],
     formats: list[str],
     config: DataConfig,
     chat: RowConfig | None,
     stop_token_ids: Sequence[int],
     unpaired: bool,
 ) -> list[Corpus]:
-    """Return the objects that turn the records of each source into rows."""
+    """Return the objects that turn the records of each source into rows.
+
+    Args:
+        sources: the data sets to train on.
+        eval_sources: the data sets to evaluate on; empty to divide ``sources``.
+        formats: the format of each of these data sets.
+        config: holds the share of the eval data.
+        chat: how conversations become rows; ``None`` for text.
+        stop_token_ids: the tokens at which the model stops generating.
+        unpaired: the loss takes single answers with a label, not only pairs.
+    """
     corpora: list[Corpus] = []
-    for source, format in zip(sources, formats, strict=True):
+    for number, (source, format) in enumerate(zip([*sources, *eval_sources], formats, strict=True)):
+        split: Split | None = None
+        if eval_sources:
+            split = "train" if number < len(sources) else "eval"
         if isinstance(chat, PairConfig):
-            corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired=unpaired))
+            corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired, split))
         elif isinstance(chat, ChatConfig):
-            corpora.append(Conversations(source, format, config, chat, stop_token_ids))
+            corpora.append(Conversations(source, format, config, chat, stop_token_ids, split))
         else:
-            corpora.append(Texts(source, config))
+            corpora.append(Texts(source, config, split))
     return corpora
 
 
@@ -442,9 +580,10 @@ def _open(folder: Path, spec: str) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
     try:
         metadata = DataMetadata(**json.loads((folder / "facts.json").read_text()))
-        numbers = range(len(metadata.source_rows))
-        train = TokenRows.open([folder / f"train-{i}.arrow" for i in numbers])
-        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in numbers])
+        train_numbers = range(len(metadata.source_rows))
+        eval_numbers = range(len(metadata.eval_source_rows))
+        train = TokenRows.open([folder / f"train-{i}.arrow" for i in train_numbers])
+        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in eval_numbers])
         tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
@@ -511,9 +650,15 @@ def _make(
 
         train: list[SplitStats] = []
         eval: list[SplitStats] = []
-        for i, corpus in enumerate(corpora):
-            train.append(corpus.write(tokenizer, block_size, working / f"train-{i}.arrow", "train"))
-            eval.append(corpus.write(tokenizer, block_size, working / f"eval-{i}.arrow", "eval"))
+        for corpus in corpora:
+            if corpus.only_split != "eval":
+                path = working / f"train-{len(train)}.arrow"
+                train.append(corpus.write(tokenizer, block_size, path, "train"))
+            if corpus.only_split != "train":
+                path = working / f"eval-{len(eval)}.arrow"
+                eval.append(corpus.write(tokenizer, block_size, path, "eval"))
+            if corpus.only_split == "eval":
+                _check_eval_data(corpus.source, eval[-1], chat)
         smallest = min(stats.targets for stats in train)
         if chat is None and smallest < block_size:
             raise UserError(
@@ -526,6 +671,19 @@ def _make(
         if chat:
             metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))
+
+
+def _check_eval_data(source: Source, stats: SplitStats, chat: RowConfig | None) -> None:
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
+    if stats.targets:
+        return
+    reason = ""
+    if chat is not None and isinstance(stats.audit, Audit | PairAudit):
+        reason = f" ({stats.audit.left_out(chat.overlong)})"
+    raise UserError(
+        f"{source.flag} {source.name}: no record can be used for evaluation{reason}; check "
+        "--block_size, --columns and the chat template."
+    )
 
 
 def _trained_tokenizer(spec: str, corpora: Sequence[Corpus], block_size: int) -> tok.FastTokenizer:

@@ -151,6 +151,7 @@ class Records(Generic[R]):
         chat: says what to do with bad and overlong records.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
+        only_split: the split of all records; ``None`` to divide them.
 
     Attributes:
         documents: the number of records in each split.
@@ -163,8 +164,10 @@ class Records(Generic[R]):
         config: DataConfig,
         chat: RowConfig,
         stop_token_ids: Collection[int],
+        only_split: Split | None = None,
     ) -> None:
         self.source = source
+        self.only_split = only_split
         self.chat = chat
         self.stop_token_ids = stop_token_ids
         self.read: Callable[[Fields], R] = read
@@ -172,8 +175,11 @@ class Records(Generic[R]):
 
         hashes = [_hash_of(record) for _, record in self._read()]
         if not hashes:
-            raise UserError(f"--dataset {source.name} holds no conversation.")
-        self.eval_limit = _eval_limit(hashes, config.eval_fraction)
+            raise UserError(f"{source.flag} {source.name} holds no conversation.")
+        if only_split is None:
+            self.eval_limit = _eval_limit(hashes, config.eval_fraction)
+        else:
+            self.eval_limit = 1.0 if only_split == "eval" else 0.0
         eval_count = sum(number < self.eval_limit for number in hashes)
         self.documents: dict[Split, int] = {
             "train": len(hashes) - eval_count,
@@ -242,6 +248,7 @@ class Conversations(Records[Conversation]):
         config: DataConfig,
         chat: ChatConfig,
         stop_token_ids: Collection[int] = (),
+        only_split: Split | None = None,
     ) -> None:
         super().__init__(
             source,
@@ -249,6 +256,7 @@ class Conversations(Records[Conversation]):
             config=config,
             chat=chat,
             stop_token_ids=stop_token_ids,
+            only_split=only_split,
         )
         self.only_last_turns = chat.turns == "last"
 
@@ -302,10 +310,11 @@ class Conversations(Records[Conversation]):
 
         audit.rows = store.write_rows(path, width, self.chat.packing)
         audit.places = audit.rows * width
-        if split == "train":
-            # Unreadable records have no hash, so they are all counted as training data.
+        if split == (self.only_split or "train"):
+            # Unreadable records have no hash. If records are divided, they count as training data.
             audit.bad += self._bad
             audit.conversations += self._bad
+        if split == "train":
             audit.check(self.source.name)
         return SplitStats(
             documents=total,

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.sources import _hub, documents, open_source
+from llmtrain.data.sources import Source, SplitChoice, documents, open_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -103,7 +103,7 @@ def folder(tmp_path) -> Path:
     write(root / "deep" / "er" / "d.txt", "d")
     write_jsonl(root / "c.jsonl", ["c1", "c2"])
     write(root / "ignored.py", "no text")
-    write(root / "zipped.txt.gz", gzip.compress(b"no text"))
+    write(root / "ignored.docx.gz", gzip.compress(b"no text"))
     return root
 
 
@@ -341,35 +341,41 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "corpus"
 
 
+def of_split(folder: Path, split: str = "train") -> Source:
+    return open_source(str(folder), SplitChoice(value=split))
+
+
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
-    source = _hub(str(hub_folder))
+    source = of_split(hub_folder)
     assert list(documents(source, "text")) == TEXTS
     assert [record.fields["id"] for record in source.records(None)] == list(range(len(TEXTS)))
     before = source.fingerprint()
-    assert before == _hub(str(hub_folder)).fingerprint()
+    assert before == of_split(hub_folder).fingerprint()
     write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
-    assert _hub(str(hub_folder)).fingerprint() != before
+    assert of_split(hub_folder).fingerprint() != before
 
 
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("someone/something", ("someone/something", None)),
-        ("someone/something:first-half", ("someone/something", "first-half")),
-        ("something:20231101.en", ("something", "20231101.en")),
+        ("someone/something", ("someone/something", None, None)),
+        ("someone/something:first-half", ("someone/something", "first-half", None)),
+        ("something:20231101.en", ("something", "20231101.en", None)),
+        ("someone/something@v1.0", ("someone/something", None, "v1.0")),
+        ("something@refs/pr/3:20231101.en", ("something", "20231101.en", "refs/pr/3")),
     ],
 )
-def test_a_configuration_of_a_hub_dataset_stands_behind_a_colon(monkeypatch, name, asked):
+def test_a_hub_dataset_may_have_a_revision_and_a_configuration(monkeypatch, name, asked):
     datasets = pytest.importorskip("datasets")
     loaded = []
 
-    def load(path, configuration, split):
-        loaded.append((path, configuration, split))
-        return datasets.Dataset.from_dict({"text": TEXTS})
+    def load(path, configuration, revision):
+        loaded.append((path, configuration, revision))
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
 
     monkeypatch.setattr("datasets.load_dataset", load)
     assert read(name) == TEXTS
-    assert loaded == [(*asked, "train")]
+    assert loaded == [asked]
     assert open_source(name).name == name
 
 
@@ -383,9 +389,9 @@ def test_a_file_whose_name_holds_a_colon_is_that_file(tmp_path, monkeypatch):
 
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(documents(_hub(str(hub_folder)), "id"))
+        list(documents(of_split(hub_folder), "id"))
     with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; the record has id, text"):
-        list(documents(_hub(str(hub_folder)), "body"))
+        list(documents(of_split(hub_folder), "body"))
 
 
 @pytest.mark.parametrize(
