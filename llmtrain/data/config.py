@@ -132,6 +132,13 @@ class DataConfig(BatchConfig):
         return parse_columns(self.columns).get("text", self.text_field)
 
     @property
+    def renamed_columns(self) -> dict[str, str]:
+        """The fields of records to rename: ``--columns`` without ``text``."""
+        columns = parse_columns(self.columns)
+        columns.pop("text", None)
+        return columns
+
+    @property
     def has_own_eval_data(self) -> bool:
         """Whether the eval data are other data sets or splits, not a share of ``--dataset``."""
         return bool(self.eval_dataset) or self.dataset_test_split is not None

@@ -313,7 +313,7 @@ def tokenize(
         None if eval_sources else config.eval_fraction,
         [source.fingerprint() for source in sources],
         [source.fingerprint() for source in eval_sources],
-        sorted(parse_columns(config.columns).items()),
+        sorted(config.renamed_columns.items()),
         tok.digest(pretrained) if pretrained is not None else spec,
     ]
     if row_config:
@@ -398,16 +398,15 @@ def _check_data_flags(config: DataConfig) -> None:
 
 def _check_columns(config: DataConfig, source: Source, is_text: bool) -> None:
     """Check that the flags that name fields are for this kind of data."""
-    columns = parse_columns(config.columns)
     if is_text:
-        for ours, theirs in columns.items():
-            if ours != "text":
-                raise UserError(
-                    f"--columns {ours}={theirs} is for conversations or preferences, but "
-                    f"{source.name} is text; leave it out, or write text={theirs}."
-                )
+        for ours, theirs in config.renamed_columns.items():
+            raise UserError(
+                f"--columns {ours}={theirs} is for conversations or preferences, but "
+                f"{source.name} is text; leave it out, or write text={theirs}."
+            )
         return
 
+    columns = parse_columns(config.columns)
     flag = f"--columns text={columns['text']}" if "text" in columns else "--text_field"
     if "text" in columns or config.is_set("text_field"):
         raise UserError(f"{flag} is for text, but {source.name} holds conversations; leave it out.")
@@ -437,11 +436,9 @@ def _sources_of(config: DataConfig, records: Records | None) -> _Sources:
     else:
         eval = []
 
-    columns = parse_columns(config.columns)
-    columns.pop("text", None)  # see `DataConfig.text_column`
     return _Sources(
-        train=[with_columns(source, columns) for source in train],
-        eval=[with_columns(source, columns) for source in eval],
+        train=[with_columns(source, config.renamed_columns) for source in train],
+        eval=[with_columns(source, config.renamed_columns) for source in eval],
     )
 
 

@@ -358,12 +358,15 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     """Return the format of a source's records: ``--format``, or detected from the first record.
 
     Records that are not conversations are ``text``.
+
+    Raises:
+        UserError: if there is no record whose format could be detected.
     """
     if chat.format != "auto":
         return chat.format
     first = next(source.records(None), None)
     if first is None:
-        return "text"
+        raise UserError(f"{source.flag} {source.name} holds no records.")
     return detect_format(first.fields) or "text"
 
 

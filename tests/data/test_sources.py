@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.sources import Source, SplitChoice, documents, open_source
+from llmtrain.data.sources import Source, SplitChoice, documents, open_source, records_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -464,3 +465,70 @@ def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_
         "a.py",
         "b.py",
     ]
+
+
+# --- records in Python ---
+
+
+def test_a_data_set_in_python_is_read_like_one_of_the_hub():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
+    source = records_source(data)
+    assert list(documents(source, "text")) == TEXTS
+    assert [record.place for record in source.records(None)] == [
+        f"records, row {i}" for i in range(3)
+    ]
+    assert source.has_artificial_nulls
+    assert not source.has_splits
+    same = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
+    assert records_source(same).fingerprint() == source.fingerprint()
+    assert records_source(data.select([1, 0])).fingerprint() != source.fingerprint()
+
+
+class Reiterable:
+    def __init__(self, records: list) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator:
+        return iter(self.records)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [TEXTS, tuple(TEXTS), [{"text": text} for text in TEXTS], Reiterable(TEXTS), lambda: TEXTS],
+    ids=["list", "tuple", "dictionaries", "iterable", "function"],
+)
+def test_records_in_python_are_read_as_often_as_they_are_needed(records):
+    source = records_source(records)
+    assert list(documents(source, "text")) == TEXTS
+    assert list(documents(source, "text")) == TEXTS
+    assert source.fingerprint() == source.fingerprint()
+    assert not source.has_artificial_nulls
+
+
+def test_the_fingerprint_of_a_list_follows_its_content():
+    assert records_source(["a"]).fingerprint() == records_source(["a"]).fingerprint()
+    assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (iter(TEXTS), "can be read only once; pass a list, or a function"),
+        ((text for text in TEXTS), "a generator can be read only once"),
+        ({"train": TEXTS}, "cannot read a dict; pass a datasets.Dataset, a list"),
+        ("some text", "cannot read a str; pass"),
+        ({"a", "b"}, "cannot read a set; pass"),
+        (3, "cannot read a int; pass"),
+    ],
+    ids=["iterator", "generator", "dict", "str", "set", "int"],
+)
+def test_what_cannot_be_read_several_times_in_one_order_is_an_error(records, expected):
+    with pytest.raises(UserError) as caught:
+        records_source(records)
+    assert expected in str(caught.value)
+
+
+def test_a_bad_record_in_a_list_is_named_by_its_number():
+    with pytest.raises(UserError, match=r"records, record 1 is 3, neither text nor a dictionary"):
+        list(documents(records_source(["a", 3]), "text"))
