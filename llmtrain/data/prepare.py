@@ -398,15 +398,16 @@ def _check_data_flags(config: DataConfig) -> None:
 
 def _check_columns(config: DataConfig, source: Source, is_text: bool) -> None:
     """Check that the flags that name fields are for this kind of data."""
+    columns = parse_columns(config.columns)
+    if is_text and config.renamed_columns:
+        ours, theirs = next(iter(config.renamed_columns.items()))
+        raise UserError(
+            f"--columns {ours}={theirs}: {source.name} is read as text, which has no field "
+            f"'{ours}'; rename all fields of a format of conversations, or write text={theirs}."
+        )
     if is_text:
-        for ours, theirs in config.renamed_columns.items():
-            raise UserError(
-                f"--columns {ours}={theirs} is for conversations or preferences, but "
-                f"{source.name} is text; leave it out, or write text={theirs}."
-            )
         return
 
-    columns = parse_columns(config.columns)
     flag = f"--columns text={columns['text']}" if "text" in columns else "--text_field"
     if "text" in columns or config.is_set("text_field"):
         raise UserError(f"{flag} is for text, but {source.name} holds conversations; leave it out.")

@@ -148,7 +148,11 @@ def test_eval_data_are_renamed_too(tmp_path):
         ("pairs", ["chosen=best"], "no field 'best' for --columns chosen=best; the record has"),
         ("pairs", ["text=prompt"], "--columns text=prompt is for text, but"),
         ("prompt_completion", ["text=prompt"], "--columns text=prompt is for text, but"),
-        ("text", ["prompt=text"], "--columns prompt=text is for conversations or preferences"),
+        (
+            "text",
+            ["prompt=text"],
+            "is read as text, which has no field 'prompt'; rename all fields",
+        ),
         ("text", ["text=body"], "no field 'body'; the record has text"),
     ],
 )
