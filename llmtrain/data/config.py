@@ -50,8 +50,8 @@ class DataConfig(BatchConfig):
     )
     dataset_train_split: str | None = flag(
         None,
-        "split to train on, for data sets that have splits (default: train); a folder of files is "
-        "then read as a data set of the hub would be",
+        "split to train on, for data sets that have splits (default: train); with this flag or "
+        "the next, a folder of files is read as a data set of the hub would be",
     )
     dataset_test_split: str | None = flag(
         None,

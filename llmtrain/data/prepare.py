@@ -39,7 +39,7 @@ from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.sft import Audit, Conversations, format_of
 from llmtrain.data.shuffle import Mixture, counts_per_period
 from llmtrain.data.sources import (
-    Records,
+    PythonRecords,
     Source,
     SplitChoice,
     open_source,
@@ -257,7 +257,7 @@ def tokenize(
     block_size: int,
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
-    records: Records | None = None,
+    records: PythonRecords | None = None,
     unpaired: bool = False,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
@@ -413,15 +413,19 @@ def _check_columns(config: DataConfig, source: Source, is_text: bool) -> None:
         raise UserError(f"{flag} is for text, but {source.name} holds conversations; leave it out.")
 
 
-def _sources_of(config: DataConfig, records: Records | None) -> _Sources:
+def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
     """Return the sources in ``--dataset`` or the recipe's own source, and those of the eval data.
 
     The fields are renamed as ``--columns`` says.
     """
     if records is None:
         choice = SplitChoice(value=config.dataset_train_split)
+        if config.dataset_test_split is not None and not config.eval_dataset:
+            # A folder of files has splits then. Its files must not all be training data.
+            choice = SplitChoice(value=choice.split)
         train = [open_source(name, choice) for name in config.dataset]
-        _check_splits(train, choice)
+        if config.dataset_train_split is not None:
+            _check_splits(train, choice)
     else:
         train = [_own_source(config, records)]
 
@@ -429,7 +433,8 @@ def _sources_of(config: DataConfig, records: Records | None) -> _Sources:
     if config.eval_dataset:
         test = SplitChoice("--eval_dataset", test.split_flag, test.default, test.value)
         eval = [open_source(name, test) for name in config.eval_dataset]
-        _check_splits(eval, test)
+        if config.dataset_test_split is not None:
+            _check_splits(eval, test)
     elif config.dataset_test_split is not None:
         opened = [open_source(name, test) for name in config.dataset]
         _check_splits(opened, test)
@@ -443,7 +448,7 @@ def _sources_of(config: DataConfig, records: Records | None) -> _Sources:
     )
 
 
-def _own_source(config: DataConfig, records: Records) -> Source:
+def _own_source(config: DataConfig, records: PythonRecords) -> Source:
     """Return the source of a recipe that has its own data."""
     flags = ["dataset", "dataset_train_split"]
     if not config.eval_dataset:
@@ -457,8 +462,8 @@ def _own_source(config: DataConfig, records: Records) -> Source:
 
 
 def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
-    """Check that a split that the user named is read from some data set."""
-    if choice.value is not None and not any(source.has_splits for source in sources):
+    """Check that some data set has the splits among which the user chose one."""
+    if not any(source.has_splits for source in sources):
         names = " ".join(source.name for source in sources)
         raise UserError(
             f"{choice.split_flag} {choice.value}: {names} has no splits, which data sets of the "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 RecordFunction: TypeAlias = Callable[[], Iterable[str | Fields]]
 # What a recipe with its own data passes: a function that yields them, a datasets.Dataset, a list.
-Records: TypeAlias = RecordFunction | Iterable[str | Fields]
+PythonRecords: TypeAlias = RecordFunction | Iterable[str | Fields]
 
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
@@ -214,7 +214,7 @@ def _builtin(name: str, choice: SplitChoice) -> Source:
     )
 
 
-def records_source(records: Records) -> Source:
+def records_source(records: PythonRecords) -> Source:
     """Return the records that a recipe has in Python.
 
     Args:

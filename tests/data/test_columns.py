@@ -102,6 +102,14 @@ def test_a_field_replaces_another_one_that_has_its_new_name(tmp_path):
     assert "unused" not in text
 
 
+def test_a_record_without_the_renamed_field_does_not_fall_back_to_another(tmp_path):
+    path = tmp_path / "a.json"
+    records = [{"question": "2?", "completion": "two"}, {"prompt": "3?", "completion": "three"}]
+    path.write_text(json.dumps(records))
+    message = complaint(str(path), "prompt_completion", ["prompt=question"])
+    assert "record 1: field 'prompt' is None" in message
+
+
 def test_columns_are_part_of_the_cache_key(tmp_path, capsys):
     path = write(tmp_path / "a.json", {"prompt": "a", "completion": "b", "question": "c"})
     hashes = set()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
@@ -221,3 +222,29 @@ def test_a_run_logs_a_loss_of_each_eval_file(tmp_path, text_file):
         main([*TINY, *flags, "--eval_dataset", *paths, "--eval_fraction", "0.1"])
     with pytest.raises(UserError, match=r"--eval_fraction keeps .* --dataset_test_split names"):
         main([*TINY, *flags, "--dataset_test_split", "test", "--eval_fraction", "0.1"])
+
+
+@pytest.mark.parametrize("kind", ["list", "data set", "function"])
+def test_records_in_python_are_tokenised_beside_eval_files(tmp_path, kind):
+    names = [f"train{i:02}" for i in range(9)]
+    records: Any = [chat(name) for name in names]
+    if kind == "data set":
+        records = datasets.Dataset.from_list(records)
+    if kind == "function":
+        records = [chat(name) for name in names].copy
+    eval = write(tmp_path / "e.jsonl", [chat("eval")])
+    made = tokenize(
+        DataConfig(tokenizer="byte", eval_dataset=[eval]), BLOCK, ChatConfig(), records=records
+    )
+    assert all(name in shown(made.train, made) for name in names)
+    assert "eval" in shown(made.eval, made)
+    assert (made.metadata.documents, made.metadata.eval_documents) == (10, 1)
+
+
+@pytest.mark.parametrize("name", ["dataset", "dataset_train_split", "dataset_test_split"])
+def test_a_recipe_with_its_own_records_takes_no_flag_that_names_others(name):
+    data = DataConfig(tokenizer="byte")
+    data.origins = {name: "command line"}
+    if name == "dataset_test_split":
+        data.dataset_test_split = "test"
+    assert complaint(data, records=["a text"]).startswith(f"--{name}: this recipe has its own data")

@@ -182,11 +182,12 @@ def test_a_plain_folder_has_splits_if_a_flag_names_one(tmp_path):
         (folder / f"{name}.jsonl").write_text(f'{{"text": "of {name}"}}\n')
     made = tokenized(folder)
     assert documents_of(made.train, made) == ["of test", "of train"]
-    made = tokenized(folder, dataset_test_split="test")
-    assert documents_of(made.train, made) == ["of test", "of train"]
-    made = tokenized(folder, dataset_train_split="train", dataset_test_split="test")
+    made = tokenized(folder, dataset_train_split="train")
     assert documents_of(made.train, made) == ["of train"]
-    assert documents_of(made.eval, made) == ["of test"]
+    for settings in ({}, {"dataset_train_split": "train"}):
+        made = tokenized(folder, dataset_test_split="test", **settings)
+        assert documents_of(made.train, made) == ["of train"]
+        assert documents_of(made.eval, made) == ["of test"]
 
     (folder / "train.jsonl").write_text('{"text": "fine"}\n{oops\n')
     message = complaint(folder, dataset_train_split="train")
