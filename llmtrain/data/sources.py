@@ -552,7 +552,9 @@ def _wrong_configuration(path: str, configuration: str | None, revision: str | N
         return None
     if configuration in names or (configuration is None and len(names) < 2):
         return None
-    missing = f"it has no configuration '{configuration}'" if configuration else "it has several"
+    missing = "it has several configurations"
+    if configuration:
+        missing = f"it has no configuration '{configuration}'"
     head = f"{path}@{revision}" if revision else path
     return f"{missing}; choose one of {', '.join(names)}, as {head}:{names[0]}."
 

@@ -149,7 +149,7 @@ def test_the_configurations_of_a_folder_stand_behind_a_colon(languages):
     made = tokenized(f"{languages}:de")
     assert documents_of(made.train, made) == ["a text in de"]
     assert complaint(languages).endswith(
-        f"it has several; choose one of en, de, as {languages}:en."
+        f"it has several configurations; choose one of en, de, as {languages}:en."
     )
     assert "it has no configuration 'fr'; choose one of en, de" in complaint(f"{languages}:fr")
     assert "write FOLDER or FOLDER:CONFIGURATION" in complaint(f"{languages}:")
