@@ -1,5 +1,6 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,10 +58,33 @@ class DataConfig(BatchConfig):
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "training data: a file, folder or glob of .txt, .md, .jsonl, .parquet or .csv; a data set "
-        "on the Hugging Face hub (NAME or NAME:CONFIGURATION); or, with no download, "
-        "builtin:python-docs, builtin:python-functions or builtin:python-preferences; name several "
-        "to train on all of them",
+        "training data: a file, folder or glob of .txt, .md, .json, .jsonl, .csv or .tsv (each "
+        "also with .gz, .zst, .bz2 or .xz), .parquet or .arrow; a folder of "
+        "datasets.save_to_disk; a data set on the Hugging Face hub (NAME, NAME:CONFIGURATION, "
+        "NAME@REVISION or NAME@REVISION:CONFIGURATION) or a folder in its layout; or, with no "
+        "download, builtin:python-docs, builtin:python-functions or builtin:python-preferences; "
+        "name several to train on all of them",
+    )
+    dataset_train_split: str | None = flag(
+        None,
+        "split to train on, for data sets that have splits (default: train); with this flag or "
+        "the next, a folder of files is read as a data set of the hub would be",
+    )
+    dataset_test_split: str | None = flag(
+        None,
+        "split of the data sets in --dataset that becomes the eval data, instead of "
+        "--eval_fraction; with --eval_dataset, the split of the data sets named there "
+        "(default: test)",
+    )
+    eval_dataset: list[str] = flag(
+        [],
+        "eval data, named as in --dataset, instead of --eval_fraction; name several to get an eval "
+        "loss of each",
+    )
+    columns: list[str] = flag(
+        [],
+        "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
+        "the field question as the prompt; text=body does the same as --text_field body",
     )
     mixture: list[float] = flag(
         [],
@@ -68,7 +92,8 @@ class DataConfig(BatchConfig):
         "log shows its share of the target tokens, too (default: every row once per epoch)",
     )
     text_field: str = flag(
-        "text", "name of the field that holds the text in .jsonl, .parquet, .csv and hub data sets"
+        "text",
+        "name of the field that holds the text, in files of records and in hub data sets",
     )
     isolate_documents: bool = flag(
         False,
@@ -80,7 +105,7 @@ class DataConfig(BatchConfig):
         0.1,
         "share of the documents or conversations kept for evaluation, chosen by a hash of their "
         "content; if there are too few documents for that, the end of the longest one; "
-        "0: no eval data",
+        "0: no eval data; not used with --eval_dataset or --dataset_test_split",
     )
     tokenizer: str | None = flag(
         "bpe:4096",
@@ -102,6 +127,12 @@ class DataConfig(BatchConfig):
             )
         if not all(self.dataset):
             raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
+        if not all(self.eval_dataset):
+            raise UserError("--eval_dataset is empty: name a file, a folder or a hub data set.")
+        for name in ("dataset_train_split", "dataset_test_split"):
+            if getattr(self, name) == "":
+                raise UserError(f"--{name} is empty: name a split of the data set, such as test.")
+        parse_columns(self.columns)
 
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
@@ -117,6 +148,45 @@ class DataConfig(BatchConfig):
     @property
     def proportions(self) -> list[float]:
         return self.mixture
+
+    @property
+    def text_column(self) -> str:
+        """The field that holds the text: ``text=...`` in ``--columns``, or ``--text_field``."""
+        return parse_columns(self.columns).get("text", self.text_field)
+
+    @property
+    def renamed_columns(self) -> dict[str, str]:
+        """The fields of records to rename: ``--columns`` without ``text``."""
+        columns = parse_columns(self.columns)
+        columns.pop("text", None)
+        return columns
+
+    @property
+    def has_own_eval_data(self) -> bool:
+        """Whether the eval data are other data sets or splits, not a share of ``--dataset``."""
+        return bool(self.eval_dataset) or self.dataset_test_split is not None
+
+
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """Parse the value of ``--columns``.
+
+    Returns:
+        The name of a field in the data, by the name that the formats of this package have for it.
+
+    Raises:
+        UserError: if a word is not ``OURS=THEIRS``, or if a name is used twice.
+    """
+    names: dict[str, str] = {}
+    for word in columns:
+        ours, _, theirs = word.partition("=")
+        if not ours or not theirs:
+            raise UserError(f"--columns {word}: write OURS=THEIRS, such as prompt=question.")
+        if ours in names:
+            raise UserError(f"--columns {word}: {ours} is set twice; remove one of them.")
+        if theirs in names.values():
+            raise UserError(f"--columns {word}: the field {theirs} is used twice; remove one.")
+        names[ours] = theirs
+    return names
 
 
 @dataclass

@@ -21,6 +21,19 @@ _PREFERENCE_FIELDS = {
     "examples": {"prompt", "completion", "label"},
 }
 FORMATS = tuple(_CHAT_FIELDS)
+# All fields that a record may have, in any format; --columns can give each another name.
+RECORD_FIELDS = tuple(
+    dict.fromkeys(
+        [
+            "text",
+            *itertools.chain.from_iterable(map(sorted, _CHAT_FIELDS.values())),
+            *itertools.chain.from_iterable(map(sorted, _PREFERENCE_FIELDS.values())),
+            "system",
+            "input",
+            "tools",
+        ]
+    )
+)
 
 # The role that a chat template expects, for every name that data sets give it.
 _ROLES = {

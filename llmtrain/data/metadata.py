@@ -31,7 +31,8 @@ class DataMetadata:
         eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
         source_rows: training rows of each data set. They are stored one data set after the other.
         source_targets: target tokens of each data set's training rows.
-        eval_source_rows: eval rows of each data set.
+        eval_source_rows: eval rows of each data set that has eval data. These are the data sets of
+            ``source_rows``, unless ``--eval_dataset`` or ``--dataset_test_split`` chooses others.
         task: ``text``, ``conversations`` or ``preferences``. It is ``conversations`` if there is
             text, too.
         audit: counts of the training conversations or pairs; ``None`` for text alone.
@@ -90,7 +91,11 @@ def metadata_of(
         eval: the counts of each source's eval split.
     """
     both = [*train, *eval]
-    hashes = "".join(stats.sha256 for stats in both)
+    hashes = "".join(stats.sha256 for stats in train)
+    if len(train) != len(eval):
+        # The eval data have sources of their own, so the hash must say where they begin.
+        hashes += " eval "
+    hashes += "".join(stats.sha256 for stats in eval)
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,

@@ -143,7 +143,7 @@ class Pairs:
         stop_token_ids: the tokens at which the model stops generating.
         unpaired: the loss takes single answers with a label, not only pairs. Each answer of a pair
             is then a single answer, too.
-        split: the split of all records; ``None`` divides them by the hashes of their prompts.
+        only_split: the split of all records; ``None`` divides them by the hashes of their prompts.
     """
 
     def __init__(
@@ -153,14 +153,16 @@ class Pairs:
         chat: PairConfig,
         stop_token_ids: Collection[int],
         unpaired: bool,
-        split: Split | None = None,
+        only_split: Split | None = None,
     ) -> None:
+        self.source = source
+        self.only_split = only_split
         self.records = Records[PreferenceRecord](
             source,
             read=lambda fields: _record_of(fields, source.has_artificial_nulls, unpaired),
             config=config,
             chat=chat,
-            split=split,
+            only_split=only_split,
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
@@ -389,10 +391,11 @@ class EncodedPairs:
         audit.places = written.rows * width
 
         documents = audit.records
-        # Unreadable records have no hash, so they are all counted as training data.
-        if split == (self.records.split or "train"):
+        # Unreadable records have no hash. If records are divided, they count as training data.
+        if split == (self.records.only_split or "train"):
             audit.records += self.records.unreadable
             audit.bad += self.records.unreadable
+        if split == "train":
             self._check(audit)
         return SplitStats(
             documents=documents,
@@ -535,13 +538,13 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
         raise UserError(
-            f"--dataset {source.name} is not preference data: its first record has {names}. "
+            f"{source.flag} {source.name} is not preference data: its first record has {names}. "
             "Records need prompt, chosen and rejected, or prompt, completion and label."
         )
     if format == "examples" and not unpaired:
         raise UserError(
-            f"--dataset {source.name} has single answers with a label, but this loss compares two "
-            "answers: use --loss_type kto."
+            f"{source.flag} {source.name} has single answers with a label, but this loss compares "
+            "two answers: use --loss_type kto."
         )
     return format
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import filelock
 import numpy as np
@@ -17,8 +17,14 @@ from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.formats import is_plain_text
+from llmtrain.data.config import (
+    ChatConfig,
+    DataConfig,
+    PairConfig,
+    RowConfig,
+    parse_columns,
+)
+from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
 from llmtrain.data.grouping import BATCHES_PER_BLOCK
 from llmtrain.data.lengths import LengthSummary, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
@@ -35,9 +41,17 @@ from llmtrain.data.packing import (
 from llmtrain.data.plain_text import make_renderer
 from llmtrain.data.preference import PairAudit, Pairs, preference_format_of
 from llmtrain.data.pretraining import Texts
+from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.sft import Audit, Conversations, format_of
 from llmtrain.data.shuffle import Mixture, counts_per_period
-from llmtrain.data.sources import RecordFunction, Source, function_source, open_source
+from llmtrain.data.sources import (
+    PythonRecords,
+    Source,
+    SplitChoice,
+    open_source,
+    records_source,
+    with_columns,
+)
 from llmtrain.errors import UserError
 from llmtrain.files import new_folder
 from llmtrain.types import IGNORED
@@ -51,7 +65,15 @@ _FORMAT_VERSION = 6
 
 
 class Corpus(Protocol):
-    """The training and eval data of one source."""
+    """The training and eval data of one source.
+
+    Attributes:
+        source: the records.
+        only_split: the split of all records; ``None`` if they are divided.
+    """
+
+    source: Source
+    only_split: Split | None
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of one split, or of both, to train a tokenizer on."""
@@ -86,7 +108,7 @@ class Tokenized:
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
         in_order: draw the rows in the stored order instead of a permutation.
-        sources: the names of the data sets.
+        eval_names: the names of the data sets that the eval rows may come from.
     """
 
     train: TokenRows
@@ -96,7 +118,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
-    sources: list[str] = field(default_factory=list)
+    eval_names: list[str] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> int:
@@ -130,7 +152,7 @@ class Tokenized:
         """
         counts = self.metadata.eval_source_rows
         rows_by_name = {}
-        for name, count in zip(_short_names(self.sources), counts, strict=False):
+        for name, count in zip(_short_names(self.eval_names), counts, strict=False):
             if count:
                 rows_by_name[name] = count
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
@@ -202,10 +224,18 @@ class Tokenized:
         return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
 
 
-def _short_names(sources: Sequence[str]) -> Sequence[str]:
+def _short_names(names: Sequence[str]) -> Sequence[str]:
     """Return the names of data sets without folders and suffixes, if these differ."""
-    short_names = [Path(name).stem or name for name in sources]
-    return short_names if len(set(short_names)) == len(short_names) else sources
+    short_names = [_short_name(name) for name in names]
+    return short_names if len(set(short_names)) == len(short_names) else names
+
+
+def _short_name(name: str) -> str:
+    """Return the name of a data set without its folders, and without the suffix of a file."""
+    path = Path(name)
+    if is_readable(path):
+        return path.name[: -len(suffix_of(path))]
+    return path.stem or name
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -279,7 +309,7 @@ def tokenize(
     max_length: int | Literal["auto"],
     chat: RowConfig | None = None,
     trust_remote_code: bool = False,
-    records: RecordFunction | None = None,
+    records: PythonRecords | None = None,
     unpaired: bool = False,
     max_positions: int | None = None,
 ) -> Tokenized:
@@ -297,8 +327,9 @@ def tokenize(
         chat: how conversations become rows. With a :class:`PairConfig` the records are preference
             data. ``None``: the records are plain text.
         trust_remote_code: run code that comes with the tokenizer.
-        records: yields the records of a recipe that has its own data, always the same records in
-            the same order. Then ``config.dataset`` is not read.
+        records: the records of a recipe that has its own data: a ``datasets.Dataset``, a list of
+            texts or of dictionaries of fields, or a function that yields them, always the same
+            records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the largest length that ``auto`` may choose; ``None`` for any.
 
@@ -313,10 +344,12 @@ def tokenize(
     if config.mixture:
         counts_per_period(config.mixture)
 
-    sources = _sources_of(config, records)
-    formats = _formats_of(sources, chat, unpaired=unpaired)
+    _check_data_flags(config)
+    sources, eval_sources = _sources_of(config, records)
+    all_sources = [*sources, *eval_sources]
+    formats = _formats_of(all_sources, chat, unpaired=unpaired)
     row_config = None if set(formats) == {"text"} else chat
-    _check_text_flags(config, sources, formats, row_config)
+    _check_text_flags(config, all_sources, formats, row_config)
     if row_config is None and max_length == "auto":
         raise UserError(
             f"--max_length auto is for conversations, but {sources[0].name} is text; give the "
@@ -345,19 +378,22 @@ def tokenize(
     key: list[object] = [
         _FORMAT_VERSION,
         [max_length, max_positions] if max_length == "auto" else max_length,
-        config.eval_fraction,
+        None if eval_sources else config.eval_fraction,
         [source.fingerprint() for source in sources],
+        [source.fingerprint() for source in eval_sources],
+        sorted(config.renamed_columns.items()),
         tok.digest(pretrained) if pretrained is not None else spec,
     ]
     if row_config:
         key.append(_rendering_key(formats, row_config, stop_token_ids, unpaired))
     if "text" in formats:
-        key += [config.text_field, text_columns]
+        key += [config.text_column, text_columns]
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def make() -> None:
         corpora = _corpora(
             sources,
+            eval_sources,
             formats,
             config=config,
             chat=row_config,
@@ -386,26 +422,111 @@ def tokenize(
     rows.metadata.dataset = " ".join(config.dataset)
     rows.metadata.tokenizer = spec
     rows.new_tokens = new_tokens
-    rows.sources = list(config.dataset)
+    rows.eval_names = [source.name for source in eval_sources or sources]
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     _describe(rows.metadata, formats, chat, is_cached, is_auto=max_length == "auto")
-    _describe_shares(rows)
+    _describe_shares(rows, [source.name for source in sources])
+    if eval_sources:
+        split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
+        say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     if row_config and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
     config.fit_micro_batch(rows.positions + 1)
     return rows
 
 
-def _sources_of(config: DataConfig, records: RecordFunction | None) -> list[Source]:
-    """Return the sources in ``--dataset``, or the recipe's own source."""
+class _Sources(NamedTuple):
+    """The data sets of a run.
+
+    Attributes:
+        train: the data sets to train on.
+        eval: the data sets to evaluate on; empty to keep a share of the training data for that.
+    """
+
+    train: list[Source]
+    eval: list[Source]
+
+
+def _check_data_flags(config: DataConfig) -> None:
+    """Check the flags that say what the records are, before any of them is read."""
+    if config.has_own_eval_data and config.is_set("eval_fraction"):
+        flag = "--eval_dataset" if config.eval_dataset else "--dataset_test_split"
+        raise UserError(
+            f"--eval_fraction keeps a share of --dataset for evaluation, but {flag} names the eval "
+            "data; leave one of them out."
+        )
+
+    columns = parse_columns(config.columns)
+    for ours, theirs in columns.items():
+        if ours not in RECORD_FIELDS:
+            raise UserError(
+                f"--columns {ours}={theirs}: no format has a field '{ours}'; write OURS=THEIRS, "
+                f"with one of {', '.join(RECORD_FIELDS)} on the left."
+            )
+    if "text" in columns and (config.is_set("text_field") or config.text_field != "text"):
+        raise UserError(
+            f"--columns text={columns['text']} and --text_field {config.text_field} both name the "
+            "field that holds the text; leave one of them out."
+        )
+
+
+def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
+    """Return the sources in ``--dataset`` or the recipe's own source, and those of the eval data.
+
+    The fields are renamed as ``--columns`` says.
+    """
     if records is None:
-        return [open_source(name) for name in config.dataset]
-    if config.is_set("dataset"):
-        raise UserError("--dataset: this recipe has its own data; leave the flag out.")
-    source = function_source(records)
+        choice = SplitChoice(value=config.dataset_train_split)
+        if config.dataset_test_split is not None and not config.eval_dataset:
+            # A folder of files has splits then. Its files must not all be training data.
+            choice = SplitChoice(value=choice.split)
+        train = [open_source(name, choice) for name in config.dataset]
+        if config.dataset_train_split is not None:
+            _check_splits(train, choice)
+    else:
+        train = [_own_source(config, records)]
+
+    test = SplitChoice("--dataset", "--dataset_test_split", "test", config.dataset_test_split)
+    if config.eval_dataset:
+        test = SplitChoice("--eval_dataset", test.split_flag, test.default, test.value)
+        eval = [open_source(name, test) for name in config.eval_dataset]
+        if config.dataset_test_split is not None:
+            _check_splits(eval, test)
+    elif config.dataset_test_split is not None:
+        opened = [open_source(name, test) for name in config.dataset]
+        _check_splits(opened, test)
+        eval = [source for source in opened if source.has_splits]
+    else:
+        eval = []
+
+    return _Sources(
+        train=[with_columns(source, config.renamed_columns) for source in train],
+        eval=[with_columns(source, config.renamed_columns) for source in eval],
+    )
+
+
+def _own_source(config: DataConfig, records: PythonRecords) -> Source:
+    """Return the source of a recipe that has its own data."""
+    flags = ["dataset", "dataset_train_split"]
+    if not config.eval_dataset:
+        flags.append("dataset_test_split")
+    for name in flags:
+        if config.is_set(name):
+            raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
+    source = records_source(records)
     config.dataset = [source.name]
-    return [source]
+    return source
+
+
+def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
+    """Check that some data set has the splits among which the user chose one."""
+    if not any(source.has_splits for source in sources):
+        names = " ".join(source.name for source in sources)
+        raise UserError(
+            f"{choice.split_flag} {choice.value}: {names} has no splits, which data sets of the "
+            "hub and folders have; leave the flag out, or name eval files with --eval_dataset."
+        )
 
 
 def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
@@ -433,7 +554,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
 def _check_text_flags(
     config: DataConfig, sources: list[Source], formats: list[str], chat: RowConfig | None
 ) -> None:
-    """Check the flags that are for text.
+    """Check the flags that are for text, or only for other records.
 
     Args:
         config: the flags.
@@ -444,17 +565,24 @@ def _check_text_flags(
     Raises:
         UserError: if such a flag is set and has no effect, or if it does not fit the others.
     """
+    name = sources[0].name
+    if chat is None and config.renamed_columns:
+        ours, theirs = next(iter(config.renamed_columns.items()))
+        raise UserError(
+            f"--columns {ours}={theirs}: {name} is read as text, which has no field '{ours}'; "
+            f"rename all fields of a format of conversations, or write text={theirs}."
+        )
     if "text" not in formats:
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
+        columns = parse_columns(config.columns)
         are_set = {
-            "text_field": config.is_set("text_field"),
-            "isolate_documents": config.isolate_documents,
+            f"--columns text={columns.get('text')}": "text" in columns,
+            "--text_field": config.is_set("text_field"),
+            "--isolate_documents": config.isolate_documents,
         }
-        for name, is_set in are_set.items():
+        for flag, is_set in are_set.items():
             if is_set:
-                raise UserError(
-                    f"--{name} is for text, but {sources[0].name} holds {kind}; leave it out."
-                )
+                raise UserError(f"{flag} is for text, but {name} holds {kind}; leave it out.")
     if config.isolate_documents and chat is not None and not chat.packing:
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
@@ -504,6 +632,7 @@ def _rendering_key(
 
 def _corpora(
     sources: list[Source],
+    eval_sources: list[Source],
     formats: list[str],
     config: DataConfig,
     chat: RowConfig | None,
@@ -511,15 +640,28 @@ def _corpora(
     unpaired: bool,
     text_columns: Sequence[str],
 ) -> list[Corpus]:
-    """Return the objects that turn the records of each source into rows."""
+    """Return the objects that turn the records of each source into rows.
+
+    Args:
+        sources: the data sets to train on.
+        eval_sources: the data sets to evaluate on; empty to divide ``sources``.
+        formats: the format of each of these data sets.
+        config: holds the share of the eval data.
+        chat: how conversations become rows; ``None`` for text.
+        stop_token_ids: the tokens at which the model stops generating.
+        unpaired: the loss takes single answers with a label, not only pairs.
+    """
     corpora: list[Corpus] = []
-    for source, format in zip(sources, formats, strict=True):
+    for number, (source, format) in enumerate(zip([*sources, *eval_sources], formats, strict=True)):
+        split: Split | None = None
+        if eval_sources:
+            split = "train" if number < len(sources) else "eval"
         if isinstance(chat, PairConfig):
-            corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired=unpaired))
+            corpora.append(Pairs(source, config, chat, stop_token_ids, unpaired, split))
         elif isinstance(chat, ChatConfig) and format != "text":
-            corpora.append(Conversations(source, format, config, chat, stop_token_ids))
+            corpora.append(Conversations(source, format, config, chat, stop_token_ids, split))
         else:
-            corpora.append(Texts(source, config, text_columns))
+            corpora.append(Texts(source, config, text_columns, split))
     return corpora
 
 
@@ -584,7 +726,7 @@ def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> N
         say("lengths", advice)
 
 
-def _describe_shares(rows: Tokenized) -> None:
+def _describe_shares(rows: Tokenized, names: list[str]) -> None:
     """Print each data set's share of the rows that a run draws, and of their target tokens.
 
     The two differ, because rows of text are full of targets and rows of conversations are not.
@@ -603,7 +745,7 @@ def _describe_shares(rows: Tokenized) -> None:
 
     shares: list[str] = []
     for name, row_count, target_count in zip(
-        _short_names(rows.sources), drawn_rows, drawn_targets, strict=True
+        _short_names(names), drawn_rows, drawn_targets, strict=True
     ):
         row_share = row_count / sum(drawn_rows)
         target_share = target_count / sum(drawn_targets)
@@ -620,9 +762,10 @@ def _open(folder: Path, spec: str) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
     try:
         metadata = DataMetadata(**json.loads((folder / "facts.json").read_text()))
-        numbers = range(len(metadata.source_rows))
-        train = TokenRows.open([folder / f"train-{i}.arrow" for i in numbers])
-        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in numbers])
+        train_numbers = range(len(metadata.source_rows))
+        eval_numbers = range(len(metadata.eval_source_rows))
+        train = TokenRows.open([folder / f"train-{i}.arrow" for i in train_numbers])
+        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in eval_numbers])
         tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
@@ -702,9 +845,15 @@ def _make(
 
             train: list[SplitStats] = []
             eval: list[SplitStats] = []
-            for i, corpus in enumerate(encoded):
-                train.append(corpus.write(working / f"train-{i}.arrow", "train", length))
-                eval.append(corpus.write(working / f"eval-{i}.arrow", "eval", length))
+            for corpus, encoded_corpus in zip(corpora, encoded, strict=True):
+                if corpus.only_split != "eval":
+                    path = working / f"train-{len(train)}.arrow"
+                    train.append(encoded_corpus.write(path, "train", length))
+                if corpus.only_split != "train":
+                    path = working / f"eval-{len(eval)}.arrow"
+                    eval.append(encoded_corpus.write(path, "eval", length))
+                if corpus.only_split == "eval":
+                    _check_eval_data(corpus.source, eval[-1], chat)
 
         smallest = min(stats.targets for stats in train)
         if chat is None and smallest < length:
@@ -737,6 +886,19 @@ def _encoded_corpora(
             stack.callback(corpus_of_tokens.close)
             encoded.append(corpus_of_tokens)
         yield encoded
+
+
+def _check_eval_data(source: Source, stats: SplitStats, chat: RowConfig | None) -> None:
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
+    if stats.targets:
+        return
+    reason = ""
+    if chat is not None and isinstance(stats.audit, Audit | PairAudit):
+        reason = f" ({stats.audit.left_out(chat.overlong)})"
+    raise UserError(
+        f"{source.flag} {source.name}: no record can be used for evaluation{reason}; check "
+        "--max_length, --columns and the chat template."
+    )
 
 
 def _trained_tokenizer(spec: str, corpora: Sequence[Corpus]) -> tok.FastTokenizer:

@@ -101,10 +101,11 @@ class Texts:
     the eval data are the end of the longest document instead.
 
     Args:
-        source: the records.
+        source: the documents.
         config: the name of the text's field, the share of the eval data and the tokenizer.
         columns: the columns of the rows. The labels of text are its tokens, so rows of text alone
             need no column of labels. With ``position_ids``, documents do not attend to each other.
+        only_split: the split of all documents; ``None`` to divide them.
 
     Attributes:
         documents: the number of documents in each split.
@@ -112,12 +113,17 @@ class Texts:
     """
 
     def __init__(
-        self, source: Source, config: DataConfig, columns: Sequence[str] = ("input_ids",)
+        self,
+        source: Source,
+        config: DataConfig,
+        columns: Sequence[str] = ("input_ids",),
+        only_split: Split | None = None,
     ) -> None:
         self.source = source
         self.config = config
         self.columns = columns
-        self.fraction = config.eval_fraction
+        self.only_split = only_split
+        self.fraction = 0.0 if only_split else config.eval_fraction
         self.documents: dict[Split, int] = {"train": 0, "eval": 0}
         self.bytes: dict[Split, int] = {"train": 0, "eval": 0}
         self._cut: _Cut | None = None
@@ -134,7 +140,7 @@ class Texts:
 
         total_bytes = sum(self.bytes.values())
         if not total_bytes:
-            raise UserError(f"--dataset {source.name} holds no text.")
+            raise UserError(f"{source.flag} {source.name} holds no text.")
 
         largest_share = max(0.5, 2 * self.fraction)
         is_balanced = 0 < self.bytes["eval"] <= total_bytes * largest_share
@@ -143,19 +149,21 @@ class Texts:
             eval_bytes = sum(len(text.encode()) for text in self.texts("eval"))
             self.documents = {"train": sum(self.documents.values()) - 1, "eval": 1}
             self.bytes = {"train": total_bytes - eval_bytes, "eval": eval_bytes}
-        if not self.bytes["train"]:
+        if not self.bytes["train"] and only_split is None:
             raise UserError(
                 f"--eval_fraction {self.fraction} leaves no text to train on; lower it, or set it "
                 "to 0."
             )
 
     def _split_of(self, text: str) -> Split:
-        """Return the split that the hash of a document chooses."""
+        """Return the split that the hash of a document chooses, if documents are divided."""
+        if self.only_split is not None:
+            return self.only_split
         return "eval" if hash_fraction(text) < self.fraction else "train"
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of one split, or of both."""
-        for number, text in enumerate(documents(self.source, self.config.text_field)):
+        for number, text in enumerate(documents(self.source, self.config.text_column)):
             if split is None:
                 yield text
             elif self._cut is None:

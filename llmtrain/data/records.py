@@ -46,7 +46,7 @@ class Records(Generic[R]):
             :class:`BadRow`.
         config: holds the share of the eval data.
         chat: says what to do with bad records.
-        split: the split of all records; ``None`` divides them by their hashes.
+        only_split: the split of all records; ``None`` divides them by their hashes.
 
     Attributes:
         unreadable: the number of records that the last pass over the source could not read.
@@ -58,11 +58,11 @@ class Records(Generic[R]):
         read: Callable[[Fields], R],
         config: DataConfig,
         chat: RowConfig,
-        split: Split | None = None,
+        only_split: Split | None = None,
     ) -> None:
         self.source = source
         self.chat = chat
-        self.split = split
+        self.only_split = only_split
         self.unreadable = 0
         self._read: Callable[[Fields], R] = read
         self._eval_fraction = config.eval_fraction
@@ -83,7 +83,7 @@ class Records(Generic[R]):
             yield ReadRecord(number, place, self._split_of(record), record)
 
         if not self._hashes:
-            raise UserError(f"--dataset {self.source.name} holds no conversation.")
+            raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
 
     def settle_limit(self) -> bool:
         """Choose the limit for the records that were read, after all of them were.
@@ -92,7 +92,7 @@ class Records(Generic[R]):
             Whether the limit has changed, so that records may belong to the other split.
         """
         before = self._limit
-        if self.split is None:
+        if self.only_split is None:
             self._limit = eval_limit_of(self._hashes, self._eval_fraction)
         return self._limit != before
 
@@ -130,8 +130,8 @@ class Records(Generic[R]):
         """Return the split of a record, and remember its hash."""
         hashed = _hash_of(record)
         self._hashes.append(hashed)
-        if self.split is not None:
-            return self.split
+        if self.only_split is not None:
+            return self.only_split
         return "eval" if hashed < self._limit else "train"
 
 

@@ -178,7 +178,7 @@ class Conversations:
         chat: says how conversations become rows.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
-        split: the split of all conversations; ``None`` divides them by the hashes of their prompts.
+        only_split: the split of all conversations; ``None`` to divide them by hashes of prompts.
     """
 
     def __init__(
@@ -188,8 +188,10 @@ class Conversations:
         config: DataConfig,
         chat: ChatConfig,
         stop_token_ids: Collection[int] = (),
-        split: Split | None = None,
+        only_split: Split | None = None,
     ) -> None:
+        self.source = source
+        self.only_split = only_split
         self.records = Records[Conversation](
             source,
             read=lambda fields: conversation_of(
@@ -200,7 +202,7 @@ class Conversations:
             ),
             config=config,
             chat=chat,
-            split=split,
+            only_split=only_split,
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
@@ -364,10 +366,11 @@ class EncodedConversations:
         audit.rows = written.rows
         audit.places = written.rows * width
 
-        # Unreadable records have no hash, so they are all counted as training data.
-        if split == (self.records.split or "train"):
+        # Unreadable records have no hash. If records are divided, they count as training data.
+        if split == (self.records.only_split or "train"):
             audit.bad += self.records.unreadable
             audit.conversations += self.records.unreadable
+        if split == "train":
             audit.check(self.records.source.name)
         return SplitStats(
             documents=conversations,
@@ -474,12 +477,15 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     """Return the format of a source's records: ``--format``, or detected from the first record.
 
     Records that are not conversations are ``text``.
+
+    Raises:
+        UserError: if there is no record whose format could be detected.
     """
     if chat.format != "auto":
         return chat.format
     first = next(source.records(None), None)
     if first is None:
-        return "text"
+        raise UserError(f"{source.flag} {source.name} holds no records.")
     return detect_format(first.fields) or "text"
 
 

@@ -182,7 +182,8 @@ def open_run(
         rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
     if settings.loop.early_stopping_patience and rows.eval is None:
         raise UserError(
-            "--early_stopping_patience needs eval rows, and there are none; raise --eval_fraction."
+            "--early_stopping_patience needs eval rows, and there are none; raise "
+            "--eval_fraction, or name eval data with --eval_dataset."
         )
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)

@@ -670,9 +670,8 @@ def test_a_hub_dataset_is_tokenised_and_found_again(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    monkeypatch.setattr(tokenizing, "open_source", sources._hub)
     for done in ("tokenised", "from the cache"):
-        made = tokenize(config(tmp_path / "corpus"), BLOCK)
+        made = tokenize(config(tmp_path / "corpus", dataset_train_split="train"), BLOCK)
         assert documents_of(made.train, made) == TEXTS
         assert capsys.readouterr().out.endswith(f"; {done}\n")
 
