@@ -360,7 +360,7 @@ def tokenize(
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
     stop_token_ids: list[int] = []
-    has_plain_text = row_config is not None and _are_plain_text(sources, formats)
+    has_plain_text = row_config is not None and _are_plain_text(all_sources, formats)
     if row_config and row_config.chat_template == NO_TEMPLATE and not has_plain_text:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
