@@ -184,7 +184,8 @@ class Objective:
 
         Args:
             model: the unwrapped model.
-            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T].
+            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T]. T differs
+                between micro-batches of unpacked rows, which are trimmed.
             extra: what :meth:`prepass` returned for the global batch.
         """
         return LossSums(model.nll(**batch), metrics={})

@@ -13,6 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
 from llmtrain.data import packing
+from llmtrain.data.config import DataConfig
 from llmtrain.data.grouping import BATCHES_PER_BLOCK, LengthGrouping
 from llmtrain.data.loader import (
     Collate,
@@ -31,11 +32,14 @@ from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
 from llmtrain.shapes import padded_size
+from llmtrain.training.fingerprint import run_fingerprint
+from llmtrain.training.layout import Layout
+from llmtrain.training.settings import Settings
 from llmtrain.training.start import loaders
 from llmtrain.types import IGNORED, Batch, LocalBatch
 from tests.models.some_rows import SomeRows
@@ -414,19 +418,28 @@ def test_packed_rows_are_neither_grouped_nor_trimmed(tmp_path):
         assert {batch["labels"].shape for batch in local_batch.batches} == {(4, WIDTH)}
 
 
-def test_the_order_is_part_of_what_a_run_is(tmp_path, rows):
+def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
-    (tmp_path / "packed").mkdir()
-    packed = documents(tmp_path / "packed", packing=True)
+    packed = documents(tmp_path, packing=True)
 
     def order(table: TokenRows, in_order: bool = False) -> str:
-        return Tokenized(table, None, tokenizer, metadata=None, in_order=in_order).order
+        tokenized = Tokenized(
+            table,
+            None,
+            tokenizer,
+            metadata=SimpleNamespace(data_sha256="", tokenizer_sha256="", block_size=64),
+            in_order=in_order,
+        )
+        settings = Settings(model=GPTConfig(), data=DataConfig())
+        bundle = SimpleNamespace(files=SimpleNamespace(config={}), start=None)
+        layout = Layout(processes=1, accumulation=1, micro_batch=8)
+        return run_fingerprint(accelerator, settings, tokenized, bundle, layout)["order"]
 
     assert order(packed) == "shuffled"
     assert order(rows) == "shuffled, grouped by length over 50 batches"
     assert order(rows, in_order=True) == order(packed, in_order=True) == "stored"
     own = Tokenized.of(rows, tokenizer)
-    assert own.order == "shuffled"
+    assert order(own.train) == "shuffled"
     assert own.train.column_names == ["input_ids", "labels"], "their lengths are not known"
 
 
