@@ -184,7 +184,8 @@ class Objective:
 
         Args:
             model: the unwrapped model.
-            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T].
+            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T]. If rows
+                are not packed, they are trimmed, so T differs between micro-batches.
             extra: what :meth:`prepass` returned for the global batch.
         """
         return LossSums(model.nll(**batch), metrics={})

@@ -68,7 +68,8 @@ class LengthGrouping:
             steps_per_epoch = -(-len(self.lengths) // global_batch_size)
             epoch, step_of_epoch = divmod(step, steps_per_epoch)
         else:
-            epoch, step_of_epoch = 0, step
+            epoch = 0
+            step_of_epoch = step
         block, batch = divmod(step_of_epoch, BATCHES_PER_BLOCK)
 
         key = _BlockKey(global_batch_size, seed, mixture, epoch, block)
@@ -90,7 +91,7 @@ class LengthGrouping:
 
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         count = -(-len(rows) // key.global_batch_size)
-        # No order of rows has a key of four numbers.
+        # The key of four numbers differs from all keys of orders of rows, which have two or three.
         drawn = permute(np.arange(count), count, key_of(key.seed, key.epoch, key.block, count))
 
         # The batch that is drawn last has the rest of the rows. It is a random one: if it were

@@ -329,7 +329,7 @@ class Collate:
             widths = [max(widths)] * len(widths)
 
         token_columns = [name for name in PREFERENCE_COLUMNS if name in row_batch.columns]
-        return Trimming(tuple(token_columns), parts, tuple(widths))
+        return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
 
 
 def _with_wide_integers(column: np.ndarray) -> np.ndarray:

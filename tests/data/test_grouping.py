@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
 from llmtrain.data import packing
+from llmtrain.data.config import DataConfig
 from llmtrain.data.grouping import BATCHES_PER_BLOCK, LengthGrouping
 from llmtrain.data.loader import (
     Collate,
@@ -30,10 +32,15 @@ from llmtrain.data.packing import Examples, TokenRows, TokenStore
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.pretrained import load_model
+from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
 from llmtrain.shapes import padded_size
+from llmtrain.training.fingerprint import run_fingerprint
+from llmtrain.training.layout import Layout
+from llmtrain.training.settings import Settings
+from llmtrain.training.start import loaders
 from llmtrain.types import IGNORED, Batch, LocalBatch
 from tests.models.some_rows import SomeRows
 
@@ -368,6 +375,27 @@ def test_the_micro_batches_of_a_pipeline_have_one_shape(rows):
     assert len(widths) > 1
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_only_a_pipeline_asks_for_one_shape(rows, accelerator, stages):
+    accelerator.sharding = Sharding(replicas=1, shards=1, stages=stages)
+    settings = SimpleNamespace(
+        data=SimpleNamespace(global_batch_size=8),
+        loop=SimpleNamespace(seed=0, eval_steps=0),
+        optim=SimpleNamespace(max_steps=20),
+    )
+    run = SimpleNamespace(
+        accelerator=accelerator,
+        settings=settings,
+        rows=Tokenized(rows, None, tokenizer=None, metadata=None),
+        bundle=SimpleNamespace(columns=frozenset(), prepare_batch=None),
+        layout=SimpleNamespace(micro_batch=2),
+        step=0,
+    )
+    batches, _ = loaders(run)
+    shapes = [{batch["labels"].shape for batch in share.batches} for share in batches]
+    assert (max(map(len, shapes)) == 1) == (stages > 1)
+
+
 def test_evaluation_is_trimmed_in_the_stored_order(rows):
     lengths = lengths_of(ROWS)
     for processes, micro in [(1, 8), (2, 4)]:
@@ -397,19 +425,28 @@ def test_packed_rows_are_neither_grouped_nor_trimmed(tmp_path):
         assert {batch["labels"].shape for batch in local_batch.batches} == {(4, WIDTH)}
 
 
-def test_the_order_is_part_of_what_a_run_is(tmp_path, rows):
+def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
-    (tmp_path / "packed").mkdir()
-    packed = documents(tmp_path / "packed", packing=True)
+    packed = documents(tmp_path, packing=True)
 
     def order(table: TokenRows, in_order: bool = False) -> str:
-        return Tokenized(table, None, tokenizer, metadata=None, in_order=in_order).order
+        tokenized = Tokenized(
+            table,
+            None,
+            tokenizer,
+            metadata=SimpleNamespace(data_sha256="", tokenizer_sha256="", block_size=64),
+            in_order=in_order,
+        )
+        settings = Settings(model=GPTConfig(), data=DataConfig())
+        bundle = SimpleNamespace(files=SimpleNamespace(config={}), start=None)
+        layout = Layout(processes=1, accumulation=1, micro_batch=8)
+        return run_fingerprint(accelerator, settings, tokenized, bundle, layout)["order"]
 
     assert order(packed) == "shuffled"
     assert order(rows) == "shuffled, grouped by length over 50 batches"
     assert order(rows, in_order=True) == order(packed, in_order=True) == "stored"
     own = Tokenized.of(rows, tokenizer)
-    assert own.order == "shuffled"
+    assert order(own.train) == "shuffled"
     assert own.train.column_names == ["input_ids", "labels"], "their lengths are not known"
 
 
