@@ -214,7 +214,6 @@ class ChatTemplate:
             call.
         control_tokens: the id and the text of each special token, of the stop tokens and of EOS.
             Only the template may write them: in a message they are text.
-        end_pattern: matches one stop token or several in a row.
         reasoning_field: the field in which the template looks for reasoning; ``None`` if it shows
             none.
         opens_reasoning: whether a prompt already begins the reasoning.
@@ -238,8 +237,8 @@ class ChatTemplate:
         self._end_of_call = self._find_end_of_call()
         self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
         self.control_tokens = self._find_control_tokens()
-        stop_tokens = any_of(self.control_tokens[id] for id in self.stop_token_ids)
-        self.end_pattern = re.compile(f"(?:{stop_tokens.pattern})+")
+        self._stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
+        self._stop_tokens = re.compile(f"(?:{self._stop_token.pattern})+")
 
     def switches(self, with_reasoning: bool) -> list[Switch]:
         """Return the options with which to prompt for a turn, in the order in which to try them."""
@@ -248,6 +247,17 @@ class ChatTemplate:
     def end_token_of(self, message: Message) -> str:
         """Return the token that ends a turn with this last message, if the template shows none."""
         return self._end_of_call if "tool_calls" in message else self._end_of_answer
+
+    def find_end(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        """Find the first stop token in a part of a text, with the stop tokens that follow it.
+
+        Args:
+            text: the text.
+            start: the first character of the part.
+            stop: the character after the part.
+        """
+        first = self._stop_token.search(text, start, stop)
+        return first and self._stop_tokens.match(text, first.start(), stop)
 
     def adapt(self, messages: list[Message]) -> tuple[list[Message], list[str]]:
         """Bring calls and reasoning into the form that the template takes.

@@ -6,7 +6,8 @@ part of the text had been written when the template first looked at each message
 depend on the message, so it is also the beginning of every shorter conversation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from llmtrain.data.chat_template import GENERATION_BLOCK, BadRow, Message, Span, Switch
@@ -16,6 +17,9 @@ from llmtrain.errors import first_line
 
 if TYPE_CHECKING:
     import jinja2
+
+
+_MOST_PIECES = 32
 
 
 class Rendering(NamedTuple):
@@ -54,7 +58,7 @@ class JinjaTemplate:
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = dict(tokenizer.special_tokens_map)
-        self._compiled: dict[bool, tuple[jinja2.Template, bool]] = {}
+        self._compiled: dict[bool, _CompiledTemplate] = {}
 
     def plain_data(self, messages: list[Message], tools: list[Fields] | None) -> PlainData:
         """Convert messages and tools to the objects that a template gets.
@@ -90,9 +94,9 @@ class JinjaTemplate:
             BadRow: if the template raises an error.
         """
         try:
-            template, _ = self._template_for(data.tools)
+            compiled = self._compiled_for(data.tools)
             variables = self._variables(data, add_generation_prompt, switch)
-            return template.render(messages=data.messages, **variables)
+            return "".join(compiled.pieces(data.messages, variables))
         except Exception as error:  # a template can raise any error
             raise _refusal(error) from None
 
@@ -110,7 +114,7 @@ class JinjaTemplate:
             BadRow: if the template raises an error.
         """
         try:
-            template, has_marks = self._template_for(data.tools)
+            compiled = self._compiled_for(data.tools)
         except Exception as error:  # the template cannot be parsed, say
             raise _refusal(error) from None
         variables = self._variables(data, add_generation_prompt=False, switch=switch)
@@ -119,32 +123,26 @@ class JinjaTemplate:
         output = _Output()
         watched = _WatchedMessages(data.messages, first_looks, output)
         try:
-            marks = output.generate(template, has_marks, messages=watched, **variables)
+            marks = output.generate(compiled, watched, variables)
         except Exception:  # the template may need a list; it may also refuse the conversation
             first_looks = [0] * len(data.messages)
             output = _Output()
             try:
-                marks = output.generate(template, has_marks, messages=data.messages, **variables)
+                marks = output.generate(compiled, data.messages, variables)
             except Exception as error:
                 raise _refusal(error) from None
 
         text = "".join(output.pieces)
-        return Rendering(text, marks if has_marks else None, _known(first_looks, len(text)))
+        return Rendering(
+            text, marks if compiled.has_marks else None, _known(first_looks, len(text))
+        )
 
-    def _template_for(self, tools: list[Fields] | None) -> "tuple[jinja2.Template, bool]":
-        """Return the template for conversations with or without tools.
-
-        Returns:
-            The template, and whether it has ``{% generation %}`` blocks.
-        """
+    def _compiled_for(self, tools: list[Fields] | None) -> "_CompiledTemplate":
+        """Return the template for conversations with or without tools."""
         has_tools = tools is not None
         if has_tools not in self._compiled:
-            from transformers.utils import chat_template_utils
-
             source = self._tokenizer.get_chat_template(tools=tools)
-            # There is no public function that compiles a template with all that templates use.
-            compiled = cast("jinja2.Template", chat_template_utils._compile_jinja_template(source))
-            self._compiled[has_tools] = compiled, GENERATION_BLOCK.search(source) is not None
+            self._compiled[has_tools] = _CompiledTemplate(source)
         return self._compiled[has_tools]
 
     def _variables(
@@ -161,6 +159,44 @@ class JinjaTemplate:
         return variables
 
 
+class _CompiledTemplate:
+    """A compiled template.
+
+    Args:
+        source: the text of the template.
+
+    Attributes:
+        has_marks: whether it has ``{% generation %}`` blocks.
+    """
+
+    def __init__(self, source: str) -> None:
+        from transformers.utils import chat_template_utils
+
+        # There is no public function that compiles a template with all that templates use.
+        compiled = chat_template_utils._compile_jinja_template(source)
+        self._template = cast("jinja2.Template", compiled)
+        self._globals = dict(self._template.globals)
+        self.has_marks = GENERATION_BLOCK.search(source) is not None
+
+    def pieces(self, messages: Sequence[Message], variables: Fields) -> Iterator[str]:
+        """Yield the text of messages in pieces, as the template writes them."""
+        # Jinja's own methods make such a dictionary from a chain of mappings, which takes longer
+        # than to render a short conversation.
+        context = self._template.new_context(
+            {**self._globals, **variables, "messages": messages}, shared=True
+        )
+        return self._template.root_render_func(context)
+
+    def tracker(
+        self, pieces: list[str], marks: list[Span]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the spans of generation blocks are appended to ``marks``."""
+        environment: Any = self._template.environment  # transformers adds a method to it
+        return cast(
+            "contextlib.AbstractContextManager[None]", environment.activate_tracker(pieces, marks)
+        )
+
+
 class _Output:
     """The text that a template has written so far.
 
@@ -174,23 +210,23 @@ class _Output:
         self.length = 0
 
     def generate(
-        self, template: "jinja2.Template", has_marks: bool, **variables: object
+        self, compiled: _CompiledTemplate, messages: Sequence[Message], variables: Fields
     ) -> list[Span]:
         """Let a template write its text, and return the spans of its generation blocks."""
         marks: list[Span] = []
-        if not has_marks:
-            self._extend(template.generate(**variables))
-            return marks
-
-        activate_tracker = cast("Callable[..., Any]", template.environment.activate_tracker)  # type: ignore[attr-defined]
-        with activate_tracker(self.pieces, marks):
-            self._extend(template.generate(**variables))
+        if compiled.has_marks:
+            with compiled.tracker(self.pieces, marks):
+                self._extend(compiled.pieces(messages, variables))
+        else:
+            self._extend(compiled.pieces(messages, variables))
         return marks
 
     def _extend(self, pieces: Iterator[str]) -> None:
         for piece in pieces:
             self.pieces.append(piece)
             self.length += len(piece)
+            if len(self.pieces) > _MOST_PIECES:  # they are joined at each generation block
+                self.pieces[:] = ["".join(self.pieces)]
 
 
 class _WatchedMessages(Sequence[Message]):

@@ -5,6 +5,7 @@ The assistant's turns are the targets, exactly as the model would have to genera
 
 import itertools
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from llmtrain.data.formats import (
 )
 from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
 from llmtrain.data.sources import Fields
-from llmtrain.data.text_encoder import TextEncoder, Tokens, strings
+from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, strings
 from llmtrain.data.tokenizer import FastTokenizer
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
@@ -168,19 +169,19 @@ class _TargetTokens(NamedTuple):
     ids: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    controls: np.ndarray
+    controls: list[int]
 
 
 class _TargetMask(NamedTuple):
     """The tokens of a target that are trained.
 
     Attributes:
-        is_trained: bool [n].
+        is_trained: bool [n], or ``True`` if all are.
         target_bytes: UTF-8 bytes of their text, without control tokens.
         has_end: whether the last one ends a turn.
     """
 
-    is_trained: np.ndarray
+    is_trained: np.ndarray | bool
     target_bytes: int
     has_end: bool
 
@@ -321,9 +322,10 @@ class Renderer:
             BadRow: if an answer cannot be rendered.
         """
         documents = [self.render_answer(record, answer) for answer in record.answers]
+        _, special_as_text = self.encoder.escape([record.messages, record.tools])
         return Rendered(
             documents,
-            special_as_text=self._count_specials(record.messages, record.tools),
+            special_as_text=special_as_text,
             other_fields=other_fields_of(record.messages),
         )
 
@@ -352,10 +354,13 @@ class Renderer:
         is_trained = trained_messages(conversation.messages)
         messages, thoughts = self.template.adapt(without_weights(conversation.messages))
         _check_text(messages, conversation.tools)
-        escaped, special_as_text = self.encoder.escape([messages, conversation.tools, thoughts])
-        messages, tools, thoughts = escaped
-        if special_as_text:  # reasoning is in the messages, too
-            special_as_text = self._count_specials(conversation.messages, conversation.tools)
+        # The template shows the messages. Some targets are made of reasoning that is not in them.
+        shown: list[Any] = [messages, conversation.tools]
+        if self.template.opens_reasoning and self.template.reasoning_field is None:
+            shown.append(thoughts)
+        escaped, special_as_text = self.encoder.escape(shown)
+        messages, tools = escaped[:2]
+        thoughts, _ = self.encoder.escape(thoughts)
 
         texts = _Texts(self._jinja, messages, tools, has_escapes=special_as_text > 0)
         rendering = texts.complete({})
@@ -394,11 +399,6 @@ class Renderer:
             special_as_text=special_as_text,
             other_fields=other_fields_of(messages),
         )
-
-    def _count_specials(self, messages: list[Message], tools: list[Fields] | None) -> int:
-        """Count the special tokens in messages and tools."""
-        _, count = self.encoder.escape([messages, tools])
-        return count
 
     def _first_trained(self, messages: list[Message]) -> int:
         """Return the number of messages that come before the first turn to train."""
@@ -484,7 +484,7 @@ class Renderer:
         if known < len(prompt) or not text.startswith(prompt):
             return None
 
-        end = self.template.end_pattern.search(text, len(prompt), known)
+        end = self.template.find_end(text, len(prompt), known)
         is_last = turn.stop == len(texts.messages)
         if end is None or not (is_last or self._is_final(text, end.end(), known)):
             return None
@@ -565,7 +565,7 @@ class Renderer:
             BadRow: if the template shows nothing of the turn, or if one of its messages follows a
                 turn that has ended.
         """
-        end = self.template.end_pattern.search(target)
+        end = self.template.find_end(target, 0, len(target))
         if end:
             text = target[: end.start()]
             rest = target[end.end() :]
@@ -618,29 +618,30 @@ class Renderer:
         """
         text = run[-1].prompt + run[-1].target
         tokens = self.encoder.encode(text)
-        controls = self.encoder.controls_of(tokens)
+        controls = self.encoder.controls_of(text, tokens)
+        if controls is None:
+            return False
         targets = []
         for turn in run:
             prompt_end = len(turn.prompt)
-            target_end = prompt_end + len(turn.target)
             first = self.encoder.count_before(text, tokens, controls, prompt_end)
             last = len(tokens.ids)
             if turn is not run[-1]:
-                last = self.encoder.count_before(text, tokens, controls, target_end)
+                target_end = prompt_end + len(turn.target)
+                last = self.encoder.count_to_control(tokens, controls, target_end)
             if first < 0 or last < 0:
-                return False
-            # A token that takes in the white space behind it ends earlier in a shorter text.
-            if turn is not run[-1] and tokens.offsets[last - 1][1] != target_end:
                 return False
             targets.append((first, last))
 
-        ids = np.array(tokens.ids, np.int32)
+        ids = tokens.array
         loss_mask = np.zeros(len(ids), bool)
         earlier = _taken_beginning(documents, ids[: targets[0][0]])
         loss_mask[: len(earlier.ids)] = earlier.loss_mask
         turn_ends = list(earlier.turn_ends)
         for turn, (first, last) in zip(run, targets, strict=True):
-            mask = self._mask_of(turn, tokens, first, last, shift=len(turn.prompt))
+            mask = self._mask_of_all(turn, tokens, first, last, controls)
+            if mask is None:
+                mask = self._mask_of(turn, tokens, first, last, shift=len(turn.prompt))
             loss_mask[first:last] = mask.is_trained
             loss_mask[:1] = False  # the first token has no context
             turn_ends.append(_next_turn_end(turn_ends, mask, loss_mask[:last]))
@@ -667,17 +668,77 @@ class Renderer:
             first = 0
             shift = 0
 
-        mask = self._mask_of(turn, tokens, first, len(tokens.ids), shift)
+        mask = self._mask_of(
+            turn,
+            tokens,
+            first,
+            last=len(tokens.ids),
+            shift=shift,
+            has_escapes=has_escapes,
+        )
         ids = np.array(prompt_ids + tokens.ids[first:], np.int32)
         earlier = _taken_beginning(documents, ids[: len(prompt_ids)])
         rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
-        loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, mask.is_trained])
+        is_trained = np.broadcast_to(mask.is_trained, len(ids) - len(prompt_ids))
+        loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, is_trained])
         loss_mask[:1] = False  # the first token has no context
         turn_end = _next_turn_end(earlier.turn_ends, mask, loss_mask)
         documents.append(_document(ids, loss_mask, [*earlier.turn_ends, turn_end]))
 
+    def _mask_of_all(
+        self, turn: _TrainedTurn, tokens: Tokens, first: int, last: int, controls: Controls
+    ) -> _TargetMask | None:
+        """Return the mask of a turn if all tokens of its target are trained.
+
+        This is the usual case, in which the tokens need not be looked at one by one.
+
+        Args:
+            turn: the turn.
+            tokens: the tokens of its text.
+            first: the index of the first token of the target.
+            last: the index after its last token.
+            controls: the control tokens of the text.
+
+        Returns:
+            The same as :meth:`_mask_of`; ``None`` in all other cases.
+        """
+        begin = bisect_left(controls.indices, first)
+        end = bisect_left(controls.indices, last)
+        if not self._is_whole(turn) or begin == end or controls.indices[end - 1] != last - 1:
+            return None
+        shift = len(turn.prompt)
+        start = 0
+        if not self.encoder.keeps_beginning(turn.target):
+            start = tokens.spans[first][0] - shift
+        if start < 0 or controls.ends[end - 1] != shift + len(turn.target):
+            return None
+
+        target_bytes = len(turn.target[start:].encode())
+        for index in controls.indices[begin:end]:
+            text = self.encoder.border_texts.get(tokens.ids[index])
+            if text is None:
+                return None
+            target_bytes -= len(text.encode())
+        has_end = tokens.ids[last - 1] in self.template.stop_token_ids
+        return _TargetMask(is_trained=True, target_bytes=target_bytes, has_end=has_end)
+
+    def _is_whole(self, turn: _TrainedTurn) -> bool:
+        """Return whether the trained parts of a target are all of it."""
+        position = 0
+        for start, stop in turn.spans:
+            if start != position:
+                return False
+            position = stop
+        return position == len(turn.target)
+
     def _mask_of(
-        self, turn: _TrainedTurn, tokens: Tokens, first: int, last: int, shift: int
+        self,
+        turn: _TrainedTurn,
+        tokens: Tokens,
+        first: int,
+        last: int,
+        shift: int,
+        has_escapes: bool = False,
     ) -> _TargetMask:
         """Find the tokens of a turn that are trained.
 
@@ -687,9 +748,10 @@ class Renderer:
             first: the index of the first token of the target.
             last: the index after its last token.
             shift: the number of characters before the target.
+            has_escapes: whether special tokens in the target are escaped.
         """
         target = self._target_tokens(turn.target, tokens, first, last, shift)
-        plain_text = self.encoder.unescape(turn.target)
+        plain_text = self.encoder.unescape(turn.target) if has_escapes else turn.target
         is_trained = np.zeros(len(target.ids), bool)
         target_bytes = 0
         for start, stop in turn.spans:
@@ -710,10 +772,14 @@ class Renderer:
     ) -> _TargetTokens:
         """Return the tokens of a target; see :meth:`_mask_of`."""
         ids = np.array(tokens.ids[first:last], np.int32)
-        offsets = np.array(tokens.offsets[first:last], int).reshape(-1, 2) - shift
+        offsets = np.array(tokens.spans[first:last], int).reshape(-1, 2) - shift
         start = offsets[:, 0]
         stop = offsets[:, 1]
-        controls = np.flatnonzero(np.isin(ids, self.encoder.control_ids))
+        controls = [
+            index
+            for index, id in enumerate(tokens.ids[first:last])
+            if id in self.encoder.control_texts
+        ]
         for i in controls:  # some include the white space around them
             token = target[start[i] : stop[i]]
             inner_start = stop[i] - len(token.lstrip())
@@ -786,12 +852,10 @@ def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
 def _check_text(messages: list[Message], tools: list[Fields] | None) -> None:
     """Raise :class:`BadRow` if a message or tool holds half of a surrogate pair."""
     try:
-        for text in strings([messages, tools]):
-            text.encode()
+        "".join(strings([messages, tools])).encode()
+        return
     except UnicodeEncodeError:
         pass
-    else:
-        return
 
     reason = "holds half of a surrogate pair, which is not valid text"
     for number, message in enumerate(messages, start=1):

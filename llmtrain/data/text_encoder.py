@@ -10,18 +10,19 @@ import copy
 import functools
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
 
 from llmtrain.data.chat_template import BadRow, any_of
 from llmtrain.data.tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 _ESCAPED_PLANE = 0xF0000  # holds the first characters of control tokens that are text
 _COPIED_PLANE = 0x100000  # holds the first characters of control tokens of the template
@@ -32,16 +33,43 @@ _LONGEST_REMEMBERED = 64
 _MOST_REMEMBERED = 10_000
 
 
-class Tokens(NamedTuple):
+class Tokens:
     """The tokens of a text.
+
+    Args:
+        ids: their ids.
+        encode: encodes the text again, with the characters of each token. That takes longer than
+            the ids, and most texts do not need it.
 
     Attributes:
         ids: the ids.
-        offsets: the characters at which each token begins and ends.
     """
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    def __init__(self, ids: list[int], encode: "Callable[[], Encoding]") -> None:
+        self.ids = ids
+        self._encode = encode
+
+    @functools.cached_property
+    def array(self) -> np.ndarray:
+        """The ids, int32 [n]."""
+        return np.array(self.ids, np.int32)
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The characters at which each token begins and ends."""
+        return self._encode().offsets
+
+
+class Controls(NamedTuple):
+    """The control tokens among the tokens of a text.
+
+    Attributes:
+        indices: their indices, ascending.
+        ends: the character at which each ends.
+    """
+
+    indices: list[int]
+    ends: list[int]
 
 
 class TextEncoder:
@@ -54,6 +82,9 @@ class TextEncoder:
     Attributes:
         control_ids: int [control tokens], their ids.
         controls: matches a control token.
+        control_texts: the text of each control token, by its id.
+        border_texts: the control tokens among them at which a text is divided, whatever stands
+            beside them.
         backend: encodes text without adding tokens at its ends.
     """
 
@@ -61,6 +92,8 @@ class TextEncoder:
         self.control_ids = np.array(list(control_tokens))
         self.controls = any_of(control_tokens.values())
         self.control_texts = dict(control_tokens)
+        self._is_control = np.zeros(max(control_tokens) + 2, bool)
+        self._is_control[self.control_ids] = True
 
         # A copy, because other code sets up the tokenizer so that "<|im_end|>" is text. Without a
         # post-processor, which would add nothing here, but may remove white space from the offsets.
@@ -71,7 +104,7 @@ class TextEncoder:
         self.backend.post_processor = None
 
         self._added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
-        self._borders = self._find_border_tokens()
+        self.border_texts = self._find_border_tokens()
         self._remembered: dict[tuple[int, str], list[int]] = {}
         self._escapes = {
             chr(_ESCAPED_PLANE + ord(text[0])): text[0]
@@ -91,8 +124,10 @@ class TextEncoder:
         """
         if has_escapes:
             return self._encode_escaped(text)
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        return Tokens(encoding.ids, encoding.offsets)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return Tokens(
+            encoding.ids, encode=lambda: self.backend.encode(text, add_special_tokens=False)
+        )
 
     # --- control tokens that are text
 
@@ -191,11 +226,11 @@ class TextEncoder:
             raise BadRow(
                 "a message holds a special token, and the tokenizer cannot encode it as text"
             )
-        return Tokens(ids, encoding.offsets)
+        return Tokens(ids, encode=lambda: encoding)
 
     # --- tokens of the beginning of a text
 
-    def count_before(self, text: str, tokens: Tokens, controls: "Controls", stop: int) -> int:
+    def count_before(self, text: str, tokens: Tokens, controls: Controls, stop: int) -> int:
         """Return how many tokens of a text are exactly the tokens of its first characters.
 
         The tokens up to a control token do not depend on the text behind it, because tokenizers
@@ -216,20 +251,73 @@ class TextEncoder:
             return -1
         index = controls.indices[number]
         end = controls.ends[number]
-        border = self._borders.get(tokens.ids[index])
-        if border is None or text[tokens.offsets[index][0] : end] != border:
+        control_id = tokens.ids[index]
+        if control_id not in self.border_texts:
             return -1
         if end == stop:
             return index + 1
 
-        rest = self._encode_behind(tokens.ids[index], text[end:stop])
+        rest = self._encode_behind(control_id, text[end:stop])
         count = index + 1 + len(rest)
         return count if tokens.ids[index + 1 : count] == rest else -1
 
-    def controls_of(self, tokens: Tokens) -> "Controls":
-        """Find the control tokens among the tokens of a text."""
-        indices = [index for index, id in enumerate(tokens.ids) if id in self.control_texts]
-        return Controls(indices, [tokens.offsets[index][1] for index in indices])
+    def count_to_control(self, tokens: Tokens, controls: Controls, stop: int) -> int:
+        """Return how many tokens there are up to a control token at which a text can be divided.
+
+        Args:
+            tokens: the tokens of the text.
+            controls: their control tokens.
+            stop: the character at which the control token ends.
+
+        Returns:
+            The number of tokens; -1 if no such token ends there.
+        """
+        number = bisect_left(controls.ends, stop)
+        if number == len(controls.ends) or controls.ends[number] != stop:
+            return -1
+        index = controls.indices[number]
+        return index + 1 if tokens.ids[index] in self.border_texts else -1
+
+    def controls_of(self, text: str, tokens: Tokens) -> Controls | None:
+        """Find the control tokens among the tokens of a text.
+
+        Returns:
+            The control tokens; ``None`` if they are not those that the text shows.
+        """
+        # The last place of the array is for all larger ids.
+        is_control = self._is_control[np.minimum(tokens.array, len(self._is_control) - 1)]
+        indices = is_control.nonzero()[0].tolist()
+        matches = list(self.controls.finditer(text))
+        encoded = [self.control_texts[tokens.ids[index]] for index in indices]
+        if encoded != [match[0] for match in matches]:
+            return None
+        return Controls(indices, [match.end() for match in matches])
+
+    def keeps_beginning(self, text: str) -> bool:
+        """Return whether the first token of a text certainly begins with its first character.
+
+        Some tokenizers leave out white space, or characters that their normalizer removes.
+        """
+        return self._keeps_all_bytes and text[:1].isascii()
+
+    @functools.cached_property
+    def _keeps_all_bytes(self) -> bool:
+        """Whether the tokenizer divides all bytes of a text into tokens, as GPT-2 does."""
+        normalizer = _settings_of(self.backend.normalizer)
+        pre_tokenizer = _settings_of(self.backend.pre_tokenizer)
+        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+        *splits, last = steps
+        has_all_bytes = all(
+            self.backend.token_to_id(byte) is not None for byte in ByteLevel.alphabet()
+        )
+        return (
+            normalizer.get("type", "NFC") == "NFC"
+            and last.get("type") == "ByteLevel"
+            and not last.get("add_prefix_space")
+            and all(step.get("type") == "Split" for step in splits)
+            and all(step.get("behavior") != "Removed" for step in splits)
+            and has_all_bytes
+        )
 
     def _find_border_tokens(self) -> dict[int, str]:
         """Return the control tokens at which a text is divided, whatever stands beside them."""
@@ -256,16 +344,12 @@ class TextEncoder:
         return ids
 
 
-class Controls(NamedTuple):
-    """The control tokens among the tokens of a text.
-
-    Attributes:
-        indices: their indices, ascending.
-        ends: the character at which each ends.
-    """
-
-    indices: list[int]
-    ends: list[int]
+def _settings_of(component: Any) -> dict[str, Any]:
+    """Return the settings of a part of a tokenizer; an empty dictionary if it has no such part."""
+    if component is None:
+        return {}
+    settings: dict[str, Any] = json.loads(component.__getstate__())
+    return settings
 
 
 def strings(value: object) -> Iterator[str]:
