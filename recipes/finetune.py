@@ -34,6 +34,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     model.fit_block_size()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
+    lt.resolve_packing(settings)
     return lt.tokenize(
         settings.data,
         model.block_size,

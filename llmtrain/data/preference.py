@@ -131,7 +131,7 @@ class Pairs(Records[PreferenceRecord]):
             chat=chat,
             stop_token_ids=stop_token_ids,
         )
-        self.share_prompts = chat.share_prompts and chat.packing
+        self.share_prompts = chat.shares_prompts
         self.unpaired = unpaired
 
     def write(
@@ -186,7 +186,7 @@ class Pairs(Records[PreferenceRecord]):
             audit.desirable += self.unpaired and pair.is_first_desirable
             target_bytes += first.target_bytes + second.target_bytes
 
-        audit.rows = store.write_rows(path, width, self.chat.packing)
+        audit.rows = store.write_rows(path, width, self.chat.is_packed)
         audit.places = audit.rows * width
         store.digest.update(f" {self.unpaired}".encode())
         audit.records = total

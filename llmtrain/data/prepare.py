@@ -272,6 +272,11 @@ def tokenize(
             f"--text_field is for text, but {sources[0].name} holds conversations; leave it out."
         )
     row_config = None if is_text else chat
+    if row_config is not None:
+        # The recipe has asked the model class, unless the recipe has a model of its own.
+        row_config.resolve_packing(can_pack=True)
+    if isinstance(row_config, PairConfig):
+        row_config.resolve_sharing(can_share=True)
 
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     new_tokens: list[int] = []
@@ -522,7 +527,7 @@ def _make(
             )
 
         metadata = metadata_of(name, spec, tokenizer, block_size, train=train, eval=eval)
-        metadata.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
+        metadata.shared = isinstance(chat, PairConfig) and chat.shares_prompts
         if chat:
             metadata.ends = sorted(ChatTemplate(tokenizer, stop_token_ids).stop_token_ids)
         (working / "facts.json").write_text(json.dumps(asdict(metadata), indent=2))

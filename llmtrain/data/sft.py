@@ -300,7 +300,7 @@ class Conversations(Records[Conversation]):
             audit.tokens += sum(lengths)
             audit.repeated += sum(lengths) - max(lengths, default=0)
 
-        audit.rows = store.write_rows(path, width, self.chat.packing)
+        audit.rows = store.write_rows(path, width, self.chat.is_packed)
         audit.places = audit.rows * width
         if split == "train":
             # Unreadable records have no hash, so they are all counted as training data.
