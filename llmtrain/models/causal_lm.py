@@ -208,6 +208,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if documents is None and position_ids is not None and self.has_short_convolutions:
             # transformers finds documents for its attention alone.
             documents = Documents.of(position_ids.cpu(), input_ids.is_cuda).to(input_ids.device)
+            columns.setdefault("use_cache", False)
         if documents is not None:
             columns["documents"] = documents
         return self.own_forward(input_ids=input_ids, position_ids=position_ids, **columns)
