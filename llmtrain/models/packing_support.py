@@ -121,10 +121,10 @@ def _relevant(model_config: "PreTrainedConfig") -> dict[str, object]:
 def _attention_to_try(config: ModelConfig, model_config: "PreTrainedConfig") -> str | None:
     """Return the attention of transformers that a miniature uses; ``None`` for the class's own.
 
-    Flash attention needs a GPU. It keeps documents apart in the same classes as ``sdpa``.
+    Flash attention needs a GPU. It keeps documents apart in the same classes as others do.
     """
     implementation = config.attn_implementation or model_config._attn_implementation
-    return implementation if implementation in (None, "eager", "sdpa") else "sdpa"
+    return implementation if implementation in ("eager", "sdpa") else None
 
 
 def _read(path: Path, class_name: str) -> PackingSupport | None:
@@ -199,10 +199,9 @@ def _trained(
 
 
 def _on_meta_device(config: "PreTrainedConfig") -> nn.Module:
-    from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    with torch.device("meta"), no_init_weights():
         return _build(config, None)
 
 
