@@ -371,13 +371,18 @@ def own_arguments(
         for side in ("q", "k"):
             arguments[f"cu_seq_lens_{side}"] = documents.borders
             arguments[f"max_length_{side}"] = ids.shape[1]
-        documents = documents.laid_end_to_end()
 
+    takes_numbers = model.takes_document_numbers and ids.is_cuda
     if documents is None or documents.starts is None:
         return arguments
+    if not model.has_short_convolutions and not takes_numbers:
+        return arguments
+
+    if implementation.startswith("flash"):
+        documents = documents.laid_end_to_end()
     if model.has_short_convolutions:
         arguments["documents"] = documents
-    if model.takes_document_numbers and ids.is_cuda:
+    if takes_numbers:
         # Not run on a GPU yet. `probe.leaks` finds out whether the class does what it should.
         arguments["seq_idx"] = documents.numbers()
     return arguments

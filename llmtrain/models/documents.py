@@ -178,9 +178,9 @@ class Documents:
         first_of_row = length * torch.arange(rows, device=self.starts.device)[:, None]
         other_answers = self.other_answers
         if other_answers is not None:
-            other_answers = (other_answers + first_of_row).view(2, 1, -1)
+            other_answers = (other_answers + first_of_row).reshape(2, 1, -1)
         return Documents(
-            starts=(self.starts + first_of_row).view(1, -1),
+            starts=(self.starts + first_of_row).reshape(1, -1),
             other_answers=other_answers,
         )
 
