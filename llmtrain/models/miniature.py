@@ -15,6 +15,7 @@ ROW_LENGTH = 128  # the most positions of a row that a miniature is tried on
 _SPAN = 32
 _MOST_EXPERTS = 4
 _FEWEST_LAYERS = 2
+_FEWEST_HEADS = 4  # of attention that has as many
 
 # Keys of configurations. If heads become fewer and stay as large, the other sizes can shrink by the
 # same factor: classes ask that widths are multiples of the heads.
@@ -22,6 +23,7 @@ _HEADS = re.compile(r"heads|(^|_)n_head$|groups$")
 _WIDTHS = re.compile(r"(size|dim|width|embd|inner|d_ssm|d_model|d_ff)$")
 # The kernels of experts take multiples of 16 only.
 _WIDTHS_OF_EXPERTS = re.compile(r"moe|expert|shared")
+_INNER_WIDTHS = re.compile(r"intermediate|ffn|d_ff$")  # of feed-forward layers
 _OTHER_SIZES = re.compile(
     r"batch|block|chunk|conv|group|head|image|index|kernel|layer|patch|position|rank|rope|rotary"
     r"|state|token|vocab|window"
@@ -81,21 +83,31 @@ def _changed(
 
 
 def _with_fewer_heads(values: dict[str, Any], config: "PreTrainedConfig", row_length: int) -> None:
-    """Divide the number of heads, and every width, by their greatest common divisor."""
+    """Divide the number of heads, and every width, by a common divisor."""
     hidden_size = int(config.hidden_size)
     counts = [
         value
         for key, value in values.items()
         if _HEADS.search(key) and isinstance(value, int) and value > 1
     ]
-    if counts:
-        factor = math.gcd(*counts, hidden_size)
-        for key, value in values.items():
-            is_width = bool(_WIDTHS.search(key)) and not _OTHER_SIZES.search(key)
-            if is_width or _HEADS.search(key):
-                unit = 16 if _WIDTHS_OF_EXPERTS.search(key) else 1
-                values[key] = _divided(value, factor, unit)
+    factor = _divisor(counts, hidden_size)
+    for key, value in values.items():
+        is_width = bool(_WIDTHS.search(key)) and not _OTHER_SIZES.search(key)
+        if is_width or _HEADS.search(key):
+            unit = 16 if _WIDTHS_OF_EXPERTS.search(key) else 1
+            values[key] = _divided(value, factor, unit)
+        if _INNER_WIDTHS.search(key):
+            values[key] = _at_most(values[key], 2 * hidden_size // factor)
     _with_all_heads(values, config, row_length)
+
+
+def _divisor(counts: list[int], hidden_size: int) -> int:
+    """Return the largest common divisor that leaves a few heads; 1 if there is no other."""
+    if not counts:
+        return 1
+    common = math.gcd(*counts, hidden_size)
+    most = max(max(counts) // _FEWEST_HEADS, 1)
+    return max(number for number in range(1, min(common, most) + 1) if common % number == 0)
 
 
 def _divided(value: Any, factor: int, unit: int) -> Any:
@@ -105,6 +117,12 @@ def _divided(value: Any, factor: int, unit: int) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
         return value
     return unit * math.ceil(value / factor / unit)
+
+
+def _at_most(value: Any, limit: int) -> Any:
+    if isinstance(value, list):
+        return [_at_most(item, limit) for item in value]
+    return min(value, limit) if type(value) is int else value
 
 
 def _with_all_heads(values: dict[str, Any], config: "PreTrainedConfig", row_length: int) -> None:
@@ -161,6 +179,8 @@ def _with_fewer_layers(values: dict[str, Any], config: "PreTrainedConfig", layer
     if depth_key in values:
         values[depth_key] = layers
     for key, value in values.items():
+        if isinstance(value, dict) and all(str(number).isdigit() for number in value):
+            values[key] = {number: item for number, item in value.items() if int(number) < layers}
         if not isinstance(value, list):
             continue
         if "layer" in key and _is_list_of_layers(value, count):

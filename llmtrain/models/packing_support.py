@@ -21,7 +21,7 @@ from torch import nn
 from llmtrain.errors import first_line
 from llmtrain.files import read_object, write_json
 from llmtrain.models.architecture import model_configuration
-from llmtrain.models.causal_lm import CausalLM, has_recurrence_kernels, make_causal_lm
+from llmtrain.models.causal_lm import has_recurrence_kernels, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.miniature import ROW_LENGTH, miniatures
 from llmtrain.models.probe import leaks, probe, shares_prompts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Raise this number if another verdict may follow from the same configuration.
 _VERSION = 1
-_MOST_PARAMETERS = 200_000_000  # of a miniature, which has float32 weights
+_MOST_PARAMETERS = 300_000_000  # of a miniature, which has float32 weights
 
 
 @dataclass(frozen=True)
@@ -171,31 +171,21 @@ def _verdicts(
     miniature: "PreTrainedConfig", implementation: str | None, row_length: int
 ) -> tuple[bool, bool]:
     """Return whether a miniature keeps documents apart, and answers that share a prompt."""
-    model = _trained(miniature, implementation, row_length)
-    packs = not leaks(model)
-
-    # A model that shares prompts may compute its attention in another way.
-    model = _trained(miniature, implementation, row_length, for_pairs=True)
-    shares = packs and not leaks(model) and shares_prompts(model)
-    return packs, shares
-
-
-def _trained(
-    miniature: "PreTrainedConfig",
-    implementation: str | None,
-    row_length: int,
-    for_pairs: bool = False,
-) -> CausalLM:
-    """Build a miniature with random weights, as a run would use it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _build(miniature, implementation)
     if has_recurrence_kernels() and torch.cuda.is_available():
         # These kernels run on GPUs alone. Not run yet.
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # type: ignore[arg-type]
-    trained = make_causal_lm(model, row_length, shares_prompts=for_pairs)
-    probe(trained)
-    return trained
+
+    # A model that shares prompts may compute its attention in another way.
+    for_pairs = make_causal_lm(copy.deepcopy(model), row_length, shares_prompts=True)
+    for_documents = make_causal_lm(model, row_length)
+    probe(for_documents)
+    if leaks(for_documents):
+        return False, False
+    probe(for_pairs)
+    return True, not leaks(for_pairs) and shares_prompts(for_pairs)
 
 
 def _on_meta_device(config: "PreTrainedConfig") -> nn.Module:
