@@ -282,7 +282,10 @@ class _Parser(HfArgumentParser):
         plain_field.metadata = metadata  # type: ignore[assignment]
         if field.metadata["parse"] is not None:
             plain_field.type = field.metadata["parse"]
-        HfArgumentParser._parse_dataclass_field(parser, plain_field)
+        if field.type == bool | None:
+            _add_three_way_switch(parser, plain_field)
+        else:
+            HfArgumentParser._parse_dataclass_field(parser, plain_field)
 
     @property
     def flags(self) -> list[str]:
@@ -315,6 +318,42 @@ class _Parser(HfArgumentParser):
         # A flag has several names, such as --max_steps/--max-steps. Show the first.
         message = re.sub(r"(--\w+)(/--[\w-]+)+", r"\1", message)
         raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
+
+
+def _add_three_way_switch(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+    """Add the flags of a field that is ``True``, ``False``, or ``None`` for auto.
+
+    They are ``--name``, ``--name auto`` and ``--no_name``. HF's parser has no flag for ``None``.
+    """
+    dashed = field.name.replace("_", "-")
+    parser.add_argument(
+        *dict.fromkeys([f"--{field.name}", f"--{dashed}"]),
+        nargs="?",
+        const=True,
+        default=field.default,
+        type=_bool_or_auto,
+        help=field.metadata["help"],
+    )
+    parser.add_argument(
+        f"--no_{field.name}",
+        f"--no-{dashed}",
+        action="store_false",
+        dest=field.name,
+        default=field.default,
+        help=argparse.SUPPRESS,  # the help of --name explains it
+    )
+
+
+def _bool_or_auto(text: str) -> bool | None:
+    """Parse the value of a switch that may be ``auto``, which is ``None``."""
+    if text.lower() == "auto":
+        return None
+    try:
+        return bool(string_to_bool(text))  # type: ignore[no-untyped-call]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a value of this switch: use true, false or auto"
+        ) from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
+    lt.resolve_packing(settings)
     rows = lt.tokenize(
         settings.data,
         model.max_length,

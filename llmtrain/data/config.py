@@ -212,13 +212,26 @@ class RowConfig(Config):
         "what to do with a record that cannot be trained on: stop and name its line, or leave it "
         "out and count it",
     )
-    # --help shows a switch that is on as its negation, --no_packing. So this text describes that.
-    packing: bool = flag(
-        True,
-        "put each conversation in a row of its own (each answer of a pair in half a row) instead "
-        "of packing several into one row; slower, and needed only by models that cannot keep "
-        "packed documents apart",
+    packing: bool | None = flag(
+        None,
+        "put several conversations (or pairs of answers) into one row; --no_packing puts each into "
+        "a row of its own, which is slower (default: auto, which packs if the model keeps packed "
+        "documents apart)",
     )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row may hold several conversations or pairs."""
+        return self.packing is not False
+
+    def resolve_packing(self, can_pack: bool) -> None:
+        """Decide whether rows are packed, unless the user has decided.
+
+        Args:
+            can_pack: whether the model keeps packed documents apart.
+        """
+        if self.packing is None:
+            self.packing = can_pack
 
 
 @dataclass
@@ -240,9 +253,23 @@ class ChatConfig(RowConfig):
 class PairConfig(RowConfig):
     """How preference data becomes rows. Each field is a flag."""
 
-    # --help shows this switch as --no_share_prompts, like --no_packing above.
-    share_prompts: bool = flag(
-        True,
-        "store the prompt of a pair twice, once for each answer, instead of once for both; slower, "
-        "and needed only by models that cannot share it (--no_packing does this, too)",
+    share_prompts: bool | None = flag(
+        None,
+        "store the prompt of a pair once for both answers; --no_share_prompts stores it for each, "
+        "which is slower, and so does --no_packing (default: auto, which shares prompts if the "
+        "model keeps the answers apart)",
     )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether two answers follow one copy of their prompt."""
+        return self.is_packed and self.share_prompts is not False
+
+    def resolve_sharing(self, can_share: bool) -> None:
+        """Decide whether answers share a prompt, unless the user has decided.
+
+        Args:
+            can_share: whether the model keeps two answers to one prompt apart.
+        """
+        if self.share_prompts is None:
+            self.share_prompts = can_share

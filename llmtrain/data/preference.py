@@ -368,7 +368,7 @@ class EncodedPairs:
         columns = _columns(pairs)
         stops = encoded.lengths[kept].clip(max=max_length)
         starts = np.zeros_like(stops)
-        if self.chat.share_prompts and self.chat.packing:
+        if self.chat.shares_prompts:
             starts[:, 1] = columns["shared"]
 
         examples = Examples(
@@ -378,7 +378,7 @@ class EncodedPairs:
             is_first_desirable=columns["is_first_desirable"].astype(bool),
         )
         width = 2 * max_length
-        written = encoded.store.write_rows(path, examples, width, self.chat.packing)
+        written = encoded.store.write_rows(path, examples, width, self.chat.is_packed)
         written.digest.update(f" {self.unpaired}".encode())
 
         audit.kept = len(kept)

@@ -349,6 +349,11 @@ def tokenize(
     all_sources = [*sources, *eval_sources]
     formats = _formats_of(all_sources, chat, unpaired=unpaired)
     row_config = None if set(formats) == {"text"} else chat
+    if row_config is not None:
+        # The recipe has asked the model class, unless the recipe has a model of its own.
+        row_config.resolve_packing(can_pack=True)
+    if isinstance(row_config, PairConfig):
+        row_config.resolve_sharing(can_share=True)
     _check_text_flags(config, all_sources, formats, row_config)
     if row_config is None and max_length == "auto":
         raise UserError(
@@ -583,7 +588,7 @@ def _check_text_flags(
         for flag, is_set in are_set.items():
             if is_set:
                 raise UserError(f"{flag} is for text, but {name} holds {kind}; leave it out.")
-    if config.isolate_documents and chat is not None and not chat.packing:
+    if config.isolate_documents and chat is not None and not chat.is_packed:
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
             "run does not pack them (--no_packing); leave --isolate_documents out."
@@ -602,7 +607,7 @@ def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
     """
     if chat is None:
         return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
-    return TOKEN_COLUMNS if chat.packing else [*TOKEN_COLUMNS[:-1], LENGTHS]
+    return TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
 
 def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
@@ -863,7 +868,7 @@ def _make(
             )
 
         metadata = metadata_of(name, spec, tokenizer, length, train=train, eval=eval)
-        metadata.shared = isinstance(chat, PairConfig) and chat.share_prompts and chat.packing
+        metadata.shared = isinstance(chat, PairConfig) and chat.shares_prompts
         metadata.covering_length = summary.covering
         metadata.length_histogram = list(summary.histogram)
         if chat:

@@ -351,7 +351,7 @@ class EncodedConversations:
         fitted = self._fit(encoded, width, audit)
 
         examples = Examples.of_documents(fitted.documents, fitted.lengths)
-        written = encoded.store.write_rows(path, examples, width, self.chat.packing)
+        written = encoded.store.write_rows(path, examples, width, self.chat.is_packed)
 
         turn_ends = encoded.turn_ends
         _, targets, target_bytes, ended = turn_ends[fitted.last_turns].sum(axis=0).tolist()

@@ -1,5 +1,6 @@
 """The interface of a model that is trained: a ``forward`` in which any objective can compute."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -109,5 +110,9 @@ def make_trainable(model: nn.Module) -> nn.Module:
 
 def put_in_front(mixin: type, module: nn.Module) -> None:
     """Give a module a subclass of its own class in which the methods of ``mixin`` come first."""
-    own_class = type(module)
-    module.__class__ = type(own_class.__name__, (mixin, own_class), {"own_class": own_class})
+    module.__class__ = _with_mixin(mixin, type(module))
+
+
+@functools.cache  # compiled code is made anew for every class
+def _with_mixin(mixin: type, own_class: type) -> type:
+    return type(own_class.__name__, (mixin, own_class), {"own_class": own_class})

@@ -187,11 +187,13 @@ def test_wrong_names_of_eval_data_are_one_line(tmp_path, cache, settings, expect
     assert left_behind(cache) == []
 
 
-def test_eval_text_beside_conversations_is_an_error_that_names_both(tmp_path):
+def test_conversations_can_be_evaluated_on_text(tmp_path):
     train = write(tmp_path / "t.jsonl", [chat(str(i)) for i in range(9)])
-    eval = write(tmp_path / "e.jsonl", [text("e")])
-    message = complaint(config(train, eval_dataset=[eval]), ChatConfig())
-    assert f"{train} is prompt_completion, {eval} is text" in message
+    eval = write(tmp_path / "e.jsonl", [text("e" * 200)])
+    made = tokenize(config(train, eval_dataset=[eval]), 32, ChatConfig())
+    assert made.eval.column_names == made.train.column_names
+    assert made.metadata.eval_tokens == 201
+    assert made.metadata.source_targets == [made.metadata.train_tokens]
 
 
 @pytest.mark.parametrize("name", ["eval_dataset", "dataset_test_split", "dataset_train_split"])
