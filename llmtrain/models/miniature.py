@@ -102,12 +102,13 @@ def _with_fewer_heads(values: dict[str, Any], config: "PreTrainedConfig", row_le
 
 
 def _divisor(counts: list[int], hidden_size: int) -> int:
-    """Return the largest common divisor that leaves a few heads; 1 if there is no other."""
+    """Return a common divisor, the largest one that leaves a few heads."""
     if not counts:
         return 1
     common = math.gcd(*counts, hidden_size)
-    most = max(max(counts) // _FEWEST_HEADS, 1)
-    return max(number for number in range(1, min(common, most) + 1) if common % number == 0)
+    most = max(counts) // _FEWEST_HEADS
+    fitting = [number for number in range(2, most + 1) if common % number == 0]
+    return max(fitting, default=common)
 
 
 def _divided(value: Any, factor: int, unit: int) -> Any:

@@ -82,7 +82,7 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
         class_name,
         _relevant(model_config),
         implementation,
-        config.block_size,
+        config.longest_row,
         has_recurrence_kernels() and torch.cuda.is_available(),
     ]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
@@ -90,7 +90,7 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
 
     support = _read(path, class_name)
     if support is None:
-        support = _try(class_name, model_config, implementation, config.block_size)
+        support = _try(class_name, model_config, implementation, config.longest_row)
         if not support.problem:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)

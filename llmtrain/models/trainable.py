@@ -110,7 +110,7 @@ def make_trainable(model: nn.Module) -> nn.Module:
 
 def put_in_front(mixin: type, module: nn.Module) -> None:
     """Give a module a subclass of its own class in which the methods of ``mixin`` come first."""
-    module.__class__ = _with_mixin(mixin, type(module))
+    module.__class__ = _with_mixin(mixin, type(module))  # type: ignore[arg-type]
 
 
 @functools.cache  # compiled code is made anew for every class

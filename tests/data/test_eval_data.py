@@ -192,7 +192,7 @@ def test_conversations_can_be_evaluated_on_text(tmp_path):
     eval = write(tmp_path / "e.jsonl", [text("e" * 200)])
     made = tokenize(config(train, eval_dataset=[eval]), 32, ChatConfig())
     assert made.eval.column_names == made.train.column_names
-    assert made.metadata.eval_tokens == 201
+    assert made.metadata.eval_tokens == len(text("e" * 200)["text"]) + 1
     assert made.metadata.source_targets == [made.metadata.train_tokens]
 
 

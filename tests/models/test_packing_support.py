@@ -26,7 +26,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def support_of(family: str, overrides: str, folder: Path, **settings: Any) -> PackingSupport:
-    config = ModelConfig(from_config=family, config_overrides=overrides, block_size=48, **settings)
+    config = ModelConfig(from_config=family, config_overrides=overrides, max_length=48, **settings)
     support = packing_support.packing_support(config, folder)
     assert support is not None
     return support

@@ -1,5 +1,6 @@
 """LFM2 computes a packed document as it computes the document alone: its convolutions stop at the border."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.models import short_convolution
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe
@@ -215,7 +216,7 @@ def test_the_convolution_itself_is_checked_for_rows_without_documents() -> None:
 def loaded(words: Any, precision: str = "no", **settings: Any) -> Any:
     sizes = ",".join(f"{key}={value}" for key, value in SIZES.items() if key != "vocab_size")
     config = ModelConfig(
-        from_config="lfm2", config_overrides=sizes.replace("'", ""), block_size=20, **settings
+        from_config="lfm2", config_overrides=sizes.replace("'", ""), max_length=20, **settings
     )
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     return place(
@@ -278,3 +279,25 @@ def batch_with_border(border: int) -> Batch:
     ids = packed_batch()["input_ids"]
     positions = torch.cat([torch.arange(border), torch.arange(20 - border)]).expand(2, -1)
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_an_adapter_of_the_convolutions_is_trained_on_packed_rows(
+    words: Any, tmp_path: Path
+) -> None:
+    stock().float().save_pretrained(tmp_path / "base")
+    lora = LoraConfig(lora_r=4)
+    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), block_size=20)
+    rows = SomeRows(words, is_packed=True)
+    model = place(Accelerator(cpu=True), load_model(config, lora, rows, 3, "no")).model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+
+    batch = packed_batch()
+    packed = model(**batch)
+    ours = gradients(model, packed)
+    assert any("conv.in_proj.lora_A" in name for name in ours)
+    unpacked = summed_loss(model, batch)
+    assert packed.item() == pytest.approx(unpacked.item(), rel=1e-5)
+    assert_same(ours, gradients(model, unpacked), limit=1e-4)
