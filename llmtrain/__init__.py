@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.config import PairConfig as PairConfig
-    from llmtrain.data.prepare import Tokenized as Tokenized
     from llmtrain.data.prepare import tokenize as tokenize
+    from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
@@ -50,8 +50,8 @@ _MODULES = {
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
     "PairConfig": "llmtrain.data.config",
-    "Tokenized": "llmtrain.data.prepare",
     "tokenize": "llmtrain.data.prepare",
+    "Tokenized": "llmtrain.data.tokenized",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",

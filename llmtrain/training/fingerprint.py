@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from accelerate import Accelerator
 
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
 from llmtrain.types import JsonObject, ModelBundle

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from llmtrain.config import resolved
 from llmtrain.console import say
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from llmtrain.console import say
 from llmtrain.data.loader import eval_loader, train_loader
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles

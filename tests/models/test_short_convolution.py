@@ -287,7 +287,7 @@ def test_an_adapter_of_the_convolutions_is_trained_on_packed_rows(
 ) -> None:
     stock().float().save_pretrained(tmp_path / "base")
     lora = LoraConfig(lora_r=4)
-    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), block_size=20)
+    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), max_length=20)
     rows = SomeRows(words, is_packed=True)
     model = place(Accelerator(cpu=True), load_model(config, lora, rows, 3, "no")).model.eval()
     for name, parameter in model.named_parameters():
