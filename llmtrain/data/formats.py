@@ -249,7 +249,8 @@ def other_fields_of(messages: Iterable[Message]) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     for message in messages:
-        counts.update(message.keys() - _MESSAGE_FIELDS)
+        if not message.keys() <= _MESSAGE_FIELDS:
+            counts.update(message.keys() - _MESSAGE_FIELDS)
     return counts
 
 

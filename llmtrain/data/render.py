@@ -30,7 +30,7 @@ from llmtrain.data.formats import (
 )
 from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
 from llmtrain.data.sources import Fields
-from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, strings
+from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, texts_of
 from llmtrain.data.tokenizer import FastTokenizer
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
@@ -351,16 +351,18 @@ class Renderer:
             BadRow: if the chat template refuses the conversation or does not show it, or if its
                 text cannot be used.
         """
+        tools = conversation.tools
         is_trained = trained_messages(conversation.messages)
         messages, thoughts = self.template.adapt(without_weights(conversation.messages))
-        _check_text(messages, conversation.tools)
+        _check_text(messages, tools)
         # The template shows the messages. Some targets are made of reasoning that is not in them.
-        shown: list[Any] = [messages, conversation.tools]
+        shown: list[Any] = [messages, tools]
         if self.template.opens_reasoning and self.template.reasoning_field is None:
             shown.append(thoughts)
         escaped, special_as_text = self.encoder.escape(shown)
-        messages, tools = escaped[:2]
-        thoughts, _ = self.encoder.escape(thoughts)
+        if special_as_text:
+            messages, tools = escaped[:2]
+            thoughts, _ = self.encoder.escape(thoughts)
 
         texts = _Texts(self._jinja, messages, tools, has_escapes=special_as_text > 0)
         rendering = texts.complete({})
@@ -852,14 +854,14 @@ def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
 def _check_text(messages: list[Message], tools: list[Fields] | None) -> None:
     """Raise :class:`BadRow` if a message or tool holds half of a surrogate pair."""
     try:
-        "".join(strings([messages, tools])).encode()
+        "".join(texts_of([messages, tools])).encode()
         return
     except UnicodeEncodeError:
         pass
 
     reason = "holds half of a surrogate pair, which is not valid text"
     for number, message in enumerate(messages, start=1):
-        if any(map(_HALF.search, strings(message))):
+        if any(map(_HALF.search, texts_of(message))):
             raise BadRow(f"message {number} ({message['role']}) {reason}")
     raise BadRow(f"field 'tools' {reason}")
 

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -144,7 +144,7 @@ class TextEncoder:
         Raises:
             BadRow: if a control token cannot be moved.
         """
-        texts = list(strings(value))
+        texts = texts_of(value)
         if not any(map(self.controls.search, texts)):
             return value, 0
         if any(map(_PRIVATE_USE.search, texts)):
@@ -352,17 +352,27 @@ def _settings_of(component: Any) -> dict[str, Any]:
     return settings
 
 
-def strings(value: object) -> Iterator[str]:
-    """Yield all texts in a JSON value, with the keys of objects."""
+def texts_of(value: object) -> list[str]:
+    """Return all texts in a JSON value, with the keys of objects."""
+    texts: list[str] = []
+    _collect_texts(value, texts)
+    return texts
+
+
+def _collect_texts(value: object, texts: list[str]) -> None:
     if isinstance(value, str):
-        yield value
+        texts.append(value)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from strings(key)
-            yield from strings(inner)
+            if isinstance(key, str):
+                texts.append(key)
+            if isinstance(inner, str):  # the usual case, without another call
+                texts.append(inner)
+            else:
+                _collect_texts(inner, texts)
     elif isinstance(value, list):
         for inner in value:
-            yield from strings(inner)
+            _collect_texts(inner, texts)
 
 
 def _moved(text: str, plane: int) -> str:

@@ -543,7 +543,9 @@ def test_special_tokens_beside_private_use_characters_or_as_escapes_are_refused(
 
 
 def test_a_turn_of_weight_zero_is_context_and_not_trained():
-    tokenizer = make(marked(TEMPLATES["chatml"]).replace("m.role +", "m.role + (m.weight or '') +"))
+    tokenizer = make(
+        marked(TEMPLATES["chatml"]).replace("m.role +", "m.role + ('!' if 'weight' in m else '') +")
+    )
     messages = chat("a", "b", "c", "d", "e", "f").messages
     weighted = [
         {**message, "weight": 0} if i == 3 else message for i, message in enumerate(messages)

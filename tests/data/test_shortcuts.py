@@ -26,6 +26,7 @@ from tests.data.chats import (
     TEMPLATES,
     TEXT,
     TOOL,
+    chat,
     make,
     marked,
     unmarked,
@@ -35,6 +36,35 @@ WORDS = [
     *("yes", "no ", " the answer", "\n", "\n\n", "  ", "question?", "漢字", "🙂", "e\u0301", "\t"),
     *("<|im_end", "</s", "<think>", "</think>", "[/INST]", "assistant\n", "user", "|>", "<", "▁b"),
 ]
+
+
+# Templates that look ahead: the last turn of all ends differently.
+LOOKS_AHEAD = {
+    "length": "loop.index == messages | length",
+    "last": "loop.last",
+    "next item": "loop.nextitem is not defined",
+    "last message": "messages[-1] is sameas m",
+    "rest": "messages[loop.index :] == []",
+    "rest in a list": "messages[loop.index :] | list == []",
+    "next message": "messages[loop.index] is not defined",
+    "reversed": "(messages | reverse | first) is sameas m",
+    "as text": '(messages | string).endswith(m.content ~ "\'}]")',
+    "a copy": "(messages + [])[-1] is sameas m",
+}
+LOOKING_AHEAD = """
+{%- for m in messages -%}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + ('</s>' if AHEAD else '<|im_end|>') + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+# The end of a turn goes on if nothing follows.
+ENDED_TWICE = unmarked(TEMPLATES["llama"]) + "{%- if not add_generation_prompt -%}</s>{%- endif -%}"
+# The first message is not in the loop, as in many templates with a system message.
+WITHOUT_FIRST = """
+{%- if messages[0].role == 'system' -%}
+    {{- messages[0].content + '\\n' -}}{%- set rest = messages[1:] -%}
+{%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
+    "in messages", "in rest"
+)
 
 
 class SlowRenderer(Renderer):
@@ -117,6 +147,10 @@ def all_tokenizers() -> Iterator[tuple[str, Callable[[], PreTrainedTokenizerFast
     others = ["SWITCHED", "GLM", "JOINED", "PLAIN", "COUNTS", "ENDED_ONCE", "CALL_WITHOUT_END"]
     for name in others:
         yield name, partial(make, unmarked(getattr(test_render, name)), "bpe:320")
+    for name, condition in LOOKS_AHEAD.items():
+        yield f"looks ahead: {name}", partial(make, LOOKING_AHEAD.replace("AHEAD", condition))
+    yield "ended twice", partial(make, ENDED_TWICE)
+    yield "without first", partial(make, WITHOUT_FIRST)
     calling = "(m.tool_calls | tojson if m.tool_calls else m.content)"
     yield "qwen3", partial(make, QWEN3.replace("m.content", calling), "bpe:320")
     yield "r1", partial(make, R1)
@@ -236,3 +270,30 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
             assert first.target_bytes == len(text.encode())
             compared += special.special_as_text > 0
     assert compared > 0
+
+
+@pytest.mark.parametrize("name", ["our chatml", "without first", "published qwen2_5"])
+def test_usual_templates_are_rendered_and_encoded_once(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The shortcuts are taken: without them, all would be right and slow."""
+    if name not in TOKENIZERS:
+        pytest.skip("needs trl, which comes with the extra dev")
+    renderer = Renderer(TOKENIZERS[name]())
+    renderer(chat("a", "b", "c", "d"))  # remembers how prompts end
+    texts = []
+    encode = renderer.encoder.encode
+
+    def counted(text: str, has_escapes: bool = False) -> Any:
+        texts.append(text)
+        return encode(text, has_escapes)
+
+    monkeypatch.setattr(renderer.encoder, "encode", counted)
+    monkeypatch.setattr(renderer, "_target", None)  # renders the text of one turn
+    system = {"role": "system", "content": "Be brief."}
+    several = chat("a", "b", "c", "d", "e", "f").messages
+    for messages in (several, [system, *several]):
+        (document,) = renderer(Conversation(messages, None)).documents
+        assert document.turns == 3
+        assert len(texts) == 1
+        texts.clear()
