@@ -65,7 +65,7 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
     except Exception:  # loading the model will report what is wrong with it
         return None
 
-    class_name = _class_name(model_config)
+    class_name = _class_name(model_config, config.trust_remote_code)
     if not class_name:
         return PackingSupport(
             class_name=str(config.model_name_or_path or config.from_config),
@@ -98,13 +98,13 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
     return support
 
 
-def _class_name(model_config: "PreTrainedConfig") -> str | None:
-    """Return the name of transformers' class for a configuration, if it has one."""
+def _class_name(model_config: "PreTrainedConfig", trust_remote_code: bool) -> str | None:
+    """Return the name of transformers' class that is trained, or ``None`` if it has none."""
     from transformers import AutoModelForCausalLM
 
     mapping = AutoModelForCausalLM._model_mapping
     has_own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-    if has_own_code or type(model_config) not in mapping:
+    if (has_own_code and trust_remote_code) or type(model_config) not in mapping:
         return None
     model_class: Any = mapping[type(model_config)]
     return str(getattr(model_class, "__name__", model_config.model_type))

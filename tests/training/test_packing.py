@@ -255,22 +255,24 @@ def test_a_class_that_accepts_no_small_sizes_is_not_packed_and_the_reason_is_sai
     assert not cache.exists(), "only verdicts are remembered"
 
 
+@pytest.mark.parametrize("trusted", [True, False])
 def test_code_of_a_model_s_own_is_not_packed_and_not_run(
-    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture
+    trusted: bool, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """Without --trust_remote_code the class of transformers is trained, which may be packed."""
     config = configuration_of(ModelConfig(from_config="llama", config_overrides=SMALL[:-1]), None)
     config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config.save_pretrained(tmp_path / "own")
     (tmp_path / "own" / "modeling_own.py").write_text("raise SystemExit('it was run')")
-    settings = lt.parse(
-        finetune.DEFAULTS, ["--model_name_or_path", str(tmp_path / "own"), "--trust_remote_code"]
-    )
+    flags = ["--model_name_or_path", str(tmp_path / "own")]
+    settings = lt.parse(finetune.DEFAULTS, [*flags, *["--trust_remote_code"] * trusted])
     lt.resolve_packing(settings)
-    assert settings.chat.packing is False
-    assert packing_lines(capsys.readouterr().out) == [
+    assert settings.chat.packing is not trusted
+    line = (
         f"packing   conversations are not packed: {tmp_path / 'own'} was not tried, because its "
         "code is not part of transformers (--packing packs them)"
-    ]
+    )
+    assert packing_lines(capsys.readouterr().out) == ([line] if trusted else [])
 
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
