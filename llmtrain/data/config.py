@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 
+_MOST_DEFAULT_PROCESSES = 16  # that render conversations
 _MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
 
 
@@ -76,6 +78,13 @@ class DataConfig(BatchConfig):
         "--eval_fraction; with --eval_dataset, the split of the data sets named there "
         "(default: test)",
     )
+    dataset_num_proc: int | None = flag(
+        None,
+        "processes that render conversations, if there are thousands (default: the CPU cores, and "
+        "at most 16)",
+        affects="nowhere",
+        hidden=True,
+    )
     eval_dataset: list[str] = flag(
         [],
         "eval data, named as in --dataset, instead of --eval_fraction; name several to get an eval "
@@ -121,6 +130,8 @@ class DataConfig(BatchConfig):
                 f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and "
                 "below 1."
             )
+        if self.dataset_num_proc is not None:
+            require_at_least(self, 1, "dataset_num_proc")
         if self.tokenizer == "":
             raise UserError(
                 "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
@@ -144,6 +155,11 @@ class DataConfig(BatchConfig):
                 raise UserError(
                     f"--mixture {weight} is out of range: every number must be above 0."
                 )
+
+    @property
+    def rendering_processes(self) -> int:
+        """The number of processes that render conversations."""
+        return self.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
 
     @property
     def proportions(self) -> list[float]:

@@ -27,6 +27,7 @@ from llmtrain.data.render import Rendered
 from llmtrain.errors import UserError
 
 Item = TypeVar("Item", bound=Conversation | PreferenceRecord)
+Tag = TypeVar("Tag")
 Result: TypeAlias = Rendered | BadRow
 
 # Fewer conversations take less time than the start of a process.
@@ -39,26 +40,25 @@ _COMMAND = "import sys; sys.path.pop(0); from llmtrain.data.parallel_rendering i
 
 
 def render_all(
-    renderer: AnyRenderer, items: Iterable[tuple[str, Item]], processes: int
-) -> Iterator[tuple[str, Item, Result]]:
+    renderer: AnyRenderer, items: Iterable[tuple[Tag, Item]], processes: int
+) -> Iterator[tuple[Tag, Item, Result]]:
     """Render conversations or preference records, in several processes if there are many.
 
     Args:
         renderer: renders each.
-        items: the place of each conversation or record in its source, and itself.
+        items: each conversation or record, after something that belongs to it, such as its place.
         processes: the number of processes.
 
     Yields:
-        The place, the conversation or record, and its documents, or why it cannot be rendered; in
-        the order of ``items``. An error of ``items`` itself is raised after the results that come
-        before it.
+        Each item, and its documents, or why it cannot be rendered; in the order of ``items``. An
+        error of ``items`` itself is raised after the results that come before it.
 
     Raises:
         UserError: if a process ends before it has rendered its conversations.
     """
     if processes <= 1:
-        for place, item in items:
-            yield place, item, _rendered(renderer, item)
+        for tag, item in items:
+            yield tag, item, _rendered(renderer, item)
         return
 
     remaining = iter(items)
@@ -67,8 +67,8 @@ def render_all(
     if first.error is None and len(first.entries) == FEWEST_FOR_PROCESSES:
         pickled = _pickled(renderer)
     if pickled is None:
-        for place, item in itertools.chain(first.entries, _raised(first.error), remaining):
-            yield place, item, _rendered(renderer, item)
+        for tag, item in itertools.chain(first.entries, _raised(first.error), remaining):
+            yield tag, item, _rendered(renderer, item)
         return
 
     with contextlib.closing(_Workers(pickled, processes)) as workers:
@@ -85,15 +85,15 @@ def _rendered(renderer: AnyRenderer, item: Conversation | PreferenceRecord) -> R
         return error
 
 
-class _Chunk(NamedTuple, Generic[Item]):
+class _Chunk(NamedTuple, Generic[Tag, Item]):
     """Conversations or records, and the error that the source raised after them."""
 
-    entries: list[tuple[str, Item]]
+    entries: list[tuple[Tag, Item]]
     error: Exception | None
 
 
-def _read_chunk(items: Iterator[tuple[str, Item]], size: int) -> _Chunk[Item]:
-    entries: list[tuple[str, Item]] = []
+def _read_chunk(items: Iterator[tuple[Tag, Item]], size: int) -> _Chunk[Tag, Item]:
+    entries: list[tuple[Tag, Item]] = []
     try:
         entries.extend(itertools.islice(items, size))
     except Exception as error:
@@ -117,10 +117,10 @@ def _pickled(renderer: AnyRenderer) -> bytes | None:
 
 
 def _render_chunks(
-    workers: "_Workers", items: Iterator[tuple[str, Item]]
-) -> Iterator[tuple[str, Item, Result]]:
+    workers: "_Workers", items: Iterator[tuple[Tag, Item]]
+) -> Iterator[tuple[Tag, Item, Result]]:
     """Render conversations or records in chunks, and yield the results in order."""
-    pending: deque[tuple[_Chunk[Item], Future[list[Result]]]] = deque()
+    pending: deque[tuple[_Chunk[Tag, Item], Future[list[Result]]]] = deque()
     is_at_end = False
     while pending or not is_at_end:
         while not is_at_end and len(pending) < _CHUNKS_PER_PROCESS * workers.count:
@@ -130,8 +130,8 @@ def _render_chunks(
 
         if pending:
             chunk, future = pending.popleft()
-            for (place, item), result in zip(chunk.entries, future.result(), strict=True):
-                yield place, item, result
+            for (tag, item), result in zip(chunk.entries, future.result(), strict=True):
+                yield tag, item, result
             if chunk.error is not None:
                 raise chunk.error
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Document, Rendered
+from llmtrain.data.render import Document
 from llmtrain.data.sft import add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
@@ -166,6 +166,7 @@ class Pairs:
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
+        self.processes = config.rendering_processes
         self.unpaired = unpaired
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
@@ -194,11 +195,14 @@ class Pairs:
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedPairs":
         encoded = EncodedPairs(self.records, self.chat, self.unpaired, renderer, folder)
-        for read in tqdm(self.records, desc="rendering", unit=" records", leave=False):
+        items = ((read, read.record) for read in self.records)
+        results = render_all(renderer, items, self.processes)
+        for read, _, rendered in self.records.progress(results):
             split = encoded.splits[read.split]
             split.audit.records += 1
-            rendered = self._render(renderer, read, split.audit)
-            if rendered is None:
+            if isinstance(rendered, BadRow):
+                self.records.refuse(read.place, rendered)
+                split.audit.bad += 1
                 continue
             split.audit.special_as_text += rendered.special_as_text
             add_counts(split.audit.other_fields, rendered.other_fields)
@@ -236,29 +240,16 @@ class Pairs:
         assert split.previous is not None
         record = rendered.read.record
         answer_to_other = record._replace(answers=split.previous.answers[:1])
-        compared = self._render(
-            renderer, rendered.read._replace(record=answer_to_other), split.audit
-        )
-        if compared is None:
+        try:
+            compared = renderer.render_answers(answer_to_other)
+        except BadRow as error:
+            self.records.refuse(rendered.read.place, error)
+            split.audit.bad += 1
             return
         for number, answer in enumerate(rendered.answers):
             # Of two answers, the first is the chosen one.
             is_desirable = record.desirable and number == 0
             split.add(rendered.read.number, answer, compared.documents[0], is_desirable)
-
-    def _render(
-        self,
-        renderer: AnyRenderer,
-        read: ReadRecord[PreferenceRecord],
-        audit: PairAudit,
-    ) -> Rendered | None:
-        """Render the answers of a record after its prompt; return ``None`` if one is bad."""
-        try:
-            return renderer.render_answers(read.record)
-        except BadRow as error:
-            self.records.refuse(read.place, error)
-            audit.bad += 1
-            return None
 
 
 class _EncodedSplit:

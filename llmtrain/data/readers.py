@@ -6,6 +6,7 @@ Files of text, JSON and CSV may be compressed. They are decompressed while they 
 import codecs
 import contextlib
 import csv
+import functools
 import io
 import itertools
 import json
@@ -69,6 +70,22 @@ def is_readable(path: Path) -> bool:
     """Return whether the end of a file's name says that it can be read."""
     suffix = _split_suffix(path)
     return suffix.kind in _READERS and not (suffix.compression and suffix.kind in _ARROW_KINDS)
+
+
+def count_records(path: Path) -> int | None:
+    """Count the records of a file without parsing it, for a progress bar.
+
+    Returns:
+        About how many there are; ``None`` if that would take as long as reading the file.
+    """
+    suffix = _split_suffix(path)
+    if suffix.kind == ".parquet":
+        return _parquet_rows(path)
+    if suffix.compression or suffix.kind not in _LINE_KINDS:
+        return None
+    with path.open("rb") as file:
+        blocks = iter(functools.partial(file.read, 1 << 20), b"")
+        return sum(block.count(b"\n") for block in blocks)
 
 
 def suffix_of(path: Path) -> str:
@@ -390,6 +407,17 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     yield from _rows(batches(), path, field)
 
 
+def _parquet_rows(path: Path) -> int | None:
+    """Return the number of rows of a parquet file; ``None`` if it cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except (pyarrow.ArrowException, OSError):
+        return None  # reading the file will report what is wrong with it
+
+
 def _read_arrow(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the rows of an IPC file or an IPC stream, which have the same suffix."""
     import pyarrow
@@ -448,6 +476,7 @@ _READERS: dict[str, Reader] = {
     ".arrow": _read_arrow,
 }
 # These compress their columns themselves.
+_LINE_KINDS = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ARROW_KINDS = {".parquet": "a parquet file", ".arrow": "an Arrow file"}
 _TEXT_KINDS = [kind for kind in _READERS if kind not in _ARROW_KINDS]
 # The files that can be read, for error messages.

@@ -3,8 +3,10 @@
 import array
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
+
+from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, RowConfig
@@ -14,6 +16,7 @@ from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
 
 R = TypeVar("R", Conversation, PreferenceRecord)
+T = TypeVar("T")
 
 
 class ReadRecord(NamedTuple, Generic[R]):
@@ -84,6 +87,18 @@ class Records(Generic[R]):
 
         if not self._hashes:
             raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
+
+    def progress(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield one item for each record, and show a progress bar."""
+        return iter(
+            tqdm(
+                items,
+                total=self.source.count(),
+                desc="rendering",
+                unit=" records",
+                leave=False,
+            )
+        )
 
     def settle_limit(self) -> bool:
         """Choose the limit for the records that were read, after all of them were.

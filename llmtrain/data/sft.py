@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
 from llmtrain.data.records import Records
 from llmtrain.data.render import Rendered, TurnEnd
@@ -206,6 +206,7 @@ class Conversations:
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
+        self.processes = config.rendering_processes
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the text of every message in one split, or in both."""
@@ -237,16 +238,16 @@ class Conversations:
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedConversations":
         encoded = EncodedConversations(self.records, self.chat, folder)
-        for read in tqdm(self.records, desc="rendering", unit=" conversations", leave=False):
+        items = ((read, read.record) for read in self.records)
+        results = render_all(renderer, items, self.processes)
+        for read, _, rendered in self.records.progress(results):
             split = encoded.splits[read.split]
             split.audit.conversations += 1
-            try:
-                rendered = renderer(read.record)
-            except BadRow as error:
-                self.records.refuse(read.place, error)
+            if isinstance(rendered, BadRow):
+                self.records.refuse(read.place, rendered)
                 split.audit.bad += 1
-                continue
-            split.add(read.number, rendered)
+            else:
+                split.add(read.number, rendered)
         return encoded
 
 

@@ -21,6 +21,7 @@ from llmtrain.data.cache import file_digest
 from llmtrain.data.readers import (
     READABLE,
     Record,
+    count_records,
     has_artificial_nulls,
     is_readable,
     numbered,
@@ -82,6 +83,8 @@ class Source:
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
+        count: returns about how many records there are, for a progress bar; ``None`` if counting
+            would take as long as reading.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Source:
     flag: str = "--dataset"
     has_splits: bool = False
     has_artificial_nulls: bool = False
+    count: Callable[[], int | None] = lambda: None
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -305,7 +309,22 @@ def _file_source(name: str, paths: list[Path], choice: SplitChoice) -> Source:
         records=partial(_read_files, paths),
         flag=choice.data_flag,
         has_artificial_nulls=any(map(has_artificial_nulls, paths)),
+        count=partial(_count_records, paths),
     )
+
+
+def _count_records(paths: list[Path]) -> int | None:
+    """Return about how many records there are in files; ``None`` if one cannot be counted."""
+    total = 0
+    for path in paths:
+        try:
+            count = count_records(path)
+        except OSError:  # reading the file will report what is wrong with it
+            return None
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def _looks_local(name: str) -> bool:
@@ -500,6 +519,7 @@ def _dataset_source(
         flag=flag,
         has_splits=True,
         has_artificial_nulls=True,
+        count=lambda: len(load_once()),
     )
 
 

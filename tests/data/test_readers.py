@@ -249,3 +249,21 @@ def test_a_compressed_file_has_a_fingerprint_of_its_own(tmp_path):
     paths = [write(tmp_path / f"a.jsonl{suffix}", LINES) for suffix in ("", ".gz")]
     first, second = (open_source(str(path)).fingerprint() for path in paths)
     assert first != second
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a.jsonl", 3), ("a.csv", 4), ("a.parquet", 3), ("a.jsonl.gz", None), ("a.json", None)],
+)
+def test_records_are_counted_unless_that_takes_as_long_as_reading(tmp_path, name, expected):
+    records = [{"text": str(i)} for i in range(3)]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif name.endswith("csv"):
+        path.write_text("text\n0\n1\n2\n")  # the header counts, too
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert count_records(path) == expected
+    (tmp_path / "bad.parquet").write_bytes(b"not a parquet file")
+    assert count_records(tmp_path / "bad.parquet") is None

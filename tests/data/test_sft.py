@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.data import parallel_rendering
 from llmtrain.data import prepare as tokenizing
-from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
@@ -690,6 +691,35 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
         moved.metadata.data_sha256 == usual.metadata.data_sha256
     )  # the flags are others, the rows are not
     assert len({p.metadata.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
+
+
+# --- processes ---
+
+
+@pytest.mark.parametrize("preference", [False, True])
+def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, preference):
+    monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
+    monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
+    if preference:
+        records = [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)]
+    else:
+        records = [*chats(50), AMBIGUOUS[0], *chats(9, 50)]
+    path = write(tmp_path / "many.jsonl", records)
+    made = []
+    for processes in (1, 2):
+        monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
+        chat = PairConfig() if preference else ChatConfig(on_bad_row="skip")
+        data = config(path, eval_fraction=0.3, dataset_num_proc=processes)
+        made.append(tokenize(data, BLOCK, chat))
+    assert made[0].metadata == made[1].metadata
+    for split in ("train", "eval"):
+        assert [*getattr(made[0], split)] == [*getattr(made[1], split)]
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_a_number_of_processes_below_one_is_refused(processes):
+    with pytest.raises(UserError, match="--dataset_num_proc .* must be at least 1"):
+        DataConfig(dataset_num_proc=processes)
 
 
 # --- several sources ---
