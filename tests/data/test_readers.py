@@ -259,11 +259,11 @@ def test_records_are_counted_unless_that_takes_as_long_as_reading(tmp_path, name
     records = [{"text": str(i)} for i in range(3)]
     path = tmp_path / name
     if name.endswith("parquet"):
-        pq.write_table(pa.Table.from_pylist(records), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     elif name.endswith("csv"):
         path.write_text("text\n0\n1\n2\n")  # the header counts, too
     else:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert count_records(path) == expected
+    assert readers.count_records(path) == expected
     (tmp_path / "bad.parquet").write_bytes(b"not a parquet file")
-    assert count_records(tmp_path / "bad.parquet") is None
+    assert readers.count_records(tmp_path / "bad.parquet") is None

@@ -718,7 +718,7 @@ def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, p
 
 @pytest.mark.parametrize("processes", [0, -1])
 def test_a_number_of_processes_below_one_is_refused(processes):
-    with pytest.raises(UserError, match="--dataset_num_proc .* must be at least 1"):
+    with pytest.raises(UserError, match=r"--dataset_num_proc .* must be at least 1"):
         DataConfig(dataset_num_proc=processes)
 
 
