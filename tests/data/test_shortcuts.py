@@ -63,7 +63,7 @@ WITHOUT_FIRST = """
 {%- if messages[0].role == 'system' -%}
     {{- messages[0].content + '\\n' -}}{%- set rest = messages[1:] -%}
 {%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
-    "in messages", "in rest"
+    "in messages", "in rest[0:]"
 )
 
 
