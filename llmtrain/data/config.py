@@ -36,16 +36,19 @@ class BatchConfig(Config):
     def fit_micro_batch(self, row_tokens: int) -> None:
         """Lower the default micro-batch to 4,096 tokens, and log it.
 
+        It becomes a power of two, which divides most numbers of rows.
+
         Args:
-            row_tokens: the number of tokens in a row.
+            row_tokens: the number of positions of a row.
         """
-        largest = max(_MICRO_BATCH_TOKENS // row_tokens, 1)
-        if self.per_device_train_batch_size > largest:
+        rows = self.per_device_train_batch_size
+        while rows > 1 and rows * row_tokens > _MICRO_BATCH_TOKENS:
+            rows = 1 << ((rows - 1).bit_length() - 1)
+        if rows < self.per_device_train_batch_size:
             self.set_default(
                 "per_device_train_batch_size",
-                largest,
-                f"rows of {row_tokens:,} tokens; a micro-batch has at most "
-                f"{_MICRO_BATCH_TOKENS:,} tokens by default",
+                rows,
+                f"at most {_MICRO_BATCH_TOKENS:,} tokens in a micro-batch",
             )
 
     @property

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
-from llmtrain.data.chat_template import GENERATION_BLOCK, BadRow, Message, Span, Switch
+from llmtrain.data.chat_template import GENERATION_BLOCK, REASONING, BadRow, Message, Span, Switch
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import first_line
@@ -69,11 +69,15 @@ class JinjaTemplate:
         Raises:
             BadRow: if a tool is no object.
         """
-        from transformers.utils import chat_template_utils
-
         for tool in tools or []:
             if not isinstance(tool, dict):
                 raise BadRow(f"field 'tools' holds {tool!r:.40}, not an object")
+        # The usual case, in which there is nothing to convert.
+        if tools is None and all(map(_has_only_texts, messages)):
+            return PlainData(messages, tools)
+
+        from transformers.utils import chat_template_utils
+
         # transformers hands its templates objects that these two functions have converted. Versions
         # without them convert nothing.
         convert = getattr(chat_template_utils, "_plain_template_data", _unchanged)
@@ -315,6 +319,14 @@ def _known(first_looks: list[int | None], length: int) -> list[int]:
         known.append(known[-1] if look is None else min(look, known[-1]))
     known.reverse()
     return known
+
+
+def _has_only_texts(message: Message) -> bool:
+    """Return whether a message has only texts, and no reasoning."""
+    for field, value in message.items():
+        if type(value) is not str or field in REASONING:
+            return False
+    return True
 
 
 def _unchanged(value: Any) -> Any:

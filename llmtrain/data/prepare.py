@@ -86,7 +86,7 @@ def tokenize(
     if config.mixture:
         rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     describe(request, rows, is_cached)
-    config.fit_micro_batch(rows.positions + 1)
+    config.fit_micro_batch(rows.positions)
     return rows
 
 

@@ -150,10 +150,10 @@ def test_a_recipe_records_the_length_that_auto_has_chosen(tmp_path: Path) -> Non
     [
         (128, False, 16),
         (256, False, 16),
-        (257, False, 15),
-        (1025, False, 3),
+        (257, False, 8),
+        (1024, False, 4),
         (9000, False, 1),
-        (1025, True, 16),
+        (1024, True, 16),
     ],
 )
 def test_the_default_micro_batch_holds_4096_tokens_at_most(

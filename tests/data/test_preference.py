@@ -308,6 +308,14 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", LONE, "b"),
         "message 2 (assistant) holds half of a surrogate pair",
     ),
+    "an answer of weight 0": (
+        pair("q", "a", "b") | {"chosen": [said("assistant", "a") | {"weight": 0}]},
+        "chosen has a message with weight 0",
+    ),
+    "answers of two kinds": (
+        pair("q", "a", "b") | example("q", "a"),
+        "the record has two answers (chosen, rejected) and a single one (completion, label)",
+    ),
     "tools that are no list": (
         pair("q", "a", "b") | {"tools": 3},
         "field 'tools' is 3, not a list",
@@ -1006,6 +1014,26 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
         assert f"{line}\n" in out
     tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong)
     assert len(printed(capsys, "audit")) == 2
+
+
+def test_what_messages_hold_besides_their_words_is_counted_and_told(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    special = pair(f"q{END}", f"a{END}", "b")
+    fields = {
+        "prompt": [said("user", "q") | {"at": 1, "weight": 0}],
+        "chosen": [said("assistant", "a") | {"at": 1, "weight": 1}],
+        "rejected": [said("assistant", "b") | {"score": 1}],
+    }
+    made = tokenize_pairs(tmp_path, [special, fields])
+    audit = audit_of(made)
+    assert audit["special_as_text"] == 2
+    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert printed(capsys, "audit")[2:] == [
+        "2 special tokens in messages are encoded as text",
+        "some messages have fields that are not read here: at (2), score (1); the chat template "
+        "gets them",
+    ]
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:

@@ -336,6 +336,36 @@ def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
     assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
 
 
+def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, capsys):
+    weighted = chat("a", "b", "c", "d")
+    weighted["messages"][1]["weight"] = 0
+    other = chat("e", f"f{END}{END}")
+    other["messages"][0] |= {"at": 1, "name": "Ann"}
+    other["messages"][1] |= {"at": 2, "score": 0.5}
+    made = tokenize_chats(tmp_path, [weighted, other, chat("g", "h")])
+    assert sorted(answers_of(made.train, made)) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
+    audit = made.metadata.audit
+    assert (audit["unweighted"], audit["special_as_text"]) == (1, 2)
+    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert printed(capsys, "audit")[2:] == [
+        "1 turns are not trained, because their weight is 0",
+        "2 special tokens in messages are encoded as text",
+        "some messages have fields that are not read here: at (2), score (1); the chat template "
+        "gets them",
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "argument"), [("jsonl", '{"limit": null}'), ("parquet", "{}")])
+def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, argument):
+    call = {"function": {"name": "find", "arguments": {"limit": None}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    record = {"messages": [{"role": "user", "content": "a"}, calling]}
+    path = write(tmp_path / f"a.{suffix}", [record])
+    made = tokenize(config(path), BLOCK, ChatConfig())
+    (answer,) = answers_of(made.train, made)
+    assert f'"arguments": {argument}' in answer
+
+
 # Marks the end of a turn, but not of the last one.
 ENDED_BEFORE = ENDED.replace(
     "{{ eos_token }}{% endg", "{% if not loop.last %}{{ eos_token }}{% endif %}{% endg"

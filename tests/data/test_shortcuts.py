@@ -53,7 +53,7 @@ LOOKS_AHEAD = {
 }
 LOOKING_AHEAD = """
 {%- for m in messages -%}
-    {{- '<|im_start|>' + m.role + '\\n' + m.content + ('</s>' if AHEAD else '<|im_end|>') + '\\n' -}}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + ('</s>' if m.role == 'assistant' and AHEAD else '<|im_end|>') + '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 # The end of a turn goes on if nothing follows.
@@ -63,7 +63,7 @@ WITHOUT_FIRST = """
 {%- if messages[0].role == 'system' -%}
     {{- messages[0].content + '\\n' -}}{%- set rest = messages[1:] -%}
 {%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
-    "in messages", "in rest"
+    "in messages", "in rest[0:]"
 )
 
 
@@ -185,7 +185,9 @@ def assert_same(first: Rendered | str, second: Rendered | str) -> None:
 def test_the_documents_are_those_that_are_rendered_and_encoded_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
     tokenizer = TOKENIZERS[name]()
-    renderers = [kind(tokenizer) for kind in (Renderer, SlowRenderer)]
+    # So that a turn that ends in either way has ended.
+    stops = [tokenizer.get_vocab().get(text) for text in ("<|im_end|>", "<|eot_id|>")]
+    renderers = [kind(tokenizer, stops) for kind in (Renderer, SlowRenderer)]
     for _ in range(12):
         conversation = random_conversation(generator)
         before = json.dumps(conversation)
