@@ -354,11 +354,11 @@ class Renderer:
         tools = conversation.tools
         is_trained = trained_messages(conversation.messages)
         messages, thoughts = self.template.adapt(without_weights(conversation.messages))
-        _check_text(messages, tools)
         # The template shows the messages. Some targets are made of reasoning that is not in them.
         shown: list[Any] = [messages, tools]
         if self.template.opens_reasoning and self.template.reasoning_field is None:
             shown.append(thoughts)
+        _check_text(shown, messages, thoughts)
         escaped, special_as_text = self.encoder.escape(shown)
         if special_as_text:
             messages, tools = escaped[:2]
@@ -851,17 +851,23 @@ def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
         yield run
 
 
-def _check_text(messages: list[Message], tools: list[Fields] | None) -> None:
-    """Raise :class:`BadRow` if a message or tool holds half of a surrogate pair."""
+def _check_text(shown: list[Any], messages: list[Message], thoughts: list[str]) -> None:
+    """Raise :class:`BadRow` if a conversation holds half of a surrogate pair.
+
+    Args:
+        shown: all that the template or a target may show.
+        messages: the messages.
+        thoughts: the reasoning of each.
+    """
     try:
-        "".join(texts_of([messages, tools])).encode()
+        "".join(texts_of(shown)).encode()
         return
     except UnicodeEncodeError:
         pass
 
     reason = "holds half of a surrogate pair, which is not valid text"
-    for number, message in enumerate(messages, start=1):
-        if any(map(_HALF.search, texts_of(message))):
+    for number, (message, thought) in enumerate(zip(messages, thoughts, strict=True), start=1):
+        if any(map(_HALF.search, texts_of([message, thought]))):
             raise BadRow(f"message {number} ({message['role']}) {reason}")
     raise BadRow(f"field 'tools' {reason}")
 

@@ -585,6 +585,9 @@ def test_a_message_may_have_other_fields_of_any_kind():
 def test_half_of_a_surrogate_pair_is_refused():
     with pytest.raises(BadRow, match="half of a surrogate pair"):
         Renderer(make(marked(TEMPLATES["chatml"])))(chat("a\ud83d", "b"))
+    # The template shows no reasoning, but the target does.
+    with pytest.raises(BadRow, match=r"message 2 \(assistant\) holds half of a surrogate pair"):
+        Renderer(make(R1))(chat("a", "<think>\ud83d</think>b"))
 
 
 def test_what_a_template_refuses_is_said_in_its_own_words_and_one_line():
