@@ -23,7 +23,7 @@ DEFAULTS = lt.Settings(
         global_batch_size=8,
     ),
     chat=lt.ChatConfig(),
-    optim=lt.OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
+    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=20, weight_decay=0.01),
     run=lt.RunConfig(output_dir="runs/finetune"),
 )
 

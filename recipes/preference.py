@@ -22,7 +22,7 @@ DEFAULTS = lt.Settings(
     ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
-    optim=lt.OptimConfig(max_steps=300, learning_rate=1e-6, warmup_steps=30, weight_decay=0.0),
+    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=10, weight_decay=0.0),
     run=lt.RunConfig(output_dir="runs/preference"),
 )
 

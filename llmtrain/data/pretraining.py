@@ -77,7 +77,7 @@ class _Cut(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Piece:
     """A part of the stream.
 
@@ -318,7 +318,7 @@ def _write_rows(
         nonlocal tokens
         for piece in pieces:
             if are_isolated and piece.begins_document:
-                digest.update(b"|")  # no token has one byte, so this is unambiguous
+                digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
             digest.update(piece.tokens.astype("<i4").tobytes())
             tokens += len(piece)
             yield piece
@@ -333,7 +333,8 @@ def _write_rows(
     with create_row_file(path, widths) as write:
         for batch in _batches(padded_stream(), max(TOKENS_PER_BATCH, block_size)):
             ids = np.concatenate([ids, *[piece.tokens for piece in batch]])
-            is_begin = np.concatenate([is_begin, *map(_begins, batch)])
+            if are_isolated:
+                is_begin = np.concatenate([is_begin, _begins(batch)])
             count = (len(ids) - 1) // block_size
             if count > 0:
                 row_ids = _overlapping_rows(ids, block_size)
@@ -355,10 +356,14 @@ def _write_rows(
     )
 
 
-def _begins(piece: _Piece) -> np.ndarray:
-    """Return for each token of a piece whether it begins a document, bool [n]."""
-    is_begin = np.zeros(len(piece), np.bool_)
-    is_begin[:1] = piece.begins_document
+def _begins(pieces: Sequence[_Piece]) -> np.ndarray:
+    """Return for each token of some pieces whether it begins a document, bool [tokens]."""
+    is_begin = np.zeros(sum(map(len, pieces)), np.bool_)
+    start = 0
+    for piece in pieces:
+        if piece.begins_document and len(piece) > 0:
+            is_begin[start] = True
+        start += len(piece)
     return is_begin
 
 
