@@ -90,17 +90,14 @@ def _describe_shares(rows: Tokenized, names: list[str]) -> None:
     # Without a mixture every row is drawn once per epoch.
     drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
     drawn_targets = []
-    for drawn, count, targets in zip(
-        drawn_rows, metadata.source_rows, metadata.source_targets, strict=True
-    ):
-        drawn_targets.append(drawn * targets / count)
+    for i, drawn in enumerate(drawn_rows):
+        targets_per_row = metadata.source_targets[i] / metadata.source_rows[i]
+        drawn_targets.append(drawn * targets_per_row)
 
     shares: list[str] = []
-    for name, row_count, target_count in zip(
-        short_names(names), drawn_rows, drawn_targets, strict=True
-    ):
-        row_share = row_count / sum(drawn_rows)
-        target_share = target_count / sum(drawn_targets)
+    for i, name in enumerate(short_names(names)):
+        row_share = drawn_rows[i] / sum(drawn_rows)
+        target_share = drawn_targets[i] / sum(drawn_targets)
         of_rows = "" if shares else " of rows"
         of_targets = "" if shares else " of target tokens"
         shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")

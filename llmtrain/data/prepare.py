@@ -144,7 +144,6 @@ def _corpus(request: DataRequest, source: Source, format: str, only_split: Split
         format: their format.
         only_split: the split of all records; ``None`` to divide them.
     """
-<<<<<<< HEAD
     config = request.config
     chat = request.chat
     if isinstance(chat, PairConfig):
@@ -166,27 +165,6 @@ def _corpus(request: DataRequest, source: Source, format: str, only_split: Split
             only_split=only_split,
         )
     return Texts(source, config, columns=request.text_columns, only_split=only_split)
-=======
-    metadata = rows.metadata
-    if len(metadata.source_rows) < 2:
-        return
-
-    # Without a mixture every row is drawn once per epoch.
-    drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
-    drawn_targets = []
-    for i, drawn in enumerate(drawn_rows):
-        targets_per_row = metadata.source_targets[i] / metadata.source_rows[i]
-        drawn_targets.append(drawn * targets_per_row)
-
-    shares: list[str] = []
-    for i, name in enumerate(_short_names(rows.sources)):
-        row_share = drawn_rows[i] / sum(drawn_rows)
-        target_share = drawn_targets[i] / sum(drawn_targets)
-        of_rows = "" if shares else " of rows"
-        of_targets = "" if shares else " of target tokens"
-        shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")
-    say("mixture", "; ".join(shares))
->>>>>>> d39-mixing
 
 
 # --- cache entries
