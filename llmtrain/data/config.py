@@ -81,13 +81,6 @@ class DataConfig(BatchConfig):
         "--eval_fraction; with --eval_dataset, the split of the data sets named there "
         "(default: test)",
     )
-    dataset_num_proc: int | None = flag(
-        None,
-        "processes that render conversations, if there are thousands (default: the CPU cores, and "
-        "at most 16)",
-        affects="nowhere",
-        hidden=True,
-    )
     eval_dataset: list[str] = flag(
         [],
         "eval data, named as in --dataset, instead of --eval_fraction; name several to get an eval "
@@ -133,8 +126,6 @@ class DataConfig(BatchConfig):
                 f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and "
                 "below 1."
             )
-        if self.dataset_num_proc is not None:
-            require_at_least(self, 1, "dataset_num_proc")
         if self.tokenizer == "":
             raise UserError(
                 "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
@@ -158,11 +149,6 @@ class DataConfig(BatchConfig):
                 raise UserError(
                     f"--mixture {weight} is out of range: every number must be above 0."
                 )
-
-    @property
-    def rendering_processes(self) -> int:
-        """The number of processes that render conversations."""
-        return self.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
 
     @property
     def proportions(self) -> list[float]:
@@ -237,6 +223,23 @@ class RowConfig(Config):
         "a row of its own, which is slower (default: auto, which packs if the model keeps packed "
         "documents apart)",
     )
+
+    dataset_num_proc: int | None = flag(
+        None,
+        "processes that render conversations, if there are thousands (default: the CPU cores, and "
+        "at most 16)",
+        affects="nowhere",
+        hidden=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_num_proc is not None:
+            require_at_least(self, 1, "dataset_num_proc")
+
+    @property
+    def rendering_processes(self) -> int:
+        """The number of processes that render conversations."""
+        return self.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
 
     @property
     def is_packed(self) -> bool:

@@ -166,7 +166,7 @@ class Pairs:
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
-        self.processes = config.rendering_processes
+        self.processes = chat.rendering_processes
         self.unpaired = unpaired
 
     def texts(self, split: Split | None = None) -> Iterator[str]:

@@ -201,7 +201,9 @@ def _rendering_of(chat: RowConfig) -> list[object]:
     """Return everything in a config that says how conversations become rows."""
     # The text of the template, because the file in --chat_template may change.
     template = template_text(chat.chat_template) if chat.chat_template else None
-    return [asdict(chat), template]
+    flags = asdict(chat)
+    del flags["dataset_num_proc"]  # the rows are the same from any number of processes
+    return [flags, template]
 
 
 class _Sources(NamedTuple):

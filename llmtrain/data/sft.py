@@ -206,7 +206,7 @@ class Conversations:
         )
         self.chat = chat
         self.stop_token_ids = stop_token_ids
-        self.processes = config.rendering_processes
+        self.processes = chat.rendering_processes
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the text of every message in one split, or in both."""

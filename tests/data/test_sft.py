@@ -738,8 +738,9 @@ def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, p
     made = []
     for processes in (1, 2):
         monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
-        chat = PairConfig() if preference else ChatConfig(on_bad_row="skip")
-        data = config(path, eval_fraction=0.3, dataset_num_proc=processes)
+        chat_type = PairConfig if preference else ChatConfig
+        chat = chat_type(on_bad_row="skip", dataset_num_proc=processes)
+        data = config(path, eval_fraction=0.3)
         made.append(tokenize(data, BLOCK, chat))
     assert made[0].metadata == made[1].metadata
     for split in ("train", "eval"):
@@ -749,7 +750,7 @@ def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, p
 @pytest.mark.parametrize("processes", [0, -1])
 def test_a_number_of_processes_below_one_is_refused(processes):
     with pytest.raises(UserError, match=r"--dataset_num_proc .* must be at least 1"):
-        DataConfig(dataset_num_proc=processes)
+        ChatConfig(dataset_num_proc=processes)
 
 
 # --- several sources ---
